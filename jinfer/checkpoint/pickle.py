@@ -1,0 +1,65 @@
+"""PyTorch's pickled checkpoints, read without running them.
+
+The pickle is interpreted by a machine of our own (pickle_machine.py, pickle_opcodes.py) that knows
+a closed list of opcodes and of names (pickle_values.py); tensors are views of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jinfer.checkpoint import torch_zip
+from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.pickle_machine import Machine
+from jinfer.checkpoint.pickle_opcodes import run
+from jinfer.checkpoint.pickle_values import StridedTensor, read_persistent_id
+from jinfer.checkpoint.state_dict import find_state_dict
+from jinfer.checkpoint.torch_legacy import read_legacy
+from jinfer.checkpoint.torch_storage import Storages, raw_bytes, read_extent
+
+
+def open_pickle(path: Path) -> Checkpoint:
+    """Opens a file that torch.save made (.bin, .pt, .pth), zip or older.
+
+    A tensor's `raw` bytes are its values, contiguous and little-endian, however they are stored.
+
+    Raises:
+        CheckpointError: a malformed file, or one that asks for code to be run.
+    """
+    file = MappedFile(path)
+    if file.read(0, min(4, file.size)) == torch_zip.MAGIC:
+        root, storages, pickle_bytes = _read_zip(file)
+    elif file.size > 262 and file.read(257, 5) == b"ustar":
+        reason = "is a tar file of PyTorch before 0.2; load and save it again with PyTorch 1"
+        raise CheckpointError(path, reason, 0)
+    else:
+        root, extents, pickle_bytes = read_legacy(file)
+        storages = Storages(file, extents)
+    found = find_state_dict(path, root, pickle_bytes)
+    tensors = {name: _tensor(storages, name, view) for name, view in found.tensors.items()}
+    return Checkpoint(path, "pickle", tensors, found.scalars)
+
+
+def _read_zip(file: MappedFile) -> tuple[Any, Storages, int]:
+    archive = torch_zip.read_archive(file)
+    data = read_extent(file, archive.pickle).data
+    base = archive.pickle.offset if archive.pickle.crc is None else None
+    root = run(Machine(file.path, data, read_persistent_id, base))
+    return root, Storages(file, archive.storages, archive.big_endian), len(data)
+
+
+def _tensor(storages: Storages, name: str, view: StridedTensor) -> Tensor:
+    count = storages.check(name, view)
+    read = functools.partial(storages.read, view)
+
+    def raw() -> np.ndarray:
+        return raw_bytes(read())
+
+    nbytes = count * DTYPES[view.type].itemsize
+    return Tensor(name, view.shape, view.type, nbytes, read, raw)

@@ -1,0 +1,34 @@
+"""From a block's description to its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jinfer.nn.attention import Attention
+from jinfer.nn.ffn import MLP, Activation, GatedMLP
+from jinfer.nn.linear import Embedding, Head, Linear
+from jinfer.nn.norm import LayerNorm, RMSNorm
+from jinfer.nn.position import PositionTable, Sinusoids
+from jinfer.spec import blocks
+
+_MODULES: dict[type, Callable[..., nnx.Module]] = {
+    blocks.Embedding: Embedding,
+    blocks.LearnedPositions: PositionTable,
+    blocks.SinusoidalPositions: Sinusoids,
+    blocks.RMSNorm: RMSNorm,
+    blocks.LayerNorm: LayerNorm,
+    blocks.Linear: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
+    blocks.Head: Head,
+    blocks.ActivationBlock: Activation,
+    blocks.Attention: Attention,
+    blocks.MLP: MLP,
+    blocks.GatedMLP: GatedMLP,
+}
+
+
+def build_module(block: blocks.Block, dtype: jnp.dtype) -> nnx.Module:
+    """The module that computes a block, its parameters yet to be loaded."""
+    return _MODULES[type(block)](block, dtype)

@@ -1,0 +1,78 @@
+"""Feed-forward blocks and activation functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from jinfer.nn.linear import Linear
+from jinfer.spec import blocks
+
+_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}
+
+
+def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """An activation function by its name in `jinfer.spec.blocks.Activation`, in float32."""
+    return _FUNCTIONS[name](x.astype(jnp.float32)).astype(x.dtype)
+
+
+def gated(
+    name: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card)."""
+    if name != "clamped_swiglu":
+        return activate(name, gate) * up
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1.0) * activate("quick_gelu", gate)
+
+
+class Activation(nnx.Module):
+    """An activation function alone."""
+
+    def __init__(self, block: blocks.ActivationBlock, dtype: jnp.dtype) -> None:
+        self.function = block.function
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The function of x."""
+        return activate(self.function, x)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, block: blocks.MLP, dtype: jnp.dtype) -> None:
+        self.activation = block.activation
+        self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
+        self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
+
+    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+        """The block's output, to be added to the residual stream."""
+        return self.down(activate(self.activation, self.up(x)))
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, block: blocks.GatedMLP, dtype: jnp.dtype) -> None:
+        self.activation = block.activation
+        self.gate = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
+        self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
+        self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
+
+    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+        """The block's output, to be added to the residual stream."""
+        return self.down(gated(self.activation, self.gate(x), self.up(x)))

@@ -1,0 +1,61 @@
+"""Projections, the token embedding and the vocabulary head."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from jinfer.nn.parameter import parameter
+from jinfer.ops.linear import linear
+from jinfer.spec import blocks
+
+
+class Linear(nnx.Module):
+    """A dense projection with weight [outputs, inputs]."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        dtype: jnp.dtype,
+        axes: tuple[str, str] = ("hidden", "hidden"),
+    ) -> None:
+        self.weight = parameter((outputs, inputs), axes, dtype)
+        self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """x @ weight.T + bias."""
+        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+class Embedding(nnx.Module):
+    """A table with a row per token."""
+
+    def __init__(self, block: blocks.Embedding, dtype: jnp.dtype) -> None:
+        self.weight = parameter((block.size, block.width), ("vocab", "hidden"), dtype)
+
+    def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
+        """Rows of the table."""
+        return self.weight[...][tokens]
+
+
+class Head(nnx.Module):
+    """The projection onto the vocabulary; logits are float32."""
+
+    def __init__(self, block: blocks.Head, dtype: jnp.dtype) -> None:
+        shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
+        self.tied = block.tied
+        self.weight = None if block.tied else parameter(shape, axes, dtype)
+        self.bias = parameter(shape[:1], axes[:1], dtype) if block.bias else None
+
+    def __call__(
+        self, x: Float[Array, "*rows hidden"], embed: Embedding | None = None
+    ) -> Float[Array, "*rows vocab"]:
+        """x @ weight.T + bias; a tied head takes the weight of `embed`."""
+        owner = embed if self.weight is None else self
+        assert owner is not None and owner.weight is not None, "a tied head needs the embedding"
+        bias = None if self.bias is None else self.bias[...]
+        return linear(x, owner.weight[...], bias).astype(jnp.float32)

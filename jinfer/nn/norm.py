@@ -1,0 +1,53 @@
+"""Normalization."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float
+
+from jinfer.nn.parameter import parameter
+from jinfer.spec import blocks
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, block: blocks.RMSNorm, dtype: jnp.dtype) -> None:
+        self.block = block
+        self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """x / sqrt(mean(x^2) + eps) * weight."""
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
+        weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
+        return (y * _as_row(weight, y)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm (arXiv 1607.06450), computed in float32."""
+
+    def __init__(self, block: blocks.LayerNorm, dtype: jnp.dtype) -> None:
+        self.block = block
+        if block.weight:
+            self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+        if block.bias:
+            self.bias = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """(x - mean) / sqrt(variance + eps) * weight + bias."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
+        if self.block.weight:
+            weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
+            y = y * _as_row(weight, y)
+        if self.block.bias:
+            y = y + _as_row(self.bias[...], y)
+        return y.astype(x.dtype)
+
+
+def _as_row(vector: Array, like: Array) -> Array:
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)

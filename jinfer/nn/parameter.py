@@ -1,0 +1,15 @@
+"""Parameters: arrays with a name for each axis."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
+    """A parameter to be loaded.
+
+    Args:
+        axes: the logical name of each axis; partitioning is decided by these names.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)

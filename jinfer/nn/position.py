@@ -1,0 +1,143 @@
+"""Positions: rotary frequencies and their scaling, ALiBi slopes, tables."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from jinfer.nn.parameter import parameter
+from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
+
+
+class Rotary(nnx.Module):
+    """Rotary position embedding (arXiv 2104.09864)."""
+
+    def __init__(self, block: Rope, dtype: jnp.dtype) -> None:
+        self.block = block
+        if block.factors:
+            self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens heads head_dim"], positions: Int[Array, "batch tokens"]
+    ) -> Float[Array, "batch tokens heads head_dim"]:
+        """Rotates each head's first `dim` dimensions by the token's position."""
+        frequencies, magnitude = rope_frequencies(self.block)
+        inverse = jnp.asarray(frequencies, jnp.float32)
+        if self.block.factors:
+            inverse = inverse / self.factors[...]
+        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[None, None, None, :]
+        cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+        return rotate(x, cos, sin, self.block.dim, self.block.pairs == "adjacent")
+
+
+def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
+    """Rotates the pairs among the first `dim` of the last axis."""
+    rotated, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
+    if adjacent:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
+    else:
+        a, b = jnp.split(rotated, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
+    """Radians per position of each pair, and the factor on cos and sin."""
+    frequencies = block.theta ** (-np.arange(0, block.dim, 2, dtype=np.float64) / block.dim)
+    scaling = block.scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    if scaling.rope_type == "yarn":
+        return _yarn(frequencies, block, scaling)
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(frequencies: np.ndarray, block: Rope, scaling: Scaling) -> tuple[np.ndarray, float]:
+    """NTK-by-parts interpolation and attention temperature (arXiv 2309.00071)."""
+
+    def pair_that_turns(times: float) -> float:
+        trained = scaling.original_max_position_embeddings
+        return block.dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(block.theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, block.dim - 1)
+    ramp = (np.arange(block.dim // 2) - low) / max(high - low, 0.001)
+    stretched = np.clip(ramp, 0.0, 1.0)
+    scaled = frequencies * (1 - stretched) + frequencies / scaling.factor * stretched
+    return scaled, _yarn_magnitude(scaling)
+
+
+def _yarn_magnitude(scaling: Scaling) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
+    """Slope of each head (arXiv 2108.12409)."""
+
+    def series(count: int) -> np.ndarray:
+        return 2.0 ** (-block.max_bias * np.arange(1, count + 1) / count)
+
+    power = 2 ** math.floor(math.log2(heads))
+    if power == heads:
+        return series(heads)
+    return np.concatenate([series(power), series(2 * power)[0::2][: heads - power]])
+
+
+class PositionTable(nnx.Module):
+    """A learned table of positions."""
+
+    def __init__(self, block: LearnedPositions, dtype: jnp.dtype) -> None:
+        self.block = block
+        rows = block.size + block.offset
+        self.weight = parameter((rows, block.width), ("positions", "hidden"), dtype)
+
+    def __call__(
+        self, positions: Int[Array, "batch tokens"]
+    ) -> Float[Array, "batch tokens hidden"]:
+        """Rows of the table."""
+        return self.weight[...][positions + self.block.offset]
+
+
+class Sinusoids(nnx.Module):
+    """Sines and cosines of the position (arXiv 1706.03762), as two blocks."""
+
+    def __init__(self, block: SinusoidalPositions, dtype: jnp.dtype) -> None:
+        self.block, self.dtype = block, dtype
+
+    def __call__(
+        self, positions: Int[Array, "batch tokens"]
+    ) -> Float[Array, "batch tokens hidden"]:
+        """[sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]."""
+        half = self.block.width // 2
+        steps = half if self.block.frequencies == "standard" else half - 1
+        frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / steps), jnp.float32)
+        at = (positions + self.block.offset).astype(jnp.float32)
+        angles = at[:, :, None] * frequencies[None, None, :]
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)

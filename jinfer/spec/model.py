@@ -1,0 +1,94 @@
+"""A resolved specification: every value known, every key checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jinfer.spec.blocks import Block
+from jinfer.spec.formula import Formula
+from jinfer.spec.tensors import TensorMap
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: the modules it has and how they are wired."""
+
+    wiring: Formula
+    modules: tuple[tuple[str, Block], ...]
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
+
+    Attributes:
+        name: "decoder" (causal) or "encoder" (bidirectional).
+        modules: modules of the stem and the head.
+    """
+
+    name: str
+    stem: Formula
+    layers: tuple[LayerSpec, ...]
+    head: Formula
+    modules: tuple[tuple[str, Block], ...]
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How the model is run: `[engine]`.
+
+    Attributes:
+        slots: sequences decoded together.
+        context: tokens a sequence may have; none: the model's own limit, at most 4096.
+        prefill_chunk: tokens of a prompt computed at once.
+    """
+
+    slots: int = 8
+    context: int | None = None
+    prefill_chunk: int = 512
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """How a conversation becomes a prompt: `[prompt]`.
+
+    Attributes:
+        template: in Inferflow's language, "{bos}[INST] {query} [/INST]".
+        chat_template: in Jinja; without either, the checkpoint's own is used.
+        system: a system message for conversations that have none.
+    """
+
+    template: str | None = None
+    chat_template: str | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built.
+
+    Attributes:
+        path: the specification's file, or the checkpoint if a family was found for it.
+        dims: the dimensions that were asked for, by name.
+        shared: modules that belong to no stack: the token embedding, the vocabulary head.
+        stacks: encoder and decoder, whichever there are.
+        tensors: the file's names for the parameters.
+        dtype: of the computation; "auto": float32 on a CPU, bfloat16 elsewhere.
+        generation: defaults of `SamplingParams`.
+    """
+
+    path: str
+    dims: Mapping[str, Any]
+    shared: tuple[tuple[str, Block], ...]
+    stacks: tuple[StackSpec, ...]
+    tensors: TensorMap
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    prompt: PromptSpec = PromptSpec()
+    engine: EngineSpec = EngineSpec()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def decoder(self) -> StackSpec | None:
+        return next((stack for stack in self.stacks if stack.name == "decoder"), None)

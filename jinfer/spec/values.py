@@ -1,0 +1,165 @@
+"""Values of a specification: numbers and words as they stand, or found in the checkpoint.
+
+A value may be written as alternatives, `"$num_key_value_heads | heads"`: the first one that has a
+value is taken. `$key` is looked up in what the checkpoint says of itself (config.json, GGUF
+metadata, llama2.c's header); dots go into nested tables; null counts as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.expressions import FUNCTIONS, ExpressionError, evaluate, parse
+
+_KEY = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)")
+_CONSTANTS = {"none": None, "true": True, "false": False, "True": True, "False": False}
+
+
+class Missing(LookupError):
+    """A `$key` that the checkpoint does not have."""
+
+
+@dataclass
+class Values:
+    """Evaluates the values of one specification.
+
+    Attributes:
+        path: the specification's file, for errors.
+        dims: the texts or numbers of `[dims]`.
+        lookup: `$key` -> value; raises `Missing`.
+        has: whether the checkpoint has a tensor that matches a glob pattern.
+        source: what `lookup` reads, for errors ("config.json").
+    """
+
+    path: object
+    dims: Mapping[str, Any]
+    lookup: Callable[[str], Any]
+    has: Callable[[str], bool]
+    source: str = "the checkpoint"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    _known: dict[str, Any] = field(default_factory=dict)
+    _pending: list[str] = field(default_factory=list)
+
+    def dim(self, name: str, asked_by: str) -> Any:
+        """The value of a dimension of `[dims]`."""
+        if name not in self.dims:
+            raise SpecError(
+                self.path, asked_by, f"needs dims.{name}, which is not given; set it in [dims]"
+            )
+        self.used.add(name)
+        if name not in self._known:
+            if name in self._pending:
+                cycle = " -> ".join([*self._pending, name])
+                raise SpecError(self.path, f"dims.{name}", f"is defined by itself: {cycle}")
+            self._pending.append(name)
+            self._known[name] = self._integral(self.value(self.dims[name], f"dims.{name}"))
+            self._pending.pop()
+        return self._known[name]
+
+    def value(self, written: Any, key: str, *, words: bool = False) -> Any:
+        """Evaluates what stands at `key`.
+
+        Args:
+            written: a number, boolean or table (taken as they are) or the text of an expression.
+            words: an alternative that is one plain word stands for itself.
+        """
+        if not isinstance(written, str):
+            return written
+        missing: list[str] = []
+        for alternative in _alternatives(written):
+            if words and "$" not in alternative and not re.search(r"['\"(]", alternative):
+                return _CONSTANTS.get(alternative, alternative)
+            try:
+                return self._evaluate(alternative, key)
+            except Missing as absent:
+                missing.append(str(absent))
+        wanted = " or ".join(repr(name) for name in missing)
+        where = key if key.startswith("dims.") else "it"
+        raise SpecError(
+            self.path, key, f"{self.source} has no {wanted}; set {where} or add a default: '| ...'"
+        )
+
+    def _evaluate(self, text: str, key: str) -> Any:
+        keys: list[str] = []
+
+        def placeholder(found: re.Match[str]) -> str:
+            keys.append(found.group(1))
+            return f"_key({len(keys) - 1})"
+
+        try:
+            tree = parse(_KEY.sub(placeholder, text))
+            return evaluate(tree, _ValueScope(self, key, keys))
+        except ExpressionError as error:
+            raise SpecError(self.path, key, str(error).replace("_key", "$")) from error
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            if isinstance(error, (Missing, SpecError)):
+                raise
+            raise SpecError(self.path, key, f"{text!r} has no value: {error}") from error
+
+    @staticmethod
+    def _integral(value: Any) -> Any:
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@dataclass(frozen=True)
+class _ValueScope:
+    values: Values
+    key: str
+    keys: list[str]
+
+    def name(self, name: str) -> Any:
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in self.values.extra:
+            return self.values.extra[name]
+        if name in self.values.dims:
+            return self.values.dim(name, self.key)
+        known = [*self.values.dims, *self.values.extra, "none", "true", "false"]
+        raise ExpressionError(f"unknown name {name!r}; {nearest(name, known)}")
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        if name == "_key":
+            return self.values.lookup(self.keys[arguments[0]])
+        if name == "has":
+            return any(self.values.has(pattern) for pattern in arguments)
+        if name not in FUNCTIONS:
+            raise ExpressionError(f"unknown function {name!r}; {nearest(name, [*FUNCTIONS, 'has'])}")
+        return FUNCTIONS[name](*arguments)
+
+
+def lookup_in(table: Mapping[str, Any]) -> Callable[[str], Any]:
+    """A lookup of dotted keys in nested tables, such as a config.json."""
+
+    def lookup(key: str) -> Any:
+        found: Any = table
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or found.get(part) is None:
+                raise Missing(key)
+            found = found[part]
+        return found
+
+    return lookup
+
+
+def _alternatives(text: str) -> list[str]:
+    """Splits at each `|` outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
+        elif character == "|" and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return [part.strip() for part in parts]

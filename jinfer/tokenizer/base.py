@@ -1,0 +1,203 @@
+"""What every tokenizer gives: text to ids and back, special tokens, incremental decoding."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jinfer.tokenizer.detokenizer import Detokenizer
+from jinfer.tokenizer.surface import Surface
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens of a vocabulary that are not text.
+
+    Attributes:
+        bos, pad, unk, mask: their ids, None where the model has none.
+        eos: every id that ends a text.
+        control: name -> id of the tokens that `encode` finds in a text when it may, and that
+            `decode` leaves out.
+        parsed: further names that are found in a text, but are text themselves when decoded.
+        prefix, suffix: ids that `encode` puts around a text.
+        languages: a language's name -> id of its token. The default language's token is in
+            `prefix` or `suffix`; `encode(..., language=...)` puts another one in its place.
+    """
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    unk: int | None = None
+    mask: int | None = None
+    control: Mapping[str, int] = field(default_factory=dict)
+    parsed: Mapping[str, int] = field(default_factory=dict)
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    languages: Mapping[str, int] = field(default_factory=dict)
+
+
+def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern that finds the longest of the names; None without names."""
+    longest_first = sorted((name for name in names if name), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: number of ids, special ones included. A model's table may have more rows.
+        special: the special tokens.
+        bos_id, eos_ids, pad_id, unk_id, mask_id: ids out of `special`.
+    """
+
+    def __init__(self, vocab_size: int, special: SpecialTokens, surface: Surface) -> None:
+        self.vocab_size = vocab_size
+        self.special = special
+        self.bos_id = special.bos
+        self.eos_ids = special.eos
+        self.pad_id = special.pad
+        self.unk_id = special.unk
+        self.mask_id = special.mask
+        self.strip_space = surface.strip_space
+        self._surface = surface
+        self._bytes: dict[int, bytes] = {}
+        self._control_ids = frozenset(special.control.values())
+        self._found = {**special.parsed, **special.control}
+        self._pattern = pattern_of(self._found)
+
+    @abstractmethod
+    def token(self, id: int) -> str:
+        """The name of a token as the vocabulary writes it; "" for an id it does not have."""
+
+    @abstractmethod
+    def id(self, token: str) -> int | None:
+        """The id of a token's name, None where there is none."""
+
+    @abstractmethod
+    def _encode(self, text: str, parse_special: bool) -> list[int]: ...
+
+    def encode(
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        parse_special: bool = True,
+        language: str | None = None,
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: lone surrogates in it are read as U+FFFD.
+            special: put what the model wants (BOS, EOS, [CLS] and [SEP], a language) around it.
+            parse_special: special tokens written in the text become their ids; without, they are
+                text like any other, which is what text from a stranger should be.
+            language: the language of the text, for a model that marks it (M2M100: "en", NLLB:
+                "eng_Latn"); its token replaces the default language's.
+
+        Raises:
+            TokenizerError: a language that the model does not have.
+        """
+        prefix, suffix = self.special.prefix, self.special.suffix
+        if language is not None:
+            chosen = self.language_id(language)
+            prefix, suffix = self._in_language(prefix, chosen), self._in_language(suffix, chosen)
+        ids = self._encode(valid_text(text), parse_special)
+        return [*prefix, *ids, *suffix] if special else ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.
+
+        Raises:
+            TokenizerError: this kind of tokenizer has no pairs.
+        """
+        raise TokenizerError(f"a {type(self).__name__} has no form for a pair of texts")
+
+    def language_id(self, language: str) -> int:
+        """The id of a language's token; what a translation into it starts with."""
+        found = self.special.languages.get(language)
+        if found is None:
+            known = ", ".join(sorted(self.special.languages)) or "none"
+            raise TokenizerError(f"language {language!r} is unknown; the tokenizer has: {known}")
+        return found
+
+    def _in_language(self, ids: tuple[int, ...], chosen: int) -> tuple[int, ...]:
+        languages = set(self.special.languages.values())
+        return tuple(chosen if id in languages else id for id in ids)
+
+    def split_special(self, text: str) -> list[str | int]:
+        """The text cut at the special tokens written in it: ids, and the texts between them."""
+        if self._pattern is None:
+            return [text] if text else []
+        parts: list[str | int] = []
+        place = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > place:
+                parts.append(text[place : match.start()])
+            parts.append(self._found[match.group()])
+            place = match.end()
+        if place < len(text):
+            parts.append(text[place:])
+        return parts
+
+    def is_control(self, id: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return id in self._control_ids
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of UTF-8 a token adds to a text: a part of a character, or many characters.
+
+        Empty for control tokens and for ids the vocabulary does not have. The space that starts
+        a text is not taken away here (see `strip_space`).
+        """
+        return b"" if id in self._control_ids else self.spelled(id)
+
+    def spelled(self, id: int) -> bytes:
+        """Like `token_bytes`, but control tokens are spelled out."""
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._spell(id)
+        return found
+
+    def _spell(self, id: int) -> bytes:
+        name = self.token(id)
+        if id in self._control_ids:
+            return name.encode("utf-8", "surrogateescape")
+        return self._surface.to_bytes(name) if name else b""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids: their joined bytes, with U+FFFD for what is not UTF-8.
+
+        Args:
+            ids: ids the vocabulary does not have add nothing.
+            skip_special: leave control tokens out; else they are spelled out.
+        """
+        of = self.token_bytes if skip_special else self.spelled
+        data = b"".join([of(id) for id in ids])
+        if self.strip_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), *, skip_special: bool = True
+    ) -> Detokenizer:
+        """An incremental decoder of the tokens that follow `prompt_ids`."""
+        of = self.token_bytes if skip_special else self.spelled
+        return Detokenizer(of, self.strip_space, prompt_ids)
+
+
+def valid_text(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, which no UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise TokenizerError(f"a text must be a str, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,209 @@
+"""The small JSON files beside a tokenizer: special tokens, flags, ids that end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinfer.tokenizer.base import SpecialTokens, TokenizerError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_USUAL_NAMES = {  # where no configuration says what a token is for
+    "unk_token": ("<unk>", "[UNK]"),
+    "pad_token": ("<pad>", "[PAD]"),
+    "mask_token": ("<mask>", "[MASK]"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+}
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file. Raises: TokenizerError."""
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not readable as JSON: {str(error)[:200]}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where the file is missing. Raises: TokenizerError."""
+    if not path.exists():
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """A JSON object of token -> id. Raises: TokenizerError."""
+    vocabulary = read_object(path)
+    for token, id in vocabulary.items():
+        if type(id) is not int or id < 0:
+            raise TokenizerError(f"{path}: token {token[:50]!r} must have an id, not {id!r}")
+    return vocabulary
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token beside the vocabulary, as added_tokens_decoder describes it."""
+
+    content: str
+    id: int | None = None
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What the JSON files of a checkpoint folder say about its tokenizer.
+
+    Attributes:
+        path: tokenizer_config.json, for error messages.
+        values: tokenizer_config.json over special_tokens_map.json.
+        added: tokens of added_tokens_decoder, added_tokens.json and additional_special_tokens.
+        generation: generation_config.json.
+        model: config.json.
+    """
+
+    path: Path = Path("tokenizer_config.json")
+    values: Mapping[str, Any] = field(default_factory=dict)
+    added: tuple[AddedToken, ...] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The tokenizer class, without "Fast" at its end; "" where none is given."""
+        return (self.text("tokenizer_class") or "").removesuffix("Fast")
+
+    def text(self, key: str) -> str | None:
+        """A string, or the `content` of a token written as an object. Raises: TokenizerError."""
+        value = self.values.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"{self.path}: {key} must be a string, not {value!r}"[:300])
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True, false, or None where it is missing or null. Raises: TokenizerError."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise TokenizerError(f"{self.path}: {key} must be true or false, not {value!r}"[:300])
+        return value
+
+    def number(self, key: str, default: int) -> int:
+        """A whole number of at most a million. Raises: TokenizerError."""
+        value = self.values.get(key, default)
+        if type(value) is not int or not 0 <= value <= 1_000_000:
+            raise TokenizerError(f"{self.path}: {key} must be a whole number, not {value!r}"[:300])
+        return value
+
+    def names(self) -> list[str]:
+        """additional_special_tokens in their order."""
+        return [_added(self.path, entry).content for entry in _list(self, "additional_special_tokens")]
+
+
+def read_config(folder: Path) -> TokenizerConfig:
+    """Reads what there is of the JSON files in a folder. Raises: TokenizerError."""
+    path = folder / "tokenizer_config.json"
+    values = {**read_object(folder / "special_tokens_map.json"), **read_object(path)}
+    config = TokenizerConfig(
+        path=path,
+        values=values,
+        generation=read_object(folder / "generation_config.json"),
+        model=read_object(folder / "config.json"),
+    )
+    file = folder / "added_tokens.json"
+    added = {token.content: token for token in _named(config)}
+    for name, id in read_vocabulary(file).items():
+        added[name] = AddedToken(name, id, special=name in added)
+    added.update({token.content: token for token in _decoder(config)})
+    return TokenizerConfig(path, values, tuple(added.values()), config.generation, config.model)
+
+
+def _list(config: TokenizerConfig, key: str) -> list[Any]:
+    value = config.values.get(key) or []
+    if isinstance(value, Mapping):  # transformers 5 writes an object of extra special tokens
+        value = list(value.values())
+    if not isinstance(value, list):
+        raise TokenizerError(f"{config.path}: {key} must be a list, not {value!r}"[:300])
+    return value
+
+
+def _named(config: TokenizerConfig) -> Iterator[AddedToken]:
+    for key in NAMED:
+        if config.values.get(key) is not None:
+            yield _added(config.path, config.values[key])
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        for entry in _list(config, key):
+            yield _added(config.path, entry)
+
+
+def _decoder(config: TokenizerConfig) -> Iterator[AddedToken]:
+    entries = config.values.get("added_tokens_decoder") or {}
+    if not isinstance(entries, Mapping):
+        raise TokenizerError(f"{config.path}: added_tokens_decoder must be an object")
+    for id, entry in entries.items():
+        if not id.isdecimal():
+            raise TokenizerError(f"{config.path}: added_tokens_decoder has {id!r} for an id")
+        yield _added(config.path, entry, int(id), special=False)
+
+
+def _added(path: Path, entry: Any, id: int | None = None, special: bool = True) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, id, special)
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        raise TokenizerError(f"{path}: a token must be a string or have a content, not {entry!r}"[:300])
+    flags = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word")}
+    return AddedToken(entry["content"], id, bool(entry.get("special", special)), **flags)
+
+
+def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> SpecialTokens:
+    """bos, eos, pad, unk and mask, from the configuration or by their usual names.
+
+    Every id of generation_config.json's eos_token_id ends a text, and so does eos_token;
+    config.json is asked only where neither says anything.
+    """
+
+    def named(key: str) -> int | None:
+        name = config.text(key)
+        if name is not None:
+            return find(name)
+        return next((id for n in _USUAL_NAMES.get(key, ()) if (id := find(n)) is not None), None)
+
+    eos = [named("eos_token")] + list(_ids(config, config.generation, "generation_config.json"))
+    if not any(id is not None for id in eos):
+        eos = list(_ids(config, config.model, "config.json"))
+    return SpecialTokens(
+        bos=named("bos_token"),
+        eos=tuple(dict.fromkeys(id for id in eos if id is not None)),
+        pad=named("pad_token"),
+        unk=named("unk_token"),
+        mask=named("mask_token"),
+    )
+
+
+def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | None]) -> int | None:
+    """The id of cls_token, sep_token, ..., by the configuration or its usual name."""
+    names = [config.text(key)] if config.text(key) else list(_USUAL_NAMES.get(key, ()))
+    return next((id for name in names if name and (id := find(name)) is not None), None)
+
+
+def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Iterator[int]:
+    found = values.get("eos_token_id")
+    for id in found if isinstance(found, list) else [found]:
+        if id is None:
+            continue
+        if type(id) is not int:
+            where = config.path.with_name(file)
+            raise TokenizerError(f"{where}: eos_token_id must be an id or a list of ids, not {id!r}")
+        yield id

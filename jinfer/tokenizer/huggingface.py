@@ -1,0 +1,236 @@
+"""Tokenizers that the `tokenizers` library runs: tokenizer.json, vocab + merges, WordPiece."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError, pattern_of
+from jinfer.tokenizer.config import TokenizerConfig, find_named, read_vocabulary, special_ids
+from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
+from jinfer.tokenizer.surface import from_decoder
+
+_PROBE = "a"  # any text that no normalizer empties
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` with the special tokens of a model around it."""
+
+    def __init__(
+        self, path: Path, backend: tokenizers.Tokenizer, special: SpecialTokens, vocab_size: int
+    ) -> None:
+        """Takes the backend over. Raises: TokenizerError: its decoder is not supported."""
+        state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
+        try:
+            surface = from_decoder(json.loads(state))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(f"{path}: decoder: {error}") from None
+        super().__init__(vocab_size, special, surface)
+        self.backend = backend
+        self._control = pattern_of(special.control)
+        self._literal: tokenizers.Tokenizer | None = None
+        self._lock = threading.Lock()
+
+    def token(self, id: int) -> str:
+        return (self.backend.id_to_token(id) or "") if 0 <= id < self.vocab_size else ""
+
+    def id(self, token: str) -> int | None:
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
+        literal = not parse_special and self._control is not None and self._control.search(text)
+        backend = self._literal_backend() if literal else self.backend
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        # A copy, made when first needed: the switch is on the backend, which other threads use.
+        with self._lock:
+            if self._literal is None:
+                self._literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
+                self._literal.encode_special_tokens = True
+            return self._literal
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        encoded = self.backend.encode(first, second)
+        return encoded.ids, encoded.type_ids
+
+
+def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
+    """Reads a tokenizer.json. Raises: TokenizerError."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain `Exception`
+        raise TokenizerError(f"{path}: not a tokenizer.json: {str(error)[:200]}") from None
+    backend.no_padding()  # sentence encoders store the padding and cutting of their training
+    backend.no_truncation()
+    return _finish(path, backend, config)
+
+
+def load_vocab_merges(folder: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
+    """Byte-level BPE from vocab.json and merges.txt (GPT-2's). Raises: TokenizerError."""
+    file = folder / "merges.txt"
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{file}: {error}") from None
+    merges = []
+    for number, line in enumerate(lines, 1):
+        pair = line.rstrip("\r").split(" ")
+        if pair == [""] or (number == 1 and line.startswith("#version")):
+            continue
+        if len(pair) != 2:
+            raise TokenizerError(f"{file}, line {number}: a merge is two tokens, not {line[:80]!r}")
+        merges.append((pair[0], pair[1]))
+    try:
+        bpe = models.BPE(vocab=read_vocabulary(folder / "vocab.json"), merges=merges)
+    except Exception as error:  # the library raises plain `Exception`
+        raise TokenizerError(f"{file}: {str(error)[:200]}") from None
+    backend = tokenizers.Tokenizer(bpe)
+    rule = PRE_TOKENIZERS["qwen2" if config.kind == "Qwen2Tokenizer" else "gpt-2"]
+    backend.normalizer = normalizers.NFC() if rule.nfc else None
+    backend.pre_tokenizer = splitter(rule, bool(config.flag("add_prefix_space")))
+    backend.decoder = decoders.ByteLevel()
+    _frame_like_roberta(backend, config)
+    return _finish(folder / "vocab.json", backend, config)
+
+
+def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    """<s> text </s>, and two </s> between the texts of a pair, where the class does so."""
+    if not config.kind.startswith(("Roberta", "Bart", "LED", "Longformer", "Blenderbot")):
+        return
+    find = backend.token_to_id
+    cls, sep = config.text("cls_token") or "<s>", config.text("sep_token") or "</s>"
+    if find(cls) is None or find(sep) is None:
+        raise TokenizerError(f"{config.path}: cls_token and sep_token must be in the vocabulary")
+    backend.post_processor = processors.RobertaProcessing((sep, find(sep)), (cls, find(cls)))
+    mask = config.text("mask_token") or "<mask>"
+    if find(mask) is not None:  # like a word: the space before it is a part of it
+        backend.add_special_tokens([tokenizers.AddedToken(mask, lstrip=True, normalized=False)])
+
+
+def load_vocab_txt(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
+    """WordPiece from vocab.txt (BERT's): line n is the token of id n. Raises: TokenizerError."""
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path}: {error}") from None
+    tokens = [line.rstrip("\r") for line in lines]
+    if tokens[-1] == "":
+        tokens.pop()
+    lowercase = config.flag("do_lower_case")
+    if lowercase is None:  # transformers takes true, which is wrong for old cased models
+        lowercase = not any(token != token.lower() and token[0] != "[" for token in tokens)
+    chinese = config.flag("tokenize_chinese_chars")
+    backend = word_piece(
+        path,
+        {token: id for id, token in enumerate(tokens)},
+        unk=config.text("unk_token") or "[UNK]",
+        normalizer=normalizers.BertNormalizer(
+            handle_chinese_chars=chinese is not False,
+            strip_accents=config.flag("strip_accents"),
+            lowercase=lowercase,
+        ),
+    )
+    find = backend.token_to_id
+    frame_like_bert(
+        backend, find_named(config, "cls_token", find), find_named(config, "sep_token", find)
+    )
+    return _finish(path, backend, config)
+
+
+def word_piece(
+    path: Path, vocabulary: dict[str, int], unk: str, normalizer: normalizers.Normalizer
+) -> tokenizers.Tokenizer:
+    """A WordPiece backend (BERT), without special tokens. Raises: TokenizerError."""
+    if unk not in vocabulary:
+        raise TokenizerError(f"{path}: the vocabulary has no {unk!r}, which WordPiece needs")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unk))
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def frame_like_bert(backend: tokenizers.Tokenizer, cls: int | None, sep: int | None) -> None:
+    """[CLS] first [SEP] second [SEP], types 0 and 1; nothing where the tokens are missing."""
+    if cls is None or sep is None:
+        return
+    names = [(backend.id_to_token(cls), cls), (backend.id_to_token(sep), sep)]
+    (first, _), (last, _) = names
+    backend.post_processor = processors.TemplateProcessing(
+        single=[f"{first}:0", "$A:0", f"{last}:0"],
+        pair=[f"{first}:0", "$A:0", f"{last}:0", "$B:1", f"{last}:1"],
+        special_tokens=names,
+    )
+
+
+def _finish(
+    path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig
+) -> HuggingFaceTokenizer:
+    """Adds the configuration's tokens, and finds what the model wants around a text."""
+    _add_tokens(path, backend, config)
+    added = backend.get_added_tokens_decoder()
+    size = max([backend.get_vocab_size(with_added_tokens=True), *(id + 1 for id in added)])
+    special = special_ids(config, backend.token_to_id)
+    prefix, suffix = _frame(backend, config, special)
+    bos = special.bos
+    if bos is None and len(prefix) == 1 and not suffix:
+        bos = prefix[0]  # no configuration names it, but every text starts with it
+    special = replace(
+        special,
+        bos=bos,
+        control={token.content: id for id, token in added.items() if token.special},
+        parsed={token.content: id for id, token in added.items() if not token.special},
+        prefix=prefix,
+        suffix=suffix,
+        languages=languages(config, backend.token_to_id),
+    )
+    return HuggingFaceTokenizer(path, backend, special, size)
+
+
+def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for token in config.added if token.content and token.content not in known]
+    for token in sorted(missing, key=lambda token: token.id if token.id is not None else -1):
+        id = backend.token_to_id(token.content)
+        if id is None and token.id is None:
+            continue  # a name only: the model has no row for it
+        if (token.id if id is None else id) != (token.id if token.id is not None else id):
+            raise TokenizerError(
+                f"{path}: token {token.content!r} has id {id}, but {config.path.name} says {token.id}"
+            )
+        made = tokenizers.AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=token.special,
+        )
+        (backend.add_special_tokens if token.special else backend.add_tokens)([made])
+
+
+def _frame(
+    backend: tokenizers.Tokenizer, config: TokenizerConfig, special: SpecialTokens
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids before and after a text: the post-processor's, unless a flag says otherwise."""
+    plain = backend.encode(_PROBE, add_special_tokens=False).ids
+    whole = backend.encode(_PROBE).ids
+    extra = len(whole) - len(plain)
+    starts = (at for at in range(extra + 1) if whole[at : at + len(plain)] == plain)
+    at = next(starts, 0)
+    prefix, suffix = tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    add_bos, add_eos = config.flag("add_bos_token"), config.flag("add_eos_token")
+    if add_bos is not None and special.bos is not None:
+        prefix = (special.bos,) if add_bos else tuple(id for id in prefix if id != special.bos)
+    eos = backend.token_to_id(config.text("eos_token") or "")
+    if add_eos is not None and eos is not None:
+        suffix = (eos,) if add_eos else tuple(id for id in suffix if id != eos)
+    return prefix, suffix

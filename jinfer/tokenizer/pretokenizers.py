@@ -1,0 +1,200 @@
+"""How byte-level BPE cuts a text into words, by the name GGUF gives in `tokenizer.ggml.pre`.
+
+The patterns are those of the models' own tokenizer.json files or of their Python; the names, and
+which of them share a pattern, are llama.cpp's (`src/llama-vocab.cpp`). Each pattern in turn cuts
+the pieces that the one before left: what it matches is a piece, and so is what lies between.
+Syntax: Oniguruma, which `tokenizers` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # of English words: it's, don't, we're
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_ASCII_MARK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
+
+def _llama3(digits: str, suffixes: str = _SUFFIXES + "|", spaces: str = _SPACES) -> str:
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    return rf"{suffixes}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{spaces}"
+
+
+def _cased(digits: str, suffixes: str = "", slash: str = "/", han: str = "") -> str:
+    """Words that change case only once: "MiXeD" is "Mi", "Xe", "D"."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{han}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{han}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{lead}{upper}*{lower}+{suffixes}|{lead}{upper}+{lower}*{suffixes}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|{_SPACES}"
+
+
+_CASED_SUFFIXES = _SUFFIXES + "?"
+_GPT4O = _cased(r"\p{N}{1,3}", _CASED_SUFFIXES)
+_CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
+_DEEPSEEK3 = (
+    rf"{_ASCII_MARK}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+# Letters with case, of every script, without modifier letters: the ranges DeepSeek-LLM lists.
+_DEEPSEEK_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u10D0-\u10FF\u2C7C\u2C7D\uA770\uAB30-\uAB6F]]"
+_JAIS2_SPACES = r"\s*[\r\n]+|" + "|".join(
+    rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2", "1")
+).replace(r"\s{1}(?!\S)", r"\s{1}")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_EXAONE_MOE = (
+    rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED_CODER = _llama3(r"\p{N}").replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+_QWEN35 = (
+    rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_AFMOE_CJK = (
+    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+)
+_YOUTU_CJK = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+"
+_NOT_HAN = r"&&[^\p{Han}]"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """One way of cutting.
+
+    Attributes:
+        patterns: cut the text in turn.
+        ignore_merges: a word that is a token is that token, whatever the merges say.
+        add_bos: the default where the file has no add_bos_token.
+        nfc: the text is normalised first.
+        byte_level: bytes are written with GPT-2's letters; else the vocabulary has plain text,
+            `▁` for a space and `<0xHH>` for bytes.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+    byte_level: bool = True
+
+
+_GPT2_RULE = PreTokenizer((_GPT2,))
+_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = PreTokenizer((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_LLAMA3_PLAIN = PreTokenizer((_llama3(r"\p{N}{1,3}"),))
+_QWEN2 = PreTokenizer((_llama3(r"\p{N}"),), nfc=True)
+_QWEN2_PLAIN = PreTokenizer((_llama3(r"\p{N}"),))
+_GPT4O_RULE = PreTokenizer((_GPT4O,))
+_DEEPSEEK3_RULE = PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))
+_BLOOM_RULE = PreTokenizer((_BLOOM,))
+_BAILING_RULE = PreTokenizer((_BAILING,))
+_PLAIN_TEXT = PreTokenizer((r"[^\n]+|\n+",), byte_level=False)
+
+_GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
+    (
+        "default",
+        PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    ),
+    (
+        "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais "
+        "trillion granite-docling roberta-bpe jina-v1-en jina-v2-code",
+        _GPT2_RULE,
+    ),
+    ("mpt olmo modern-bert", PreTokenizer((_GPT2,), nfc=True)),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGITS),
+    ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3_PLAIN),
+    ("jais-2", PreTokenizer((_llama3(r"\p{N}{1,3}", spaces=_JAIS2_SPACES),))),
+    ("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
+    ("stablelm2 hunyuan solar-open grok-2", _QWEN2_PLAIN),
+    ("qwen35", PreTokenizer((_QWEN35,), nfc=True)),
+    (
+        "deepseek-llm",
+        PreTokenizer(
+            (
+                r"[\r\n]",
+                rf"\s?{_DEEPSEEK_LETTERS}+",
+                r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+                r"\s+$",
+                "[一-龥ࠀ-一가-\ud7ff]+",
+                r"\p{N}+",
+            )
+        ),
+    ),
+    (
+        "deepseek-coder",
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+    ),
+    ("deepseek-v3 hunyuan-dense joyai-llm", _DEEPSEEK3_RULE),
+    (
+        "youtu",
+        PreTokenizer((_YOUTU_CJK, _cased(r"\p{N}", _CASED_SUFFIXES)), ignore_merges=True),
+    ),
+    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
+    ("bloom poro-chat gpt3-finnish", _BLOOM_RULE),
+    ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
+    ("tekken", PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("gpt-4o llama4 kanana2 minimax-m2", _GPT4O_RULE),
+    ("tiny_aya", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    (
+        "kimi-k2 kimi-k25",
+        PreTokenizer(
+            (
+                r"\p{Han}+|"
+                + _cased(r"\p{N}{1,3}", _CASED_SUFFIXES, slash="", han=_NOT_HAN),
+            )
+        ),
+    ),
+    ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
+    ("bailingmoe bailingmoe2 llada-moe", _BAILING_RULE),
+    ("seed-coder", PreTokenizer((_SEED_CODER,))),
+    ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
+    (
+        "afmoe",
+        PreTokenizer((r"\p{Nd}{1,3}(?=(?:\p{Nd}{3})*(?!\p{Nd}))", _AFMOE_CJK, _DEEPSEEK3)),
+    ),
+    (
+        "chameleon",
+        PreTokenizer(
+            (
+                "<sentinel:[0-9]+>",
+                "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+                r"([\t\n]|    |  )",
+                r"\p{N}",
+                r"[\p{P}!-/:-@\[-`{-~]",
+                _GPT2,
+            ),
+            add_bos=True,
+        ),
+    ),
+    ("gemma4 sarvam-moe", _PLAIN_TEXT),
+    ("whitespace", PreTokenizer((r"\S+",), byte_level=False)),
+)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    name: rule for names, rule in _GROUPS for name in names.split()
+}
+
+
+def splitter(rule: PreTokenizer, add_prefix_space: bool = False) -> pre_tokenizers.PreTokenizer:
+    """The rule as a pre-tokenizer of the `tokenizers` library."""
+    return pre_tokenizers.Sequence(list(_steps(rule, add_prefix_space)))
+
+
+def _steps(rule: PreTokenizer, add_prefix_space: bool) -> Iterator[pre_tokenizers.PreTokenizer]:
+    if rule.patterns == (_GPT2,):  # the library's own form of it is faster
+        yield pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+        return
+    for pattern in rule.patterns:
+        yield pre_tokenizers.Split(Regex(pattern), "isolated")
+    if rule.byte_level:
+        yield pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)

@@ -1,0 +1,38 @@
+"""What every test starts from: JAX's strict settings, a compilation cache, the golden files."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+
+def _cache_directory() -> str:
+    """A folder of this user alone, so that nobody else on the machine can plant programs in it."""
+    path = Path(tempfile.gettempdir()) / f"jinfer-tests-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        return tempfile.mkdtemp(prefix="jinfer-tests-")
+    return str(path)
+
+
+# The environment rather than jax.config, so that programs started by a test have the same
+# settings; JAX reads it when it is first imported, which a conftest always precedes.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_directory())
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+# No deadline: a first example may compile. In CI the same examples every time, so that a failure
+# is the change's and not chance's.
+hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """The folder of tiny checkpoints with the values that the reference implementations gave."""
+    return Path(__file__).parent / "goldens"
