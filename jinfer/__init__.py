@@ -1,0 +1,17 @@
+"""jinfer: a compiled inference engine for transformers; a model is a TOML file."""
+
+from jinfer.errors import USER_ERRORS
+from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+from jinfer.llm import LLM
+from jinfer.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "USER_ERRORS",
+    "Chunk",
+    "Completion",
+    "RequestError",
+    "SamplingParams",
+    "TokenLogprob",
+    "Usage",
+]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 
@@ -50,9 +51,7 @@ def write(
     )
 
 
-def empty(
-    shapes: dict[str, tuple[int, int]], slots: int, length: int, dtype: jnp.dtype
-) -> Cache:
+def empty(shapes: dict[str, tuple[int, int]], slots: int, length: int, dtype: DTypeLike) -> Cache:
     """A cache of zeros.
 
     Args:

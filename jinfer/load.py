@@ -146,9 +146,13 @@ def _part(
         return values
     rows = [shapes[part][0] for part in place.parts if part in shapes]
     groups = place.groups
-    if len(rows) < len(place.parts) or sum(rows) != values.shape[0] or any(r % groups for r in rows):
+    if (
+        len(rows) < len(place.parts)
+        or values.shape[:1] != (sum(rows),)
+        or any(r % groups for r in rows)
+    ):
         raise LoadError(
-            f"{checkpoint.path}: {file.name} has {values.shape[0]} rows, which do not split into "
+            f"{checkpoint.path}: {file.name} is {list(values.shape)}, which does not split into "
             f"{' + '.join(map(str, rows))} for {', '.join(place.parts)} in {groups} group(s)"
         )
     index = place.parts.index(name)

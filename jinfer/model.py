@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.cache import Cache, LayerCache
+from jinfer.cache import Cache
 from jinfer.nn.attention import Attention, Step
 from jinfer.nn.build import build_module
 from jinfer.nn.linear import Head
@@ -26,7 +27,7 @@ Want = Literal["last", "logits", "hidden"]
 class Layer(nnx.Module):
     """One layer: its modules, applied as its wiring says."""
 
-    def __init__(self, spec: LayerSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
         self.wiring = spec.wiring
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
@@ -44,7 +45,8 @@ class Layer(nnx.Module):
         def call(name: str, arguments: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
             if isinstance(module, Attention):
-                out, cache[name] = module(*arguments, step, cache[name])
+                (y,) = arguments
+                out, cache[name] = module(y, step, cache[name])
                 return out
             return module(*arguments)
 
@@ -64,7 +66,7 @@ def _run_layer(
 class Stack(nnx.Module):
     """A stem, layers and a head."""
 
-    def __init__(self, spec: StackSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
         self.name = spec.name
         self.stem, self.head = spec.stem, spec.head
         self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
@@ -78,7 +80,7 @@ class Stack(nnx.Module):
 class Model(nnx.Module):
     """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
         self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
 
@@ -106,8 +108,10 @@ class Model(nnx.Module):
         def call(name: str, arguments: list[Any]) -> Any:
             module = stack.module(name, shared)
             if isinstance(module, Head):
-                hidden.setdefault("hidden", arguments[0])
-                return module(*arguments, embed=shared["embed"] if module.tied else None)
+                (y,) = arguments
+                hidden["hidden"] = y
+                embed: Any = shared["embed"] if module.tied else None
+                return module(y, embed)
             return module(*arguments)
 
         hidden: dict[str, Array] = {}
@@ -154,7 +158,7 @@ class AbstractModel:
         return nnx.merge(self.definition, jax.tree.unflatten(tree, leaves))
 
 
-def build(spec: ModelSpec, dtype: jnp.dtype) -> AbstractModel:
+def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
     """Builds a specification into a model whose parameters are yet to be loaded.
 
     Args:

@@ -24,13 +24,15 @@ LEVELS = [
     {
         *("spec", "checkpoint", "quant", "cache", "sampling", "scheduler"),
         *("tokenizer", "template", "constrain", "sources", "distributed"),
+        *("compilation", "conversation", "recognize", "stopping"),
     },
     {"ops"},
     {"nn"},
     {"model"},
-    {"partition", "load"},
+    {"partition", "load", "programs"},
     {"engine", "speculate"},
-    {"llm"},
+    {"generation"},
+    {"errors", "llm"},
     {"jinfer", "server", "generate", "serve", "tools"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -25,6 +25,7 @@ _HEADER_V0 = struct.Struct("<7i")
 _HEADER = struct.Struct("<4xi7iBi")  # magic, version, sizes, shared flag, group size
 _HEADER_BYTES = 256
 _FLOAT32 = np.dtype(np.float32)
+_MAX_SCALE = np.finfo(np.float32).max / 128  # 128 times as much is still finite
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _read_header(file: MappedFile) -> tuple[Header, int]:
 def _parse_v0(file: MappedFile) -> Header:
     *sizes, vocab, length = _HEADER_V0.unpack(file.read(0, _HEADER_V0.size))
     # a negative vocabulary says that the classifier has weights of its own
-    header = Header(*sizes, abs(vocab), length, 0, vocab > 0, 0)
+    header = Header(*(*sizes, abs(vocab), length, 0, vocab > 0, 0))
     _check(file, header)
     return header
 
@@ -114,7 +115,7 @@ def _parse_versioned(file: MappedFile) -> Header:
     if shared not in (0, 1):
         reason = f"the shared classifier flag is {shared}, neither 0 nor 1"
         raise CheckpointError(file.path, reason, 36)
-    header = Header(*sizes, version, bool(shared), group_size if version == 2 else 0)
+    header = Header(*(*sizes, version, bool(shared), group_size if version == 2 else 0))
     _check(file, header)
     return header
 
@@ -209,7 +210,9 @@ def _decode(
     scales = as_array(file.view(offset + count, nbytes - count), _FLOAT32, (len(values), 1))
     # a short-lived version of the exporter put all scales at the end of the file: same size,
     # other meaning, and int8 values seen as scales soon show a negative one
-    if not np.all((scales >= 0) & np.isfinite(scales)):
+    with np.errstate(invalid="ignore"):  # NaN is what is looked for
+        are_scales = np.all((scales >= 0) & (scales <= _MAX_SCALE))
+    if not are_scales:
         reason = f"tensor {name}: a scale is negative or not finite; export the file again"
         raise CheckpointError(file.path, reason, offset + count)
     decoded = np.multiply(values, scales, dtype=np.float32).reshape(shape)

@@ -1,4 +1,4 @@
-"""A file mapped into memory, and arrays over its bytes; every bound is checked before it is used."""
+"""A file mapped into memory, and arrays over its bytes; bounds are checked before use."""
 
 from __future__ import annotations
 

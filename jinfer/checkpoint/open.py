@@ -23,12 +23,18 @@ _HEAD = 512
 _SUFFIXES: dict[str, Reader] = {
     ".safetensors": open_safetensors,
     ".gguf": open_gguf,
-    ".bin": open_pickle,
+    ".bin": open_llama2c,  # pickles and zip archives have marks of their own
     ".pt": open_pickle,
     ".pth": open_pickle,
 }
 # beside the weights in many folders, and not weights
-_IGNORED = ("training_args.bin", "optimizer*", "scheduler*", "rng_state*", "random_states*")
+_IGNORED: tuple[str, ...] = (
+    "training_args.bin",
+    "optimizer*",
+    "scheduler*",
+    "rng_state*",
+    "random_states*",
+)
 _IGNORED += ("tokenizer.bin", "scaler.pt", "adapter_model.*")
 _SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
 

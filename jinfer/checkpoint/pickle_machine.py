@@ -1,8 +1,8 @@
 """The state of a pickle machine that cannot do anything: bytes, stack, marks and memo.
 
 Every opcode takes at least a byte and makes at most one small object; values are shared and never
-copied, so that time and memory are bounded by the pickle's length, itself bounded by
-`MAX_PICKLE_BYTES`. The opcodes are in pickle_opcodes.py.
+copied, so that time and memory are bounded by the pickle's length, and that by
+`MAX_PICKLE_BYTES`. The opcodes, and the bound on their number, are in pickle_opcodes.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jinfer.checkpoint.pickle_values import (
     StridedTensor,
 )
 
-MAX_PICKLE_BYTES = 32 << 20  # some 200,000 tensors
-_MAX_LINE = 4096  # bytes of a text argument of protocol 0
+MAX_PICKLE_BYTES = 32 << 20
+_MAX_LINE = 1024  # bytes of a name
 
 
 class Machine:

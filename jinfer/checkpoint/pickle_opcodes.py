@@ -1,7 +1,8 @@
 """The opcodes a checkpoint may use, and the loop that runs them on a `Machine`.
 
 Source: the opcode descriptions in CPython's Lib/pickletools.py, protocols 0 to 5. The list is
-closed: extension codes, instances and out-of-band buffers are refused by name.
+closed: what a binary protocol of torch.save writes. Protocol 0's text, which cannot hold storages,
+extension codes, instances, sets and out-of-band buffers are refused by name.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from jinfer.checkpoint.pickle_machine import Machine, decode
 from jinfer.checkpoint.pickle_values import Global, Opaque, PickleDict, PickleError, find_global
 
 _MAX_LONG = 255  # bytes of an integer; torch's largest, its magic number, has 10
-_MAX_DIGITS = 600
+_MAX_DIGITS = 19  # of 64 bits
 
-_Action = Callable[[Machine], None]
+# some 200,000 tensors; at the 100 bytes or so that the smallest object takes, less than 1 GB
+_MAX_STEPS = 8_000_000
+
+_Action = Callable[[Machine], object]
 _STOP = ord(".")
+_NAMES = {op.code: op.name for op in pickletools.opcodes}
 
 
 def run(machine: Machine) -> Any:
@@ -32,7 +37,7 @@ def run(machine: Machine) -> Any:
     machine.reset()
     at = machine.position
     try:
-        while True:
+        for _ in range(_MAX_STEPS):
             at = machine.position
             opcode = machine.byte()
             if opcode == _STOP:
@@ -41,6 +46,7 @@ def run(machine: Machine) -> Any:
             if action is None:
                 raise PickleError(f"opcode {_name(opcode)} is not allowed in a checkpoint")
             action(machine)
+        raise PickleError(f"pickle takes more than {_MAX_STEPS} steps; save it in several shards")
     except IndexError:
         raise machine.fail("damaged pickle: takes a value where there is none", at) from None
     except PickleError as error:
@@ -48,8 +54,7 @@ def run(machine: Machine) -> Any:
 
 
 def _name(opcode: int) -> str:
-    known = pickletools.code2op.get(chr(opcode))
-    return known.name if known else f"0x{opcode:02x}"
+    return _NAMES.get(chr(opcode), f"0x{opcode:02x}")
 
 
 def _python2_text(machine: Machine, length: int) -> str:
@@ -76,41 +81,13 @@ def _check_frame(machine: Machine) -> None:
     machine.position -= length
 
 
-def _decimal(text: str) -> int:
-    digits = text.removesuffix("L")
-    if len(digits) <= _MAX_DIGITS and digits.isascii() and digits.lstrip("-").isdigit():
-        try:
-            return int(digits)
-        except ValueError:  # several minus signs
-            pass
-    raise PickleError(f"{text[:40]!r} is not an integer of at most {_MAX_DIGITS} digits")
-
-
-def _int_line(machine: Machine) -> int | bool:
+def _int_line(machine: Machine) -> int:
+    """Python 2 writes integers above 32 bits as text, in the binary protocols too."""
     text = machine.line()
-    return text == "01" if text in ("00", "01") else _decimal(text)
-
-
-def _float_line(machine: Machine) -> float:
-    text = machine.line()
-    try:
-        return float(text)
-    except ValueError:
-        raise PickleError(f"{text[:40]!r} is not a number") from None
-
-
-def _string_line(machine: Machine) -> str:
-    text = machine.line()
-    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"" or "\\" in text:
-        raise PickleError("a protocol 0 string has no quotes, or escapes, which are not read")
-    return text[1:-1]
-
-
-def _unicode_line(machine: Machine) -> str:
-    text = machine.line()
-    if "\\" in text:
-        raise PickleError("a protocol 0 string has escapes, which are not read")
-    return text
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
+        raise PickleError(f"{text[:40]!r} is not an integer of at most {_MAX_DIGITS} digits")
+    return int(text)
 
 
 def _long(machine: Machine, length: int) -> int:
@@ -122,12 +99,6 @@ def _long(machine: Machine, length: int) -> int:
 def _tuple(machine: Machine, count: int) -> tuple[Any, ...]:
     values = [machine.pop() for _ in range(count)]
     return tuple(reversed(values))
-
-
-def _dict(machine: Machine) -> None:
-    values = machine.pop_mark()
-    machine.push(PickleDict([]))
-    machine.set_items(values)
 
 
 def _global_line(machine: Machine) -> Global:
@@ -161,18 +132,14 @@ _VALUES: dict[int, Callable[[Machine], Any]] = {
     0x88: lambda m: True,
     0x89: lambda m: False,
     ord("I"): _int_line,
-    ord("L"): lambda m: _decimal(m.line()),
     ord("J"): lambda m: int.from_bytes(m.take(4), "little", signed=True),
     ord("K"): lambda m: m.byte(),
     ord("M"): lambda m: m.number(2),
     0x8A: lambda m: _long(m, m.byte()),
     0x8B: lambda m: _long(m, m.number(4)),
-    ord("F"): _float_line,
     ord("G"): lambda m: struct.unpack(">d", m.take(8))[0],
-    ord("S"): _string_line,
     ord("T"): lambda m: _python2_text(m, m.number(4)),
     ord("U"): lambda m: _python2_text(m, m.byte()),
-    ord("V"): _unicode_line,
     ord("X"): lambda m: decode(m.take(m.number(4))),
     0x8C: lambda m: decode(m.take(m.byte())),
     0x8D: lambda m: decode(m.take(m.number(8))),
@@ -181,16 +148,12 @@ _VALUES: dict[int, Callable[[Machine], Any]] = {
     0x8E: lambda m: _skip(m, m.number(8)),
     0x96: lambda m: _skip(m, m.number(8)),
     ord("]"): lambda m: [],
-    0x8F: lambda m: [],  # a set: its items are all that is kept
     ord("}"): lambda m: PickleDict([]),
     ord(")"): lambda m: (),
     0x85: lambda m: _tuple(m, 1),
     0x86: lambda m: _tuple(m, 2),
     0x87: lambda m: _tuple(m, 3),
     ord("t"): lambda m: tuple(m.pop_mark()),
-    ord("l"): lambda m: m.pop_mark(),
-    0x91: lambda m: m.pop_mark(),
-    ord("2"): lambda m: m.top(),
     ord("c"): _global_line,
     0x93: _stack_global,
 }
@@ -201,19 +164,15 @@ _ACTIONS: dict[int, _Action] = {
     ord("("): Machine.mark,
     ord("0"): Machine.pop,
     ord("1"): Machine.pop_mark,
-    ord("g"): lambda m: m.recall(_decimal(m.line())),
     ord("h"): lambda m: m.recall(m.byte()),
     ord("j"): lambda m: m.recall(m.number(4)),
-    ord("p"): lambda m: m.remember(_decimal(m.line())),
     ord("q"): lambda m: m.remember(m.byte()),
     ord("r"): lambda m: m.remember(m.number(4)),
     0x94: Machine.remember_next,
     ord("a"): lambda m: m.append([m.pop()]),
     ord("e"): lambda m: m.append(m.pop_mark()),
-    0x90: lambda m: m.append(m.pop_mark()),
     ord("s"): _set_item,
     ord("u"): lambda m: m.set_items(m.pop_mark()),
-    ord("d"): _dict,
     ord("R"): Machine.call,
     0x81: Machine.call,
     ord("b"): Machine.build,

@@ -133,7 +133,7 @@ def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
     storage = args[0]
     if not isinstance(storage, Storage) or not storage.type:
         raise PickleError("a tensor is not made of a typed storage")
-    return _strided(storage, *args[1:4], storage.type)
+    return _strided(storage, args[1], args[2], args[3], storage.type)
 
 
 def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
@@ -145,7 +145,7 @@ def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
     dtype = args[6]
     if not isinstance(dtype, Global) or not dtype.name.startswith("torch.") or not dtype.type:
         raise PickleError("a tensor's dtype is not one")
-    return _strided(*args[:4], dtype.type)
+    return _strided(args[0], args[1], args[2], args[3], dtype.type)
 
 
 def _refuse_lazy(metadata: object) -> None:
@@ -163,10 +163,11 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
     """(constructor, class, its arguments, attributes): a tensor that had Python attributes."""
-    if len(args) == 4 and isinstance(args[0], Global) and isinstance(args[2], tuple):
-        if args[0].call in (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter):
-            return args[0].call(args[2])
-    raise PickleError("a tensor with attributes is not made of a tensor")
+    made_of = args[0].call if args and isinstance(args[0], Global) else None
+    known = made_of in (_rebuild_tensor, _rebuild_tensor_v3, _rebuild_parameter)
+    if made_of is None or not known or len(args) != 4 or not isinstance(args[2], tuple):
+        raise PickleError("a tensor with attributes is not made of a tensor")
+    return made_of(args[2])
 
 
 def _size(args: tuple[Any, ...]) -> Any:

@@ -58,7 +58,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """A name that stays in its folder; links are followed, since download caches are made of them."""
+    """A name that stays in its folder; links are followed: download caches are made of them."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0:") and name.isprintable()
 
 

@@ -1,4 +1,4 @@
-"""Finding the tensors in what a pickled checkpoint holds: a state dict, or one wrapped in others."""
+"""Finding the tensors in what a pickle holds: a state dict, or one wrapped in others."""
 
 from __future__ import annotations
 

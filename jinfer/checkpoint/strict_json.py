@@ -1,4 +1,4 @@
-"""JSON from a file that is not trusted: no repeated keys, no other text than UTF-8, no surprises."""
+"""JSON from a file that is not trusted: UTF-8 only, no repeated keys, no surprises."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from jinfer.checkpoint.torch_storage import Extent
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _COUNT_BYTES = 8
+_PROTO = b"\x80"  # how every pickle of protocol 2 and later begins
 
 
 def read_legacy(file: MappedFile) -> tuple[Any, dict[str, Extent], int]:
@@ -29,6 +30,9 @@ def read_legacy(file: MappedFile) -> tuple[Any, dict[str, Extent], int]:
         CheckpointError: not this format, a pickle that is refused, storages that are missing or
             do not fill the rest of the file exactly.
     """
+    if file.read(0, min(1, file.size)) != _PROTO:
+        reason = "is not a PyTorch file: it begins neither as a zip archive nor as a pickle"
+        raise CheckpointError(file.path, reason, 0)
     used: dict[str, Storage] = {}
 
     def load(pid: object) -> Storage:

@@ -124,12 +124,13 @@ class Storages:
         return np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False)
 
     def _bytes(self, key: str) -> np.ndarray:
-        if self._last is None or self._last[0] != key:
-            extent = self.extents[key]
-            if extent.crc is None:
-                return read_extent(self.file, extent)
-            self._last = (key, read_extent(self.file, extent))
-        return self._last[1]
+        extent, last = self.extents[key], self._last
+        if extent.crc is None:
+            return read_extent(self.file, extent)
+        # one assignment, so that threads that read together see the whole pair or the old one
+        if last is None or last[0] != key:
+            last = self._last = (key, read_extent(self.file, extent))
+        return last[1]
 
 
 def raw_bytes(values: np.ndarray) -> np.ndarray:

@@ -59,9 +59,7 @@ def read_archive(file: MappedFile) -> Archive:
 
 
 def _read_word(file: MappedFile, extent: Extent | None) -> bytes:
-    if extent is None or extent.size > _MAX_SMALL:
-        return b""
-    return read_extent(file, extent).tobytes().strip()
+    return b"" if extent is None else read_extent(file, extent)[:_MAX_SMALL].tobytes().strip()
 
 
 def _read_entries(file: MappedFile) -> dict[str, Extent]:
@@ -72,6 +70,8 @@ def _read_entries(file: MappedFile) -> dict[str, Extent]:
         name = info.orig_filename
         if name in entries:
             raise CheckpointError(file.path, f"zip archive has {name[:200]!r} twice")
+        if info.header_offset < 0:
+            raise CheckpointError(file.path, "zip directory is damaged: a negative offset")
         if info.header_offset < previous_end:
             reason = f"zip entry {name[:200]!r} overlaps the one before it"
             raise CheckpointError(file.path, reason, info.header_offset)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.cache import LayerCache, write
@@ -32,7 +33,7 @@ class Step(NamedTuple):
 class Attention(nnx.Module):
     """Attention with shared key and value heads (MHA, GQA, MQA)."""
 
-    def __init__(self, block: blocks.Attention, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.Attention, dtype: DTypeLike) -> None:
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))

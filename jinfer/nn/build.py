@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jinfer.nn.attention import Attention
 from jinfer.nn.ffn import MLP, Activation, GatedMLP
@@ -29,6 +29,6 @@ _MODULES: dict[type, Callable[..., nnx.Module]] = {
 }
 
 
-def build_module(block: blocks.Block, dtype: jnp.dtype) -> nnx.Module:
+def build_module(block: blocks.Block, dtype: DTypeLike) -> nnx.Module:
     """The module that computes a block, its parameters yet to be loaded."""
     return _MODULES[type(block)](block, dtype)

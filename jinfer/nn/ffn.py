@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jinfer.nn.linear import Linear
@@ -43,7 +44,7 @@ def gated(
 class Activation(nnx.Module):
     """An activation function alone."""
 
-    def __init__(self, block: blocks.ActivationBlock, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.ActivationBlock, dtype: DTypeLike) -> None:
         self.function = block.function
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -54,7 +55,7 @@ class Activation(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, block: blocks.MLP, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.MLP, dtype: DTypeLike) -> None:
         self.activation = block.activation
         self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
@@ -67,7 +68,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, block: blocks.GatedMLP, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.GatedMLP, dtype: DTypeLike) -> None:
         self.activation = block.activation
         self.gate = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))

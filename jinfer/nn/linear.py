@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
@@ -20,7 +21,7 @@ class Linear(nnx.Module):
         inputs: int,
         outputs: int,
         bias: bool,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         axes: tuple[str, str] = ("hidden", "hidden"),
     ) -> None:
         self.weight = parameter((outputs, inputs), axes, dtype)
@@ -34,7 +35,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table with a row per token."""
 
-    def __init__(self, block: blocks.Embedding, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.Embedding, dtype: DTypeLike) -> None:
         self.weight = parameter((block.size, block.width), ("vocab", "hidden"), dtype)
 
     def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
@@ -45,7 +46,7 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """The projection onto the vocabulary; logits are float32."""
 
-    def __init__(self, block: blocks.Head, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.Head, dtype: DTypeLike) -> None:
         shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
         self.tied = block.tied
         self.weight = None if block.tied else parameter(shape, axes, dtype)
@@ -55,7 +56,7 @@ class Head(nnx.Module):
         self, x: Float[Array, "*rows hidden"], embed: Embedding | None = None
     ) -> Float[Array, "*rows vocab"]:
         """x @ weight.T + bias; a tied head takes the weight of `embed`."""
-        owner = embed if self.weight is None else self
-        assert owner is not None and owner.weight is not None, "a tied head needs the embedding"
+        weight = embed.weight if embed is not None else self.weight
+        assert weight is not None, "a tied head takes the embedding's weight"
         bias = None if self.bias is None else self.bias[...]
-        return linear(x, owner.weight[...], bias).astype(jnp.float32)
+        return linear(x, weight[...], bias).astype(jnp.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jinfer.nn.parameter import parameter
@@ -14,7 +15,7 @@ from jinfer.spec import blocks
 class RMSNorm(nnx.Module):
     """Root mean square norm (arXiv 1910.07467), computed in float32."""
 
-    def __init__(self, block: blocks.RMSNorm, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.RMSNorm, dtype: DTypeLike) -> None:
         self.block = block
         self.weight = parameter((block.size,), ("hidden",), jnp.float32)
 
@@ -29,7 +30,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm (arXiv 1607.06450), computed in float32."""
 
-    def __init__(self, block: blocks.LayerNorm, dtype: jnp.dtype) -> None:
+    def __init__(self, block: blocks.LayerNorm, dtype: DTypeLike) -> None:
         self.block = block
         if block.weight:
             self.weight = parameter((block.size,), ("hidden",), jnp.float32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
     """A parameter to be loaded.
 
     Args:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
@@ -17,7 +18,7 @@ from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, Sinusoida
 class Rotary(nnx.Module):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    def __init__(self, block: Rope, dtype: jnp.dtype) -> None:
+    def __init__(self, block: Rope, dtype: DTypeLike) -> None:
         self.block = block
         if block.factors:
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
@@ -113,7 +114,7 @@ def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
 class PositionTable(nnx.Module):
     """A learned table of positions."""
 
-    def __init__(self, block: LearnedPositions, dtype: jnp.dtype) -> None:
+    def __init__(self, block: LearnedPositions, dtype: DTypeLike) -> None:
         self.block = block
         rows = block.size + block.offset
         self.weight = parameter((rows, block.width), ("positions", "hidden"), dtype)
@@ -128,7 +129,7 @@ class PositionTable(nnx.Module):
 class Sinusoids(nnx.Module):
     """Sines and cosines of the position (arXiv 1706.03762), as two blocks."""
 
-    def __init__(self, block: SinusoidalPositions, dtype: jnp.dtype) -> None:
+    def __init__(self, block: SinusoidalPositions, dtype: DTypeLike) -> None:
         self.block, self.dtype = block, dtype
 
     def __call__(

@@ -2,7 +2,8 @@
 
 `kind = "..."` in a module's table picks the class; the other keys are its fields. A field left
 out takes its default; a default written `dim("name")` is the value of that dimension in `[dims]`.
-How a block computes is in `jinfer.nn`, under the same kind.
+`check` says what is wrong with fields that do not fit each other, as (field, reason). How a block
+computes is in `jinfer.nn`, under the same kind. The docstrings are part of docs/specs.md.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from jinfer.spec.bounds import Count, NotNegative, Positive, Size
+
 # Names of the same function in published config files, in brackets: silu (swish), gelu is the
 # exact erf form, gelu_tanh its approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
-Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "clamped_swiglu"
-]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
+GatedActivation = Literal[Activation, "clamped_swiglu"]
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -26,7 +28,7 @@ ACTIVATION_ALIASES = {
 
 
 def dim(name: str) -> Any:
-    """A field whose default is a dimension of `[dims]`."""
+    """A size whose default is a dimension of `[dims]`."""
     return field(metadata={"dim": name})
 
 
@@ -39,15 +41,15 @@ class Scaling:
     """
 
     rope_type: Literal["default", "none", "linear", "llama3", "yarn"]
-    factor: float = 1.0
+    factor: Positive = 1.0
     original_max_position_embeddings: int = dim("context")
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    attention_factor: NotNegative | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Positive | None = None
+    mscale_all_dim: NotNegative | None = None
     truncate: bool = True
 
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
@@ -55,6 +57,11 @@ class Scaling:
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
     )
+
+    def check(self) -> tuple[str, str] | None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            return "high_freq_factor", "must be above low_freq_factor"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +73,23 @@ class Rope:
     """
 
     kind: Literal["rope"]
-    theta: float = 10000.0
+    theta: Positive = 10000.0
     pairs: Literal["halves", "adjacent"] = "halves"
     dim: int = dim("head_dim")
     scaling: Scaling | None = None
     factors: bool = False
+
+    def __post_init__(self) -> None:
+        # Config files say in several ways that nothing is scaled; equal models compare equal.
+        if self.scaling is not None and self.scaling.rope_type in ("default", "none"):
+            object.__setattr__(self, "scaling", None)
+
+    def check(self) -> tuple[str, str] | None:
+        if self.dim % 2:
+            return "dim", f"{self.dim} is odd, but dimensions are rotated in pairs"
+        if self.theta <= 1:
+            return "theta", f"{self.theta} is not above 1"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +101,7 @@ class Alibi:
     """
 
     kind: Literal["alibi"]
-    max_bias: float = 8.0
+    max_bias: Positive = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +120,7 @@ class LearnedPositions:
     kind: Literal["learned_positions"]
     size: int = dim("context")
     width: int = dim("hidden")
-    offset: int = 0
+    offset: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +133,13 @@ class SinusoidalPositions:
 
     kind: Literal["sinusoidal_positions"]
     width: int = dim("hidden")
-    offset: int = 0
+    offset: Count = 0
     frequencies: Literal["standard", "tensor2tensor"] = "standard"
+
+    def check(self) -> tuple[str, str] | None:
+        if self.width % 2 or self.width < 4:
+            return "width", f"{self.width} is not an even number from 4 on"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +148,7 @@ class RMSNorm:
 
     kind: Literal["rms"]
     size: int = dim("hidden")
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     plus_one: bool = False
 
 
@@ -134,7 +158,7 @@ class LayerNorm:
 
     kind: Literal["layer"]
     size: int = dim("hidden")
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     weight: bool = True
     bias: bool = True
     plus_one: bool = False
@@ -179,14 +203,23 @@ class Attention:
     """
 
     kind: Literal["attention"]
-    position: Rope | Alibi | None = None
     inputs: int = dim("hidden")
     heads: int = dim("heads")
     kv_heads: int = dim("kv_heads")
     head_dim: int = dim("head_dim")
+    position: Rope | Alibi | None = None
     bias: bool | str = False
-    window: int | None = None
-    scale: float | None = None
+    window: Size | None = None
+    scale: Positive | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        if self.heads % self.kv_heads:
+            return "kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}"
+        if isinstance(self.bias, str) and not set(self.bias) <= set("qkvo"):
+            return "bias", f"{self.bias!r} is not true, false or letters of 'qkvo'"
+        if isinstance(self.position, Rope) and self.position.dim > self.head_dim:
+            return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        return None
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
@@ -214,7 +247,7 @@ class GatedMLP:
     kind: Literal["gated"]
     inputs: int = dim("hidden")
     width: int = dim("intermediate")
-    activation: Activation = "silu"
+    activation: GatedActivation = "silu"
     bias: bool = False
 
 
@@ -231,3 +264,6 @@ Block = (
     | MLP
     | GatedMLP
 )
+
+# Modules that look rows up, by token or position; all others take hidden vectors.
+LOOKUPS = (Embedding, LearnedPositions, SinusoidalPositions)

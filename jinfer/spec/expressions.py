@@ -3,7 +3,8 @@
 A parsed expression is a tree of the node types listed here and nothing else: names, numbers,
 strings, lists, indexing, arithmetic, comparisons, `and`/`or`/`not`, `a if c else b`, and calls of
 functions by name. There are no attributes, keywords, lambdas or comprehensions, so an expression
-can reach only what its scope hands to it.
+can reach only what its scope hands to it; its length, its depth and the numbers in it are bounded,
+so it cannot take long either.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
-MAX_LENGTH = 4096  # characters of one expression: far above any real one, far below a stack overflow
+from jinfer.spec.errors import show
+
+MAX_LENGTH = 4096  # characters
+MAX_DEPTH = 64
+MAX_NUMBER = 1e100
 MAX_POWER = 64.0
 
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -41,10 +48,21 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
-_OTHER = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.IfExp, ast.Call)
-_LEAVES = (ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Subscript)
-_CONTEXT = (ast.Load, ast.And, ast.Or)
-_ALLOWED = (*_OTHER, *_LEAVES, *_CONTEXT, *_BINARY, *_UNARY, *_COMPARE)
+
+Nodes = tuple[type[ast.AST], ...]
+ARITHMETIC: Nodes = (
+    *(ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant),
+    *(ast.Load, ast.USub, ast.UAdd),
+    *_ARITHMETIC,
+)
+ALL: Nodes = (
+    *ARITHMETIC,
+    *(ast.Compare, ast.BoolOp, ast.IfExp, ast.List, ast.Tuple, ast.Subscript),
+    *(ast.Not, ast.And, ast.Or),
+    *_COMPARE,
+)
+# Parts of an expression that have no text of their own.
+_OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
@@ -69,46 +87,72 @@ class Scope(Protocol):
     def call(self, name: str, arguments: list[Any]) -> Any: ...
 
 
+@lru_cache(maxsize=1024)
 def parse(text: str) -> ast.expr:
     """Parses one expression. Raises `ExpressionError`."""
-    if len(text) > MAX_LENGTH:
-        raise ExpressionError(f"is longer than {MAX_LENGTH} characters")
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"cannot be read as an expression: {text.strip()!r}") from error
-    check(tree)
+    tree = syntax_tree(text.strip(), "eval").body
+    check(tree, ALL)
     return tree
 
 
-def check(tree: ast.AST) -> None:
-    """Raises `ExpressionError` unless every node of `tree` belongs to the subset."""
+def syntax_tree(text: str, mode: Literal["eval", "exec"]) -> Any:
+    """Python's syntax tree of `text`, unchecked. Raises `ExpressionError`."""
+    if len(text) > MAX_LENGTH:
+        raise ExpressionError(f"is longer than {MAX_LENGTH} characters")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of strange but legal syntax
+            return ast.parse(text, mode=mode)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExpressionError(f"cannot be read as an expression: {show(text)}") from error
+
+
+def check(tree: ast.AST, allowed: Nodes) -> None:
+    """Raises `ExpressionError` unless every node of `tree` is allowed and none is too deep."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise ExpressionError("is nested too deeply")
     for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
-            raise ExpressionError(f"{ast.unparse(node)!r} is not part of the expression language")
-        if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
-            raise ExpressionError(f"{ast.unparse(node)!r}: a call is name(argument, ...)")
-        if isinstance(node, ast.Constant) and not isinstance(node.value, (int, float, str)):
-            raise ExpressionError(f"{node.value!r} is not a number or a string")
+        if not isinstance(node, _OPERATORS):
+            _check_node(node, allowed)
 
 
-def names(tree: ast.AST) -> Iterator[str]:
-    """Names read by an expression, not those it calls."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and id(node) not in called:
-            yield node.id
+def _check_node(node: ast.AST, allowed: Nodes) -> None:
+    operators = [c for c in ast.iter_child_nodes(node) if isinstance(c, _OPERATORS)]
+    if not all(isinstance(part, allowed) for part in (node, *operators)):
+        raise ExpressionError(f"{show(ast.unparse(node))} is not allowed in this expression")
+    if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
+        raise ExpressionError(f"{show(ast.unparse(node))}: a call is name(argument, ...)")
+    if isinstance(node, ast.Constant):
+        text = str in _constant_types(allowed)
+        if not isinstance(node.value, _constant_types(allowed)):
+            raise ExpressionError(f"{show(node.value)} is not a number{' or a text' * text}")
+        _bounded(node.value)
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Calls in an expression, as (name, number of arguments)."""
+def _constant_types(allowed: Nodes) -> tuple[type, ...]:
+    return (int, float) if allowed is ARITHMETIC else (int, float, str)
+
+
+def calls(tree: ast.AST) -> Iterator[str]:
+    """Names that an expression calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id, len(node.args)
+            yield node.func.id
 
 
 def evaluate(node: ast.expr, scope: Scope) -> Any:
-    """The value of a parsed expression in `scope`."""
+    """The value of a checked expression in `scope`.
+
+    Raises:
+        ExpressionError: for a value that is out of bounds or of the wrong sort.
+        TypeError, ArithmeticError, LookupError, ValueError: as the operators and functions do.
+    """
+    return _bounded(_evaluate(node, scope))
+
+
+def _evaluate(node: ast.expr, scope: Scope) -> Any:
     match node:
         case ast.Constant():
             return node.value
@@ -117,8 +161,7 @@ def evaluate(node: ast.expr, scope: Scope) -> Any:
         case ast.Call(func=ast.Name(id=name)):
             return scope.call(name, [evaluate(argument, scope) for argument in node.args])
         case ast.BinOp():
-            left, right = evaluate(node.left, scope), evaluate(node.right, scope)
-            return _binary(node.op, left, right)
+            return _binary(node.op, evaluate(node.left, scope), evaluate(node.right, scope))
         case ast.UnaryOp():
             return _UNARY[type(node.op)](evaluate(node.operand, scope))
         case ast.IfExp():
@@ -128,18 +171,29 @@ def evaluate(node: ast.expr, scope: Scope) -> Any:
         case ast.Compare():
             return _comparison(node, scope)
         case ast.List() | ast.Tuple():
-            return [evaluate(element, scope) for element in node.elts]
+            return _list([evaluate(element, scope) for element in node.elts])
         case ast.Subscript():
             return evaluate(node.value, scope)[evaluate(node.slice, scope)]
-    raise ExpressionError(f"{ast.unparse(node)!r} is not part of the expression language")
+    raise ExpressionError(f"{show(ast.unparse(node))} is not allowed in this expression")
+
+
+def _bounded(value: Any) -> Any:
+    """`value`, unless it is a number too large to go on with, or none at all (nan)."""
+    if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+        raise ExpressionError(f"{show(value)} is beyond what numbers may be here")
+    return value
 
 
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:
-    if isinstance(op, ast.Pow) and isinstance(right, (int, float)) and abs(right) > MAX_POWER:
+    # Texts and lists would be repeated, joined or formatted, and could grow without end.
+    if any(isinstance(operand, str | list | tuple | Mapping) for operand in (left, right)):
+        raise ExpressionError("arithmetic takes numbers only")
+    if isinstance(op, ast.Pow) and isinstance(right, int | float) and abs(right) > MAX_POWER:
         raise ExpressionError(f"a power above {MAX_POWER:.0f} is not allowed")
-    if isinstance(op, ast.Mult) and (isinstance(left, (str, list)) or isinstance(right, (str, list))):
-        raise ExpressionError("only numbers are multiplied")
-    return _BINARY[type(op)](left, right)
+    value = _ARITHMETIC[type(op)](left, right)
+    if isinstance(value, complex):
+        raise ExpressionError(f"{show(left)} ** {show(right)} is not a real number")
+    return value
 
 
 def _boolean(node: ast.BoolOp, scope: Scope) -> Any:
@@ -159,3 +213,10 @@ def _comparison(node: ast.Compare, scope: Scope) -> bool:
             return False
         left = right
     return True
+
+
+def _list(elements: list[Any]) -> list[Any]:
+    # Lists in lists could share parts, and be far longer written out than they are in memory.
+    if any(isinstance(element, list | tuple | Mapping) for element in elements):
+        raise ExpressionError("a list holds numbers and texts only")
+    return elements

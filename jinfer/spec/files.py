@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.match import matches
 from jinfer.spec.resolve import Facts
-from jinfer.spec.values import Missing, Values
-
-Table = dict[str, Any]
+from jinfer.spec.tables import Table, check_plain
+from jinfer.spec.tables import nested as nested
 
 
 @cache
@@ -27,11 +27,13 @@ def specs_folder() -> Path:
 def read_toml(path: Path) -> Table:
     """Reads one TOML file. Raises `SpecError`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(path, "", f"cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers without end
         raise SpecError(path, "", f"is not TOML: {error}") from error
+    check_plain(table, path)
+    return table
 
 
 def families() -> dict[str, Path]:
@@ -52,12 +54,15 @@ def with_families(table: Table, path: Path) -> list[Table]:
 
 
 def _family_file(name: Any, beside: Path) -> Path:
-    if isinstance(name, str) and name.endswith(".toml"):
-        return (beside.parent / name).resolve()
     known = families()
-    if name not in known:
-        raise SpecError(beside, "family", f"unknown family {name!r}; {nearest(str(name), known)}")
-    return known[name]
+    if isinstance(name, str) and name in known:
+        return known[name]
+    if not isinstance(name, str) or not name.endswith(".toml"):
+        raise SpecError(beside, "family", f"unknown family {show(name)}; {nearest(name, known)}")
+    try:
+        return (beside.parent / name).resolve()
+    except (OSError, ValueError) as error:  # a circle of links, a null character
+        raise SpecError(beside, "family", f"{show(name)} is no file: {error}") from error
 
 
 def format_table(format: str) -> Table:
@@ -76,68 +81,40 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
     Raises:
         SpecError: no family matches, or several do.
     """
-    matches = [
+    found = [
         path
         for path in families().values()
-        if _matches(read_toml(path).get("match", {}), facts, architectures, path)
+        if matches(
+            read_toml(path).get("match", {}),
+            path,
+            format=facts.format,
+            architectures=architectures,
+            lookup=facts.lookup,
+            has=facts.has,
+        )
     ]
-    if len(matches) == 1:
-        return matches[0]
+    if len(found) == 1:
+        return found[0]
     what = ", ".join(architectures) or f"a {facts.format} file without an architecture"
-    if not matches:
+    if not found:
         raise SpecError(
             source, "", f"no family is known for {what}; write a specification (docs/specs.md)"
         )
-    names = ", ".join(path.stem for path in matches)
+    names = ", ".join(path.stem for path in found)
     raise SpecError(source, "", f"several families match {what}: {names}; name one in a spec")
-
-
-def _matches(
-    match: Mapping[str, Any], facts: Facts, architectures: Sequence[str], path: Path
-) -> bool:
-    for key in match:
-        allowed = ("architectures", "gguf", "llama2c", "when")
-        if key not in allowed:
-            raise SpecError(path, f"match.{key}", f"unknown key; {nearest(key, allowed)}")
-    if facts.format == "llama2c":
-        return bool(match.get("llama2c", False))
-    wanted = match.get("gguf" if facts.format == "gguf" else "architectures", [])
-    if not set(wanted) & set(architectures):
-        return False
-    if "when" not in match or facts.format == "gguf":
-        return True
-    values = Values(path, {}, lambda key: _or_false(facts, key), facts.has, facts.source)
-    return bool(values.value(match["when"], "match.when"))
-
-
-def _or_false(facts: Facts, key: str) -> Any:
-    """In a condition, a key that the checkpoint lacks counts as false."""
-    try:
-        return facts.lookup(key)
-    except Missing:
-        return False
 
 
 def parse_override(text: str) -> Table:
     """`key.of.table=value` as a table; the value is TOML, or a text if it is not.
 
     Raises:
-        SpecError: there is no "=".
+        SpecError: there is no "=", or no key before it.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise SpecError("--set", text, "is not key=value, such as engine.context=4096")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     return nested(key.strip(), parsed)
-
-
-def nested(key: str, value: Any) -> Table:
-    """`{"a": {"b": value}}` of the dotted key `a.b`."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-

@@ -1,8 +1,8 @@
 """Wiring formulas: how a layer, a stem or a head is put together from its modules.
 
-A formula is a few lines `name = expression`, in the syntax of `jinfer.spec.expressions`; calls are
-of modules declared beside it (or sqrt and its like on numbers). Its value is its last line's
-expression, or `x` where the last line assigns.
+A formula is a few lines `name = expression` of arithmetic and calls of modules declared beside it.
+Its value is that of its last line, an expression or what is assigned to `x`. It is checked by
+running it once on stand-ins for arrays, so whatever is wrong with it shows before any array is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
-from jinfer.spec.errors import SpecError, nearest
-from jinfer.spec.expressions import FUNCTIONS, MAX_LENGTH, ExpressionError, calls, check, evaluate
-from jinfer.spec.expressions import names as names_read
+from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.expressions import (
+    ARITHMETIC,
+    FUNCTIONS,
+    ExpressionError,
+    calls,
+    check,
+    evaluate,
+    syntax_tree,
+)
+
+Sort = Literal["vectors", "indices"]  # what arrays hold: hidden states, or tokens and positions
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,7 @@ class Formula:
             call: `call(module, arguments)` applies a module.
         """
         scope = _Running({**dict(self.constants), **inputs}, call)
-        value = None
-        for target, expression in _statements(self.text):
-            value = evaluate(expression, scope)
-            if target:
-                scope.variables[target] = value
-        return (scope.variables["x"] if target else value), scope.variables
+        return _run(self.text, scope), scope.variables
 
 
 @dataclass(frozen=True)
@@ -61,76 +66,153 @@ class _Running:
         return FUNCTIONS[name](*arguments) if name in FUNCTIONS else self.module(name, arguments)
 
 
+def called(text: Any, path: object, key: str) -> list[str]:
+    """Modules that a formula calls, once for every call. Raises `SpecError` for its syntax."""
+    if not isinstance(text, str):
+        reason = "is missing; write the formula" if text is None else f"{show(text)} is no formula"
+        raise SpecError(path, key, reason)
+    try:
+        names = [name for _, expression in _statements(text) for name in calls(expression)]
+    except ExpressionError as error:
+        raise SpecError(path, key, str(error)) from error
+    return [name for name in names if name not in FUNCTIONS]
+
+
 def compile_formula(
     text: Any,
     *,
     path: object,
     key: str,
-    inputs: Iterable[str],
-    modules: Mapping[str, int],
-    constant: Callable[[str], float | None],
+    inputs: Mapping[str, Sort],
+    modules: Iterable[str],
+    takes: Callable[[str], Sort],
+    constant: Callable[[str], Any],
 ) -> Formula:
     """Parses and checks a formula.
 
     Args:
         text: its lines.
-        inputs: names it is given values for.
-        modules: the modules it may call -> how many arguments each takes.
+        inputs: names it is given arrays for -> what these hold.
+        modules: the modules it may call, each with one argument.
+        takes: what the argument of a module holds.
         constant: the number a free name stands for, or None if there is none.
 
     Raises:
-        SpecError: for anything outside the subset, an unknown name or module, a wrong number of
-            arguments, or a formula that leaves no value.
+        SpecError: for anything outside the subset, an unknown name or module, a wrong number or
+            sort of arguments, arithmetic without a value, or a formula that gives no vectors.
     """
-    if not isinstance(text, str):
-        raise SpecError(path, key, f"{text!r} is not a formula")
+    names = called(text, path, key)
+    scope = _Checking({n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant)
     try:
-        statements = _statements(text)
+        value = _run(text, scope)
+        if not isinstance(value, _Array) or value.sort != "vectors":
+            raise ExpressionError("has no vectors as its value, but a number or indices")
     except ExpressionError as error:
         raise SpecError(path, key, str(error)) from error
-    known, used, constants = set(inputs), {}, {}
-    for target, expression in statements:
-        for name in names_read(expression):
-            if name not in known and name not in constants:
-                number = constant(name)
-                if number is None:
-                    raise SpecError(path, key, f"unknown name {name!r}; {nearest(name, known)}")
-                constants[name] = number
-        for name, count in calls(expression):
-            if name in FUNCTIONS:
-                continue
-            if name not in modules:
-                raise SpecError(path, key, f"calls {name!r}; {nearest(name, modules)}")
-            if count != modules[name]:
-                raise SpecError(path, key, f"{name} takes {modules[name]} argument(s), not {count}")
-            used[name] = None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise SpecError(path, key, f"has no value: {error}") from error
+    return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
+
+
+class _Checking:
+    """A scope in which every array is a stand-in and every name and call is checked."""
+
+    def __init__(
+        self,
+        variables: dict[str, Any],
+        modules: Iterable[str],
+        takes: Callable[[str], Sort],
+        constant: Callable[[str], Any],
+    ) -> None:
+        self.variables, self.constants = variables, dict[str, float]()
+        self._modules, self._takes, self._constant = tuple(modules), takes, constant
+
+    def name(self, name: str) -> Any:
+        if name in self.variables:
+            return self.variables[name]
+        if name not in self.constants:
+            number = self._constant(name)
+            if not isinstance(number, int | float):
+                raise ExpressionError(f"unknown name {name!r}; {nearest(name, self.variables)}")
+            self.constants[name] = number
+        return self.constants[name]
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        if name in FUNCTIONS:
+            if any(isinstance(argument, _Array) for argument in arguments):
+                raise ExpressionError(f"{name} takes numbers, not arrays")
+            return FUNCTIONS[name](*arguments)
+        if name not in self._modules:
+            known = [*self._modules, *FUNCTIONS]
+            raise ExpressionError(f"calls {name!r}; {nearest(name, known)}")
+        if len(arguments) != 1:
+            raise ExpressionError(f"{name} takes 1 argument, not {len(arguments)}")
+        sort = self._takes(name)
+        if not isinstance(arguments[0], _Array) or arguments[0].sort != sort:
+            given = arguments[0] if isinstance(arguments[0], _Array) else show(arguments[0])
+            wanted = "vectors such as x" if sort == "vectors" else "tokens or positions"
+            raise ExpressionError(f"{name} takes {wanted}, not {given}")
+        return _Array(f"{name}(...)", "vectors")
+
+
+class _Array:
+    """Stands for an array while a formula is checked."""
+
+    def __init__(self, text: str, sort: Sort) -> None:
+        self.text, self.sort = text, sort
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _combined(self, other: Any) -> _Array:
+        for operand in (self, other):
+            if isinstance(operand, _Array) and operand.sort != "vectors":
+                raise ExpressionError(f"{operand} are indices; arithmetic takes vectors, numbers")
+        return _Array("vectors", "vectors")
+
+    def _signed(self) -> _Array:
+        return self._combined(0)
+
+    def _refused(self, other: Any) -> _Array:
+        raise ExpressionError("//, % and ** take numbers only, not arrays")
+
+    __add__ = __sub__ = __mul__ = __truediv__ = _combined
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _combined
+    __neg__ = __pos__ = _signed
+    __pow__ = __mod__ = __floordiv__ = _refused
+    __rpow__ = __rmod__ = __rfloordiv__ = _refused
+
+
+def _run(text: str, scope: _Running | _Checking) -> Any:
+    """The value of a formula's lines in `scope`, whose variables it assigns."""
+    value = None
+    for target, expression in _statements(text):
+        value = evaluate(expression, scope)
         if target:
-            known.add(target)
-    if statements[-1][0] and "x" not in known:
-        raise SpecError(path, key, "has no value: end it with an expression, or assign x")
-    return Formula(text, tuple(used), tuple(constants.items()))
+            scope.variables[target] = value
+    return value
 
 
-def _statements(text: str) -> list[tuple[str, ast.expr]]:
+@lru_cache(maxsize=1024)
+def _statements(text: str) -> tuple[tuple[str, ast.expr], ...]:
     """A formula's lines as (name assigned or "", expression)."""
-    if len(text) > MAX_LENGTH:
-        raise ExpressionError(f"is longer than {MAX_LENGTH} characters")
-    try:
-        body = ast.parse("\n".join(line.strip() for line in text.strip().splitlines())).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"cannot be read as a formula: {text.strip()!r}") from error
+    lines = "\n".join(line.strip() for line in text.strip().splitlines())
     statements = []
-    for statement in body:
+    for statement in syntax_tree(lines, "exec").body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=target)], value=expression):
                 pass
             case ast.Expr(value=expression):
                 target = ""
             case _:
-                line = ast.unparse(statement)
-                raise ExpressionError(f"{line!r}: a line is 'name = expression' or an expression")
-        check(expression)
+                kind = type(statement).__name__
+                raise ExpressionError(
+                    f"has a line ({kind}) that is neither 'name = expression' nor an expression"
+                )
+        check(expression, ARITHMETIC)
         statements.append((target, expression))
     if not statements:
         raise ExpressionError("is empty")
-    return statements
+    if target not in ("", "x"):
+        raise ExpressionError(f"ends by assigning {target}: end it with an expression, or assign x")
+    return tuple(statements)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.spec.blocks import Block
+from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
 from jinfer.spec.tensors import TensorMap
 
@@ -24,7 +25,7 @@ class StackSpec:
     """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
 
     Attributes:
-        name: "decoder" (causal) or "encoder" (bidirectional).
+        name: "decoder" (causal).
         modules: modules of the stem and the head.
     """
 
@@ -45,9 +46,9 @@ class EngineSpec:
         prefill_chunk: tokens of a prompt computed at once.
     """
 
-    slots: int = 8
-    context: int | None = None
-    prefill_chunk: int = 512
+    slots: Size = 8
+    context: Size | None = None
+    prefill_chunk: Size = 512
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ModelSpec:
         path: the specification's file, or the checkpoint if a family was found for it.
         dims: the dimensions that were asked for, by name.
         shared: modules that belong to no stack: the token embedding, the vocabulary head.
-        stacks: encoder and decoder, whichever there are.
+        stacks: the decoder.
         tensors: the file's names for the parameters.
         dtype: of the computation; "auto": float32 on a CPU, bfloat16 elsewhere.
         generation: defaults of `SamplingParams`.

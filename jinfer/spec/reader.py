@@ -6,10 +6,11 @@ import dataclasses
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jinfer.spec.blocks import ACTIVATION_ALIASES
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.bounds import Size
+from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.values import Values
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -19,83 +20,96 @@ def read(cls: Any, written: Any, values: Values, key: str) -> Any:
     """Reads what stands at `key` as type `cls`.
 
     Args:
-        cls: int, float, bool, str, a Literal, a tuple, a dataclass, or a union of these.
+        cls: int, float, bool, str, one of these with `Bounds`, a Literal, a dataclass, or a union.
         written: what the file has there.
 
     Raises:
         SpecError: names the key, what is wrong, and what is allowed.
     """
-    options = get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
-    value = values.value(written, key, words=any(_takes_words(option) for option in options))
+    words = any(option is str or get_origin(option) is Literal for option in union(cls))
+    return _typed(cls, values.value(written, key, words=words), written, values, key)
+
+
+def union(cls: Any) -> tuple[Any, ...]:
+    """The types that a union allows; the type alone if it is none."""
+    return get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
+
+
+def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
+    """`value`, to which `written` was evaluated, as type `cls`."""
+    options = union(cls)
     if value is None and type(None) in options:
         return None
     tables = [option for option in options if dataclasses.is_dataclass(option)]
     if tables and isinstance(value, Mapping):
         return _read_table(_pick(tables, value, values, key), value, values, key)
     for option in options:
-        if (read_value := _plain(option, value)) is not None:
-            return read_value
-    raise SpecError(values.path, key, f"{value!r} is not {_describe(options, value)}")
-
-
-def _takes_words(option: Any) -> bool:
-    return option is str or get_origin(option) is Literal
+        if (plain := _plain(option, value)) is not None:
+            return plain
+    origin = f" ({written})" if isinstance(written, str) and written != value else ""
+    raise SpecError(values.path, key, f"{show(value)}{origin} is not {_describe(options, value)}")
 
 
 def _plain(option: Any, value: Any) -> Any:
     """`value` as the type `option`, or None if it is not one."""
+    if get_origin(option) is Annotated:
+        inner, bounds = get_args(option)
+        number = _plain(inner, value)
+        return number if number is not None and bounds.least <= number <= bounds.most else None
     if get_origin(option) is Literal:
-        value = ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
-        return value if value in get_args(option) else None
-    if get_origin(option) is tuple and isinstance(value, list):
-        parts = [_plain(get_args(option)[0], part) for part in value]
-        return None if None in parts else tuple(parts)
-    if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        word = "none" if value is None else value
+        word = ACTIVATION_ALIASES.get(word, word) if isinstance(word, str) else None
+        return word if word in get_args(option) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if type(value) is option else None
+    if option is float and -1e300 < value < 1e300:  # neither infinite nor beyond a float
         return float(value)
-    if option is int and isinstance(value, float) and value.is_integer():
+    if option is int and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    return value if type(value) is option else None
+    return None
 
 
 def _describe(options: tuple[Any, ...], value: Any) -> str:
     words = []
     for option in options:
-        if get_origin(option) is Literal:
-            words.append(f"one of these ({nearest(str(value), get_args(option))})")
+        if get_origin(option) is Annotated:
+            words.append(get_args(option)[1].text)
+        elif get_origin(option) is Literal:
+            words.append(f"one of the words here; {nearest(value, get_args(option))}")
         elif dataclasses.is_dataclass(option):
             words.append("a table { ... }")
-        elif get_origin(option) is tuple:
-            words.append("a list of " + _PLAIN[get_args(option)[0]].split(" ", 1)[1] + "s")
-        elif option is type(None):
-            words.append("none")
         else:
-            words.append(_PLAIN[option])
-    return " or ".join(words)
+            words.append("none" if option is type(None) else _PLAIN[option])
+    return " or ".join(dict.fromkeys(words))
 
 
 def _pick(classes: list[Any], table: Mapping[str, Any], values: Values, key: str) -> Any:
     """The dataclass that a table's `kind` names; the only one if there is no choice."""
-    if len(classes) == 1 and "kind" not in _fields(classes[0]):
+    if len(classes) == 1 and "kind" not in fields(classes[0]):
         return classes[0]
-    kinds = {get_args(_fields(cls)["kind"][1])[0]: cls for cls in classes}
+    kinds = {get_args(fields(cls)["kind"][1])[0]: cls for cls in classes}
     if "kind" not in table:
-        raise SpecError(values.path, key, f"has no 'kind'; {nearest('', kinds)}")
+        raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest('', kinds)}")
     kind = values.value(table["kind"], f"{key}.kind", words=True)
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise SpecError(
-            values.path, f"{key}.kind", f"unknown kind {kind!r}; {nearest(str(kind), kinds)}"
+            values.path, f"{key}.kind", f"unknown kind {show(kind)}; {nearest(kind, kinds)}"
         )
     return kinds[kind]
 
 
 @cache
-def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    hints = get_type_hints(cls)
-    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
+def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """The fields of a dataclass by name, with their types; dimensions are sizes."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        field.name: (field, Size if "dim" in field.metadata else hints[field.name])
+        for field in dataclasses.fields(cls)
+    }
 
 
 def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) -> Any:
-    known = _fields(cls)
+    known = fields(cls)
     aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
     given = {aliases.get(name, name): value for name, value in table.items() if name not in ignored}
     for name in given:
@@ -106,7 +120,12 @@ def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) ->
         if name in given:
             arguments[name] = read(hint, given[name], values, f"{key}.{name}")
         elif "dim" in field.metadata:
-            arguments[name] = read(hint, values.dim(field.metadata["dim"], key), values, key)
+            dim = field.metadata["dim"]
+            value = values.dim(dim, f"{key}.{name}")
+            arguments[name] = _typed(hint, value, values.dims[dim], values, f"dims.{dim}")
         elif field.default is dataclasses.MISSING:
             raise SpecError(values.path, f"{key}.{name}", "is missing")
-    return cls(**arguments)
+    result = cls(**arguments)
+    if hasattr(cls, "check") and (wrong := result.check()):
+        raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
+    return result

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.bounds import Size
+from jinfer.spec.errors import SpecError
 from jinfer.spec.reader import read
+from jinfer.spec.tables import as_table, check_keys, check_texts
 from jinfer.spec.values import Values
 
 FORMATS = ("gguf", "llama2c")
-_GROUP = re.compile(r"\{([A-Za-z0-9_,]+)\}")
+_GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class Entry:
 
     Attributes:
         names: the file's name, or several of which the first that exists is taken.
+        parts: parameters fused in that tensor, in their order there; {i} is the layer.
         groups: a fused tensor holds its parts once per group, [group, (part, part, ...), ...].
         transpose: the file has the matrix as [in, out].
-        layer: where this entry's {i} ends up; part names in their order in the file.
     """
 
     names: tuple[str, ...]
@@ -64,7 +67,7 @@ class TensorMap:
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped."""
-        module, leaf = parameter.rsplit(".", 1)
+        module, _, leaf = parameter.rpartition(".")
         return self._find(parameter, "") or self._find(module, "." + leaf)
 
     def _find(self, name: str, leaf: str) -> Place | None:
@@ -85,10 +88,15 @@ class TensorMap:
                 yield pattern
 
 
+@cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    escaped = re.escape(pattern).replace(r"\{i\}", r"(?P<i>\d+)")
-    group = re.compile(r"\\\{([A-Za-z0-9_,]+)\\\}")
-    return re.compile(group.sub(lambda m: "(?:" + m[1].replace(",", "|") + ")", escaped))
+    def piece(text: str) -> str:
+        if text == "{i}":
+            return "(?P<i>[0-9]+)"
+        group = _GROUP.fullmatch(text)
+        return f"(?:{group[1].replace(',', '|')})" if group else re.escape(text)
+
+    return re.compile("".join(map(piece, re.split(r"(\{[^{}]*\})", pattern))))
 
 
 def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Values) -> TensorMap:
@@ -97,49 +105,54 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     Args:
         layers: the `[tensors]` tables from the most general (a format's) to the most specific.
         format: "safetensors" and "pickle" share the names at the top; others have a sub-table.
+
+    Raises:
+        SpecError: for an entry that is not as docs/specs.md says.
     """
     entries: list[tuple[str, Entry]] = []
-    prefixes: list[str] = []
-    ignore: list[str] = []
+    listed: dict[str, list[str]] = {"prefix": [], "ignore": []}
+    where = f"tensors.{format}" if format in FORMATS else "tensors"
     for layer in layers:
-        named = format in FORMATS
-        table = layer.get(format, {}) if named else _without_formats(layer)
-        where = f"tensors.{format}" if named else "tensors"
         own = []
-        for pattern, written in table.items():
-            key = f"{where}.{pattern!r}"
-            if pattern in ("prefix", "ignore"):
-                target = prefixes if pattern == "prefix" else ignore
-                target += [written] if isinstance(written, str) else written
+        for name, written in _table_of(layer, format, values.path).items():
+            key = f"{where}.{name}" if name in listed else f"{where}.{name!r}"
+            if name in listed:
+                listed[name] += check_texts(written, values.path, key)
             else:
-                own += list(_read_entry(pattern, written, values, key))
+                own.append((name, _read_entry(name, written, values, key)))
         entries = own + entries
-    return TensorMap(tuple(entries), tuple(prefixes), tuple(ignore))
+    return TensorMap(tuple(entries), tuple(listed["prefix"]), tuple(listed["ignore"]))
 
 
-def _without_formats(layer: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in layer.items() if name not in FORMATS}
+def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
+    """The part of a `[tensors]` table that is about a format."""
+    table = as_table(tensors, path, "tensors")
+    named = {name: as_table(table.get(name, {}), path, f"tensors.{name}") for name in FORMATS}
+    if format in FORMATS:
+        return named[format]
+    return {name: value for name, value in table.items() if name not in FORMATS}
 
 
-def _read_entry(
-    pattern: str, written: Any, values: Values, key: str
-) -> Iterator[tuple[str, Entry]]:
+def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
+    path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
-    allowed = ("from", "groups", "transpose")
-    for name in table:
-        if name not in allowed:
-            raise SpecError(values.path, f"{key}.{name}", f"unknown key; {nearest(name, allowed)}")
-    source = table.get("from")
-    names = (source,) if isinstance(source, str) else tuple(source or ())
-    if not names or not all(isinstance(name, str) for name in names):
-        raise SpecError(values.path, key, "needs the file's tensor name, or a list of names to try")
-    groups = read(int, table.get("groups", 1), values, f"{key}.groups")
-    transpose = read(bool, table.get("transpose", False), values, f"{key}.transpose")
-    found = [match for match in _GROUP.finditer(pattern) if match[1] != "i"]
+    check_keys(table, ("from", "groups", "transpose"), path, key)
+    names = check_texts(table.get("from", []), path, key)
+    if not names or not all(names):
+        raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
+    if pattern.count("{i}") > 1:
+        raise SpecError(path, key, "has {i} more than once")
+    if "{i}" not in pattern and any("{i}" in name for name in names):
+        raise SpecError(path, key, "has no {i}, but the file's name has")
+    found = list(_GROUP.finditer(pattern))
     if len(found) > 1:
-        raise SpecError(values.path, key, "has more than one {a,b,...} group")
+        raise SpecError(path, key, "has more than one {a,b,...} group")
     parts: tuple[str, ...] = ()
     if found:
         head, tail = pattern[: found[0].start()], pattern[found[0].end() :]
         parts = tuple(head + part + tail for part in found[0][1].split(","))
-    yield pattern, Entry(names, parts, groups, transpose)
+    groups = read(Size, table.get("groups", 1), values, f"{key}.groups")
+    if groups > 1 and not parts:
+        raise SpecError(path, f"{key}.groups", "is for fused tensors, such as 'attn.{q,k,v}'")
+    transpose = read(bool, table.get("transpose", False), values, f"{key}.transpose")
+    return Entry(names, parts, groups, transpose)

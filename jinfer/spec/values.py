@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.spec.errors import SpecError, nearest
-from jinfer.spec.expressions import FUNCTIONS, ExpressionError, evaluate, parse
+from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.expressions import (
+    FUNCTIONS,
+    MAX_LENGTH,
+    ExpressionError,
+    evaluate,
+    parse,
+)
 
-_KEY = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)")
+KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)"
+_QUOTED_OR_KEY = re.compile(r"'[^']*'|\"[^\"]*\"|" + KEY)
 _CONSTANTS = {"none": None, "true": True, "false": False, "True": True, "False": False}
 
 
@@ -33,6 +40,7 @@ class Values:
         lookup: `$key` -> value; raises `Missing`.
         has: whether the checkpoint has a tensor that matches a glob pattern.
         source: what `lookup` reads, for errors ("config.json").
+        used: dimensions that were asked for.
     """
 
     path: object
@@ -40,7 +48,6 @@ class Values:
     lookup: Callable[[str], Any]
     has: Callable[[str], bool]
     source: str = "the checkpoint"
-    extra: Mapping[str, Any] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     _known: dict[str, Any] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
@@ -53,82 +60,109 @@ class Values:
             )
         self.used.add(name)
         if name not in self._known:
-            if name in self._pending:
-                cycle = " -> ".join([*self._pending, name])
-                raise SpecError(self.path, f"dims.{name}", f"is defined by itself: {cycle}")
-            self._pending.append(name)
-            self._known[name] = self._integral(self.value(self.dims[name], f"dims.{name}"))
-            self._pending.pop()
+            self._known[name] = self._evaluated_dim(name)
         return self._known[name]
 
-    def value(self, written: Any, key: str, *, words: bool = False) -> Any:
+    def _evaluated_dim(self, name: str) -> Any:
+        key = f"dims.{name}"
+        if name in self._pending:
+            chain = " -> ".join([*self._pending, name])
+            raise SpecError(self.path, key, f"is defined by itself: {chain}")
+        self._pending.append(name)
+        try:
+            value = self.value(self.dims[name], key)
+        finally:
+            self._pending.pop()
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def value(
+        self,
+        written: Any,
+        key: str,
+        *,
+        words: bool = False,
+        names: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Evaluates what stands at `key`.
 
         Args:
             written: a number, boolean or table (taken as they are) or the text of an expression.
             words: an alternative that is one plain word stands for itself.
+            names: what further names stand for, besides the dimensions.
         """
         if not isinstance(written, str):
             return written
+        if len(written) > MAX_LENGTH:
+            raise SpecError(self.path, key, f"is longer than {MAX_LENGTH} characters")
         missing: list[str] = []
         for alternative in _alternatives(written):
-            if words and "$" not in alternative and not re.search(r"['\"(]", alternative):
+            if words and not re.search(r"[$'\"(]", alternative):
                 return _CONSTANTS.get(alternative, alternative)
             try:
-                return self._evaluate(alternative, key)
+                return self._evaluate(alternative, key, names or {})
             except Missing as absent:
-                missing.append(str(absent))
-        wanted = " or ".join(repr(name) for name in missing)
+                missing.append(f"'{absent}'")
+        wanted = " or ".join(missing)
         where = key if key.startswith("dims.") else "it"
         raise SpecError(
             self.path, key, f"{self.source} has no {wanted}; set {where} or add a default: '| ...'"
         )
 
-    def _evaluate(self, text: str, key: str) -> Any:
+    def _evaluate(self, text: str, key: str, names: Mapping[str, Any]) -> Any:
+        """The value of one alternative. Raises `Missing` if it reads a key that is not there."""
         keys: list[str] = []
 
         def placeholder(found: re.Match[str]) -> str:
-            keys.append(found.group(1))
-            return f"_key({len(keys) - 1})"
+            if found[1] is None:
+                return found[0]
+            keys.append(found[1])
+            return f"_key{len(keys) - 1}"
 
+        expression = _QUOTED_OR_KEY.sub(placeholder, text)
         try:
-            tree = parse(_KEY.sub(placeholder, text))
-            return evaluate(tree, _ValueScope(self, key, keys))
+            return evaluate(parse(expression), _ValueScope(self, key, keys, names))
+        except (Missing, SpecError):
+            raise
         except ExpressionError as error:
-            raise SpecError(self.path, key, str(error).replace("_key", "$")) from error
+            reason = str(error)
+            for number, name in reversed(list(enumerate(keys))):  # _key12 before _key1
+                reason = reason.replace(f"_key{number}", f"${name}")
+            raise SpecError(self.path, key, reason) from error
+        except RecursionError as error:  # a chain of dimensions, each of them a deep expression
+            raise SpecError(self.path, key, "is defined through too many others") from error
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            if isinstance(error, (Missing, SpecError)):
-                raise
-            raise SpecError(self.path, key, f"{text!r} has no value: {error}") from error
-
-    @staticmethod
-    def _integral(value: Any) -> Any:
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+            raise SpecError(self.path, key, f"{show(text)} has no value: {error}") from error
 
 
 @dataclass(frozen=True)
 class _ValueScope:
+    """Names and functions of a value: `$keys` (as _key0, _key1, ...), dimensions, constants."""
+
     values: Values
     key: str
     keys: list[str]
+    names: Mapping[str, Any]
 
     def name(self, name: str) -> Any:
         if name in _CONSTANTS:
             return _CONSTANTS[name]
-        if name in self.values.extra:
-            return self.values.extra[name]
+        if name in self.names:
+            return self.names[name]
         if name in self.values.dims:
             return self.values.dim(name, self.key)
-        known = [*self.values.dims, *self.values.extra, "none", "true", "false"]
+        number = name.removeprefix("_key")
+        if name != number and number.isdecimal() and int(number) < len(self.keys):
+            return self.values.lookup(self.keys[int(number)])
+        known = [*self.values.dims, *self.names, "none", "true", "false"]
         raise ExpressionError(f"unknown name {name!r}; {nearest(name, known)}")
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        if name == "_key":
-            return self.values.lookup(self.keys[arguments[0]])
         if name == "has":
             return any(self.values.has(pattern) for pattern in arguments)
         if name not in FUNCTIONS:
-            raise ExpressionError(f"unknown function {name!r}; {nearest(name, [*FUNCTIONS, 'has'])}")
+            raise ExpressionError(
+                f"unknown function {name!r}; {nearest(name, [*FUNCTIONS, 'has'])}"
+            )
         return FUNCTIONS[name](*arguments)
 
 

@@ -21,6 +21,7 @@ class SpecialTokens:
 
     Attributes:
         bos, pad, unk, mask: their ids, None where the model has none.
+        user, assistant: tokens that begin a turn, from generation_config.json (Baichuan).
         eos: every id that ends a text.
         control: name -> id of the tokens that `encode` finds in a text when it may, and that
             `decode` leaves out.
@@ -35,6 +36,8 @@ class SpecialTokens:
     pad: int | None = None
     unk: int | None = None
     mask: int | None = None
+    user: int | None = None
+    assistant: int | None = None
     control: Mapping[str, int] = field(default_factory=dict)
     parsed: Mapping[str, int] = field(default_factory=dict)
     prefix: tuple[int, ...] = ()
@@ -69,7 +72,9 @@ class Tokenizer(ABC):
         self._surface = surface
         self._bytes: dict[int, bytes] = {}
         self._control_ids = frozenset(special.control.values())
-        self._found = {**special.parsed, **special.control}
+        found = {**special.parsed, **special.control}
+        # "sop" is a control token of ChatGLM: a name that may be a word is never looked for.
+        self._found = {name: id for name, id in found.items() if not name.isalnum()}
         self._pattern = pattern_of(self._found)
 
     @abstractmethod
@@ -110,6 +115,13 @@ class Tokenizer(ABC):
             prefix, suffix = self._in_language(prefix, chosen), self._in_language(suffix, chosen)
         ids = self._encode(valid_text(text), parse_special)
         return [*prefix, *ids, *suffix] if special else ids
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """Ids of a text given in parts: ids stay, texts are plain text, nothing is put around."""
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
+        return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.

@@ -109,7 +109,9 @@ class TokenizerConfig:
 
     def names(self) -> list[str]:
         """additional_special_tokens in their order."""
-        return [_added(self.path, entry).content for entry in _list(self, "additional_special_tokens")]
+        return [
+            _added(self.path, entry).content for entry in _list(self, "additional_special_tokens")
+        ]
 
 
 def read_config(folder: Path) -> TokenizerConfig:
@@ -162,7 +164,9 @@ def _added(path: Path, entry: Any, id: int | None = None, special: bool = True) 
     if isinstance(entry, str):
         return AddedToken(entry, id, special)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
-        raise TokenizerError(f"{path}: a token must be a string or have a content, not {entry!r}"[:300])
+        raise TokenizerError(
+            f"{path}: a token must be a string or have a content, not {entry!r}"[:300]
+        )
     flags = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word")}
     return AddedToken(entry["content"], id, bool(entry.get("special", special)), **flags)
 
@@ -180,7 +184,7 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
             return find(name)
         return next((id for n in _USUAL_NAMES.get(key, ()) if (id := find(n)) is not None), None)
 
-    eos = [named("eos_token")] + list(_ids(config, config.generation, "generation_config.json"))
+    eos = [named("eos_token"), *_ids(config, config.generation, "generation_config.json")]
     if not any(id is not None for id in eos):
         eos = list(_ids(config, config.model, "config.json"))
     return SpecialTokens(
@@ -189,6 +193,8 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
         pad=named("pad_token"),
         unk=named("unk_token"),
         mask=named("mask_token"),
+        user=_id(config, "user_token_id"),
+        assistant=_id(config, "assistant_token_id"),
     )
 
 
@@ -198,6 +204,14 @@ def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | No
     return next((id for name in names if name and (id := find(name)) is not None), None)
 
 
+def _id(config: TokenizerConfig, key: str) -> int | None:
+    value = config.generation.get(key)
+    if value is not None and type(value) is not int:
+        where = config.path.with_name("generation_config.json")
+        raise TokenizerError(f"{where}: {key} must be an id, not {value!r}"[:300])
+    return value
+
+
 def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Iterator[int]:
     found = values.get("eos_token_id")
     for id in found if isinstance(found, list) else [found]:
@@ -205,5 +219,7 @@ def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Itera
             continue
         if type(id) is not int:
             where = config.path.with_name(file)
-            raise TokenizerError(f"{where}: eos_token_id must be an id or a list of ids, not {id!r}")
+            raise TokenizerError(
+                f"{where}: eos_token_id must be an id or a list of ids, not {id!r}"
+            )
         yield id

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError, pattern_of
 from jinfer.tokenizer.config import TokenizerConfig, find_named, read_vocabulary, special_ids
+from jinfer.tokenizer.languages import languages
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.surface import from_decoder
 
@@ -107,9 +108,10 @@ def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
         return
     find = backend.token_to_id
     cls, sep = config.text("cls_token") or "<s>", config.text("sep_token") or "</s>"
-    if find(cls) is None or find(sep) is None:
+    first, last = find(cls), find(sep)
+    if first is None or last is None:
         raise TokenizerError(f"{config.path}: cls_token and sep_token must be in the vocabulary")
-    backend.post_processor = processors.RobertaProcessing((sep, find(sep)), (cls, find(cls)))
+    backend.post_processor = processors.RobertaProcessing((sep, last), (cls, first))
     mask = config.text("mask_token") or "<mask>"
     if find(mask) is not None:  # like a word: the space before it is a part of it
         backend.add_special_tokens([tokenizers.AddedToken(mask, lstrip=True, normalized=False)])
@@ -202,10 +204,9 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
         id = backend.token_to_id(token.content)
         if id is None and token.id is None:
             continue  # a name only: the model has no row for it
-        if (token.id if id is None else id) != (token.id if token.id is not None else id):
-            raise TokenizerError(
-                f"{path}: token {token.content!r} has id {id}, but {config.path.name} says {token.id}"
-            )
+        if None not in (id, token.id) and id != token.id:
+            said = f"{config.path.name} says {token.id}"
+            raise TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
         made = tokenizers.AddedToken(
             token.content,
             single_word=token.single_word,

@@ -36,17 +36,21 @@ def _cased(digits: str, suffixes: str = "", slash: str = "/", han: str = "") -> 
 
 _CASED_SUFFIXES = _SUFFIXES + "?"
 _GPT4O = _cased(r"\p{N}{1,3}", _CASED_SUFFIXES)
-_CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
+_CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK3 = (
     rf"{_ASCII_MARK}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
-# Letters with case, of every script, without modifier letters: the ranges DeepSeek-LLM lists.
-_DEEPSEEK_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u10D0-\u10FF\u2C7C\u2C7D\uA770\uAB30-\uAB6F]]"
+# DeepSeek-LLM lists ranges of letters: those with case, less the younger and the rarer blocks.
+_DEEPSEEK_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
+    r"\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2cf2-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    r"\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1df2a}]]"
+)
 _JAIS2_SPACES = r"\s*[\r\n]+|" + "|".join(
     rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2", "1")
 ).replace(r"\s{1}(?!\S)", r"\s{1}")
-_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _EXAONE_MOE = (
     rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -61,9 +65,16 @@ _QWEN35 = (
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
 _AFMOE_CJK = (
-    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+    r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    r"\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+    r"\u1100-\u11ff]+"
 )
-_YOUTU_CJK = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+"
+_YOUTU_CJK = (
+    r"[\uac00-\ud7a3\u3131-\u318e]+"
+    r"|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    r"|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+_DEEPSEEK_CJK = r"[\u0800-\u9fa5\uac00-\ud7ff]+"
 _NOT_HAN = r"&&[^\p{Han}]"
 
 
@@ -123,16 +134,16 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
             (
                 r"[\r\n]",
                 rf"\s?{_DEEPSEEK_LETTERS}+",
-                r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+                r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
                 r"\s+$",
-                "[一-龥ࠀ-一가-\ud7ff]+",
+                _DEEPSEEK_CJK,
                 r"\p{N}+",
             )
         ),
     ),
     (
         "deepseek-coder",
-        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+        PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")),
     ),
     ("deepseek-v3 hunyuan-dense joyai-llm", _DEEPSEEK3_RULE),
     (
@@ -148,10 +159,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     (
         "kimi-k2 kimi-k25",
         PreTokenizer(
-            (
-                r"\p{Han}+|"
-                + _cased(r"\p{N}{1,3}", _CASED_SUFFIXES, slash="", han=_NOT_HAN),
-            )
+            (r"\p{Han}+|" + _cased(r"\p{N}{1,3}", _CASED_SUFFIXES, slash="", han=_NOT_HAN),)
         ),
     ),
     ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),

@@ -1,7 +1,7 @@
 """What a token adds to a text: from its name in the vocabulary to bytes of UTF-8.
 
-A text is the joined bytes of its tokens. Every kind of tokenizer fits this rule, which is what makes
-decoding, incremental decoding and constrained decoding agree with one another.
+A text is the joined bytes of its tokens. Every kind of tokenizer fits this rule, which is what
+makes decoding, incremental decoding and constrained decoding agree with one another.
 """
 
 from __future__ import annotations

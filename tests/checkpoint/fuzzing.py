@@ -23,7 +23,24 @@ SECONDS = 5.0
 MEMORY = 64 << 20
 MEMORY_PER_BYTE = 200
 
-EXTREMES = (0, 1, 2, 3, 63, 64, 65, 127, 128, 255, 256, 1023, 32767, 32768, 65535, 65536)
+EXTREMES: tuple[int, ...] = (
+    0,
+    1,
+    2,
+    3,
+    63,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    1023,
+    32767,
+    32768,
+    65535,
+    65536,
+)
 EXTREMES += (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 Edit = Callable[[bytearray, int, int], None]
@@ -138,6 +155,14 @@ def _read_all(open_fn: Callable[[Path], Checkpoint], path: Path) -> bool:
     return True
 
 
+def fuzz_settings(examples: int) -> settings:
+    """Hypothesis' settings for `examples` files: no deadline, nothing kept, no health checks."""
+    quiet = list(HealthCheck)
+    return settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=quiet
+    )
+
+
 def fuzz(
     open_fn: Callable[[Path], Checkpoint], seeds: Sequence[bytes], tmp_path: Path, examples: int
 ) -> None:
@@ -145,12 +170,7 @@ def fuzz(
     for seed in seeds:
         assert check_reader(open_fn, seed, tmp_path), "an undamaged seed was refused"
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @fuzz_settings(examples)
     @given(st.one_of([mutations(seed) for seed in seeds]))
     def run(data: bytes) -> None:
         check_reader(open_fn, data, tmp_path)

@@ -1,0 +1,66 @@
+"""Conversations: how messages become the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinfer.spec.model import ModelSpec, PromptSpec
+from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
+from jinfer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The prompt format of a model: the specification's template, or the checkpoint's own.
+
+    Attributes:
+        prompt: the specification's `[prompt]`.
+        own: the checkpoint's Jinja template, None where it has none.
+    """
+
+    prompt: PromptSpec
+    own: str | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
+        """Finds the template. Raises `TemplateError` for one that cannot be read."""
+        if spec.prompt.template or spec.prompt.chat_template:
+            return cls(spec.prompt, None)
+        is_gguf = "general.architecture" in config
+        return cls(spec.prompt, find_chat_template(config if is_gguf else source))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return bool(self.prompt.template or self.prompt.chat_template or self.own)
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Args:
+            **variables: for a Jinja template, such as `tools`.
+
+        Raises:
+            TemplateError: there is no template, or it refuses the conversation.
+        """
+        system = self.prompt.system
+        if system and not (messages and messages[0].get("role") == "system"):
+            messages = [{"role": "system", "content": system}, *messages]
+        if self.prompt.template:
+            return PromptTemplate.parse(self.prompt.template).encode_chat(tokenizer, messages)
+        source = self.prompt.chat_template or self.own
+        if not source:
+            raise TemplateError(
+                "the model has no chat template; set prompt.template or prompt.chat_template"
+            )
+        specials = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+        named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
+        text = ChatTemplate(source, variables=named).render(messages, **variables)
+        return tokenizer.encode(text, special=False, parse_special=True)

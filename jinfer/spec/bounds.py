@@ -1,0 +1,23 @@
+"""Types of numbers with bounds, for the fields of blocks and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Least and greatest value of a number, and the words for it in errors and documentation."""
+
+    least: float
+    most: float
+    text: str
+
+
+# Sizes end where JAX's 32-bit indices do; numbers stay well inside float32.
+Size = Annotated[int, Bounds(1, 2**31 - 1, "a whole number from 1 to 2^31 - 1")]
+Count = Annotated[int, Bounds(0, 2**31 - 1, "a whole number from 0 to 2^31 - 1")]
+Layers = Annotated[int, Bounds(1, 10000, "a whole number from 1 to 10000")]
+Positive = Annotated[float, Bounds(1e-30, 1e30, "a number above 0")]
+NotNegative = Annotated[float, Bounds(0, 1e30, "a number from 0 on")]

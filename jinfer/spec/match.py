@@ -1,0 +1,60 @@
+"""`[match]`: which checkpoints a family serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinfer.spec.errors import SpecError, show
+from jinfer.spec.tables import check_keys, check_text, check_texts
+from jinfer.spec.values import Missing, Values
+
+_KEYS = ("architectures", "gguf", "llama2c", "when")
+
+
+def check_match(table: Any, path: object) -> None:
+    """Raises `SpecError` unless `table` is as a `[match]` table has to be."""
+    check_keys(table, _KEYS, path, "match")
+    for key in ("architectures", "gguf"):
+        check_texts(table.get(key, []), path, f"match.{key}")
+    if not isinstance(table.get("llama2c", False), bool):
+        raise SpecError(path, "match.llama2c", f"{show(table['llama2c'])} is not true or false")
+    check_text(table.get("when", ""), path, "match.when")
+
+
+def matches(
+    table: Mapping[str, Any],
+    path: object,
+    *,
+    format: str,
+    architectures: Sequence[str],
+    lookup: Callable[[str], Any],
+    has: Callable[[str], bool],
+) -> bool:
+    """Whether a family serves a checkpoint.
+
+    Args:
+        table: the family's `[match]`.
+        architectures: what the checkpoint calls itself.
+        lookup, has: as in `Values`.
+
+    Raises:
+        SpecError: for a table that is not as it has to be.
+    """
+    check_match(table, path)
+    if format == "llama2c":
+        return bool(table.get("llama2c", False))
+    wanted = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
+    if not set(wanted) & set(architectures):
+        return False
+    if "when" not in table or format == "gguf":
+        return True
+
+    def or_false(key: str) -> Any:
+        """In a condition, a key that the checkpoint lacks counts as false."""
+        try:
+            return lookup(key)
+        except Missing:
+            return False
+
+    return bool(Values(path, {}, or_false, has).value(table["when"], "match.when"))

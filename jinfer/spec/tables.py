@@ -1,0 +1,97 @@
+"""Tables of a specification before they mean anything: shape, keys, laying one over another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jinfer.spec.errors import SpecError, nearest, show
+
+Table = dict[str, Any]
+MAX_DEPTH = 16  # of tables and lists in each other; real specifications have about six
+
+
+def as_table(written: Any, path: object, key: str) -> Mapping[str, Any]:
+    """`written` if it is a table. Raises `SpecError`."""
+    if not isinstance(written, Mapping):
+        raise SpecError(path, key, f"{show(written)} is not a table")
+    return written
+
+
+def check_keys(table: Any, allowed: Iterable[str], path: object, key: str) -> Mapping[str, Any]:
+    """`table` if it is one and has no other keys. Raises `SpecError`."""
+    allowed = tuple(allowed)
+    for name in as_table(table, path, key):
+        if name not in allowed:
+            where = f"{key}.{name}" if key else name
+            raise SpecError(path, where, f"unknown key; {nearest(name, allowed)}")
+    return table
+
+
+def check_text(written: Any, path: object, key: str) -> str:
+    """`written` if it is a text. Raises `SpecError`."""
+    if not isinstance(written, str):
+        raise SpecError(path, key, f"{show(written)} is not a text")
+    return written
+
+
+def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:
+    """The texts of `written`, one or a list of them. Raises `SpecError`."""
+    texts = [written] if isinstance(written, str) else written
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise SpecError(path, key, f"{show(written)} is not a text or a list of texts")
+    return tuple(texts)
+
+
+def check_plain(table: Any, path: object) -> None:
+    """Raises `SpecError` unless keys are texts and nesting is shallow enough to recurse."""
+    level = [as_table(table, path, "")]
+    for _ in range(MAX_DEPTH):
+        for inner in level:
+            for key in inner if isinstance(inner, Mapping) else ():
+                if not isinstance(key, str):
+                    raise SpecError(path, show(key), "is not a text, so it cannot be a key")
+        level = [child for inner in level for child in _children(inner)]
+        if not level:
+            return
+    raise SpecError(path, "", f"has tables and lists in each other more than {MAX_DEPTH} deep")
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+    """`over` laid onto `base`, table by table; a table of another `kind` replaces the whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and _same_kind(old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "kind" not in new or new["kind"] == old.get("kind")
+
+
+def nested(key: str, value: Any) -> Table:
+    """`{"a": {"b": value}}` of the dotted key `a.b`. Raises `SpecError`."""
+    parts = key.split(".")
+    if not all(part.strip() == part != "" for part in parts) or len(parts) > MAX_DEPTH:
+        raise SpecError("--set", key, "is not a key, such as engine.context")
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def texts_in(written: Any) -> Iterator[str]:
+    """Every text that stands in a table or list, keys left out."""
+    if isinstance(written, str):
+        yield written
+    elif isinstance(written, Mapping | list):
+        for child in written.values() if isinstance(written, Mapping) else written:
+            yield from texts_in(child)
+
+
+def _children(container: Any) -> list[Any]:
+    inner = container.values() if isinstance(container, Mapping) else container
+    return [child for child in inner if isinstance(child, Mapping | list | tuple)]

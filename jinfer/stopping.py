@@ -1,0 +1,47 @@
+"""Stop texts: where an answer ends, found while it streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class StopTexts:
+    """Lets a text through up to the first of some stop texts.
+
+    The first is the one that is complete first, and the longest of those that are complete at
+    once, so that the result does not depend on the pieces a text comes in. What could be the
+    beginning of a stop text is held back until it is known not to be one.
+
+    Attributes:
+        stops: the texts; none of them is let through.
+        found: whether one has come.
+    """
+
+    stops: tuple[str, ...]
+    found: bool = False
+    _held: str = ""
+
+    def push(self, text: str) -> str:
+        """What of the text so far is now known to belong to the answer."""
+        if self.found or not self.stops:
+            return "" if self.found else text
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        keep = max(_overlap(text, stop) for stop in self.stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,175 @@
+"""Chat templates in Jinja, as checkpoints bring them: messages to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+
+from jinfer.template.errors import TemplateError
+from jinfer.template.limits import limited
+from jinfer.template.sandbox import BoundedEnvironment
+
+_MAX_SOURCE = 1_000_000  # characters
+_MAX_DATE = 1000  # characters of a date's format
+_DEFAULT = "default"
+
+
+class ChatTemplate:
+    """A compiled chat template; may be rendered by several threads at once."""
+
+    def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
+        """Compiles a template.
+
+        Args:
+            source: Jinja; see `jinfer.template.sandbox` for what is bounded.
+            variables: what every rendering knows, such as bos_token and eos_token.
+
+        Raises:
+            TemplateError: a syntax error, with its line.
+        """
+        if len(source) > _MAX_SOURCE:
+            raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
+        self.source = source
+        self.variables = dict(variables or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from None
+        except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
+            raise TemplateError(f"chat template: cannot be compiled: {error}"[:300]) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt for a conversation.
+
+        Args:
+            messages: mappings with "role", "content" and whatever else the template reads.
+            tools: JSON schemas of functions.
+            documents: for templates of retrieval.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            extra: further variables, before those of the constructor.
+
+        Raises:
+            TemplateError: the template refuses the conversation, fails on it, or goes past the
+                limits of `jinfer.template.limits` (a second, 16 million characters).
+        """
+        names = {
+            **self.variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+        try:
+            with limited():
+                return self._template.render(names)
+        except TemplateError:
+            raise
+        except Exception as error:  # a stranger's program may fail in any way
+            raise TemplateError(f"chat template: {_message(error)}"[:500]) from None
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, jinja2.TemplateError):
+        return str(error.message)
+    if isinstance(error, RecursionError):
+        return "a macro or loop calls itself too often"
+    return f"{type(error).__name__}: {error}"
+
+
+@cache
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment()
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format[:_MAX_DATE])
+
+
+def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
+    """The chat template of a checkpoint; None where it has none.
+
+    Args:
+        source: a folder (chat_template.jinja, chat_template.json, tokenizer_config.json, and
+            additional_chat_templates/*.jinja, in this order) or the metadata of a GGUF file.
+        name: one of several named templates ("tool_use", "rag"); the default one if not given.
+
+    Raises:
+        TemplateError: a file that cannot be read.
+    """
+    found = _in_folder(source) if isinstance(source, Path) else _in_gguf(source)
+    return found.get(name or _DEFAULT)
+
+
+def _in_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+    key = "tokenizer.chat_template"
+    named = {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
+    found = {**named, _DEFAULT: metadata.get(key, named.get(_DEFAULT))}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _in_folder(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / file
+        if path.exists():
+            found.update(_named(path, _object(path).get("chat_template")))
+    if (folder / "chat_template.jinja").exists():
+        found[_DEFAULT] = _text(folder / "chat_template.jinja")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _text(path)
+    return found
+
+
+def _named(path: Path, value: Any) -> Iterable[tuple[str, str]]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [(_DEFAULT, value)]
+    try:
+        pairs = [(entry["name"], entry["template"]) for entry in value]
+    except (TypeError, KeyError):
+        pairs = [(None, None)]
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
+        raise TemplateError(
+            f"{path}: chat_template must be a string or a list of objects with name and template"
+        )
+    return pairs
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"{path}: not readable as JSON: {error}"[:300]) from None
+    if not isinstance(value, dict):
+        raise TemplateError(f"{path}: must be a JSON object")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"{path}: {error}"[:300]) from None

@@ -1,0 +1,271 @@
+"""The tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
+
+The keys and the defaults where one is missing are those of the GGUF format's document and of
+llama.cpp, which writes and reads most of these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError
+from jinfer.tokenizer.huggingface import HuggingFaceTokenizer, frame_like_bert, word_piece
+from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
+from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
+from jinfer.tokenizer.sentencepiece_model import PieceType, SentencePieceModel, build
+from jinfer.tokenizer.surface import SPACE_MARK
+
+_KEY = "tokenizer.ggml."
+_NONE = ("none", "no_vocab")
+_KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
+_MAX_TOKENS = 10_000_000
+
+# Names of tokens that end a turn. Files often give only one of several in eos_token_id.
+_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+)
+
+
+def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
+    """The tokenizer of a GGUF file; None where it has none (model "none" or no key at all).
+
+    Args:
+        metadata: the file's keys and plain values.
+        source: the file, for error messages.
+
+    Raises:
+        TokenizerError: a missing or wrong key, a model or pre-tokenizer that is not known.
+    """
+    kind = metadata.get(_KEY + "model")
+    if kind is None or kind in _NONE:
+        return None
+    vocabulary = _Vocabulary(metadata, source)
+    match kind:
+        case "gpt2" | "gemma4":
+            return _byte_pairs(vocabulary, kind)
+        case "llama":
+            return _sentence_pieces(vocabulary, SentencePieceModel.BPE)
+        case "t5":
+            return _sentence_pieces(vocabulary, SentencePieceModel.UNIGRAM)
+        case "bert":
+            return _word_pieces(vocabulary)
+    raise TokenizerError(
+        f"{source}: {_KEY}model is {kind!r}, which is not known; known: {', '.join(_KNOWN)}"
+    )
+
+
+class _Vocabulary:
+    """The metadata with its types checked: a wrong one is a `TokenizerError` that names the key."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: Path) -> None:
+        self.metadata = metadata
+        self.source = source
+        self.tokens: list[str] = self.array("tokens", str, None)
+        if not 0 < len(self.tokens) <= _MAX_TOKENS:
+            raise self.error("tokens", f"has {len(self.tokens)} tokens")
+        normal = [int(PieceType.NORMAL)] * len(self.tokens)
+        self.types: list[int] = self.array("token_type", int, normal)
+        if len(self.types) != len(self.tokens):
+            raise self.error(
+                "token_type", f"has {len(self.types)} entries for {len(self.tokens)} tokens"
+            )
+
+    def error(self, key: str, reason: str) -> TokenizerError:
+        return TokenizerError(f"{self.source}: {_KEY}{key} {reason}")
+
+    def array(self, key: str, kind: type, default: list[Any] | None) -> list[Any]:
+        value = self.metadata.get(_KEY + key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
+            raise self.error(key, f"must be a list of {kind.__name__}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(_KEY + key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be a bool, not {value!r}"[:200])
+        return value
+
+    def id(self, *names: str) -> int | None:
+        """The first of the keys `<name>_token_id` that is there."""
+        for name in names:
+            value = self.metadata.get(f"{_KEY}{name}_token_id")
+            if value is None:
+                continue
+            if type(value) is not int or not 0 <= value < len(self.tokens):
+                raise self.error(
+                    f"{name}_token_id", f"is {value!r}, not an id below {len(self.tokens)}"
+                )
+            return value
+        return None
+
+    def of_type(self, *kinds: PieceType) -> dict[str, int]:
+        """Name -> id of the tokens of these types, empty names left out."""
+        pairs = zip(self.tokens, self.types, strict=True)
+        return {name: id for id, (name, kind) in enumerate(pairs) if kind in kinds and name}
+
+    def ends(self) -> Iterator[int]:
+        for key in ("eos", "eot", "eom"):
+            id = self.id(key)
+            if id is not None:
+                yield id
+        control = self.of_type(PieceType.CONTROL)
+        for name in _ENDS:
+            if name in control:
+                yield control[name]
+
+    def special(
+        self, prefix: tuple[int | None, ...], suffix: tuple[int | None, ...]
+    ) -> SpecialTokens:
+        return SpecialTokens(
+            bos=self.id("bos"),
+            eos=tuple(dict.fromkeys(self.ends())),
+            pad=self.id("padding"),
+            unk=self.id("unknown"),
+            mask=self.id("mask"),
+            control=self.of_type(PieceType.CONTROL),
+            parsed=self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN),
+            prefix=tuple(id for id in prefix if id is not None),
+            suffix=tuple(id for id in suffix if id is not None),
+        )
+
+
+def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialTokens:
+    """BOS before and EOS after, as the flags say, else as the arguments do."""
+    bos = vocabulary.id("bos") if vocabulary.flag("add_bos_token", add_bos) else None
+    eos = vocabulary.id("eos") if vocabulary.flag("add_eos_token", add_eos) else None
+    return vocabulary.special((bos,), (eos,))
+
+
+def _byte_pairs(vocabulary: _Vocabulary, kind: str) -> Tokenizer:
+    rule = _rule(vocabulary, "gemma4" if kind == "gemma4" else "default")
+    merges = [_merge(vocabulary, merge) for merge in vocabulary.array("merges", str, None)]
+    names = {name: id for id, name in reversed(list(enumerate(vocabulary.tokens)))}
+    bpe = _bpe(names, merges, rule)
+    backend = tokenizers.Tokenizer(bpe)
+    if rule.byte_level:
+        backend.normalizer = normalizers.NFC() if rule.nfc else None
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    backend.pre_tokenizer = splitter(rule, vocabulary.flag("add_space_prefix", False))
+    return _finish(vocabulary, backend, _frame(vocabulary, rule.add_bos, False))
+
+
+def _bpe(names: dict[str, int], merges: list[tuple[str, str]], rule: PreTokenizer) -> models.BPE:
+    plain = not rule.byte_level
+
+    def make(merges: list[tuple[str, str]]) -> models.BPE:
+        return models.BPE(
+            vocab=names,
+            merges=merges,
+            ignore_merges=rule.ignore_merges,
+            byte_fallback=plain,
+            fuse_unk=plain,
+        )
+
+    try:
+        return make(merges)
+    except Exception:  # the library raises plain `Exception`
+        # Merges of what is not in the vocabulary cannot apply; llama.cpp leaves them aside too.
+        return make([(a, b) for a, b in merges if a in names and b in names and a + b in names])
+
+
+def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
+    name = vocabulary.metadata.get(_KEY + "pre", default)
+    rule = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if rule is None:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise vocabulary.error("pre", f"is {name!r}, which is not known; known: {known}")
+    return rule
+
+
+def _merge(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise vocabulary.error("merges", f"has {merge[:80]!r}, which is not two tokens")
+    return left, right
+
+
+def _finish(
+    vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, special: SpecialTokens
+) -> Tokenizer:
+    backend.add_special_tokens(_added(special.control, special=True))
+    backend.add_tokens(_added(vocabulary.of_type(PieceType.USER_DEFINED), special=False))
+    return HuggingFaceTokenizer(vocabulary.source, backend, special, len(vocabulary.tokens))
+
+
+def _added(names: Mapping[str, int], special: bool) -> list[tokenizers.AddedToken]:
+    return [tokenizers.AddedToken(name, normalized=False, special=special) for name in names]
+
+
+def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
+    """GGUF marks the beginning of a word with ▁; WordPiece marks its continuation with ##."""
+    unk = vocabulary.id("unknown")
+    if unk is None:
+        raise vocabulary.error("unknown_token_id", "is missing, which WordPiece needs")
+    names = [_unmarked(name) for name in vocabulary.tokens]
+    lowercase = vocabulary.flag("normalizer.lowercase", True)
+    backend = word_piece(
+        vocabulary.source,
+        {name: id for id, name in reversed(list(enumerate(names)))},
+        names[unk],
+        normalizers.BertNormalizer(
+            lowercase=lowercase,
+            strip_accents=vocabulary.flag("normalizer.strip_accents", lowercase),
+        ),
+    )
+    cls = vocabulary.id("cls", "bos")
+    sep = vocabulary.id("seperator", "separator", "eos")  # the first spelling is the usual one
+    frame_like_bert(backend, cls, sep)
+    return _finish(vocabulary, backend, vocabulary.special((cls,), (sep,)))
+
+
+def _unmarked(name: str) -> str:
+    if name.startswith(SPACE_MARK):
+        return name[1:]
+    return name if name.startswith("[") and name.endswith("]") else "##" + name
+
+
+def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
+    unigram = algorithm == SentencePieceModel.UNIGRAM
+    scores = vocabulary.array("scores", float, None)
+    if len(scores) != len(vocabulary.tokens):
+        raise vocabulary.error(
+            "scores", f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens"
+        )
+    charsmap = vocabulary.metadata.get(_KEY + "precompiled_charsmap", [])
+    try:
+        charsmap = bytes(byte % 256 for byte in charsmap)  # stored as signed or unsigned bytes
+    except TypeError:
+        raise vocabulary.error("precompiled_charsmap", "must be a list of bytes") from None
+    model = SentencePieceModel(
+        algorithm=algorithm,
+        pieces=vocabulary.tokens,
+        scores=scores,
+        types=vocabulary.types,
+        unk=vocabulary.id("unknown"),
+        charsmap=charsmap,
+        add_dummy_prefix=vocabulary.flag("add_space_prefix", True),
+        remove_extra_whitespaces=vocabulary.flag("remove_extra_whitespaces", unigram),
+    )
+    frame = _frame(vocabulary, not unigram, unigram)
+    # sentencepiece finds user-defined pieces itself
+    special = replace(frame, parsed=vocabulary.of_type(PieceType.UNKNOWN))
+    processor = build(model, vocabulary.source)
+    return SentencePieceTokenizer(vocabulary.source, processor, special, vocabulary.tokens)

@@ -1,0 +1,69 @@
+"""Finds the tokenizer of a checkpoint and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinfer.tokenizer.base import Tokenizer
+from jinfer.tokenizer.config import read_config
+from jinfer.tokenizer.gguf import from_gguf
+from jinfer.tokenizer.huggingface import load_tokenizer_json, load_vocab_merges, load_vocab_txt
+from jinfer.tokenizer.llama2c import load_llama2c
+from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
+
+_SENTENCEPIECE = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "source.spm",
+)
+
+
+def load_tokenizer(
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer | None:
+    """The tokenizer of a checkpoint; None where it has none.
+
+    In a folder, the first of these that is there: tokenizer.json; a sentencepiece model;
+    vocab.json with merges.txt; vocab.txt; llama2.c's tokenizer.bin. The JSON files beside it
+    (tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json,
+    config.json) say which tokens are special.
+
+    Args:
+        path: a checkpoint folder, a GGUF file, a llama2.c .bin file (its tokenizer.bin lies
+            beside it), or another file of a folder.
+        metadata: the keys and values of a GGUF file, which then are the only source.
+        vocab_size: the vocabulary size in a llama2.c model's header.
+
+    Raises:
+        TokenizerError: a file that cannot be used, with its name and what is wrong.
+    """
+    if metadata is not None:
+        return from_gguf(metadata, path)
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".bin" and path.is_file() and vocab_size is not None:
+        file = folder / "tokenizer.bin"
+        return load_llama2c(file, vocab_size) if file.exists() else None
+    return _load_folder(folder, vocab_size)
+
+
+def _load_folder(folder: Path, vocab_size: int | None) -> Tokenizer | None:
+    config = read_config(folder)
+    if (folder / "tokenizer.json").exists():
+        return load_tokenizer_json(folder / "tokenizer.json", config)
+    for name in _SENTENCEPIECE:
+        if (folder / name).exists():
+            return load_sentencepiece(folder / name, config)
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return load_vocab_merges(folder, config)
+    if (folder / "vocab.txt").exists():
+        return load_vocab_txt(folder / "vocab.txt", config)
+    if (folder / "tokenizer.bin").exists():
+        return load_llama2c(folder / "tokenizer.bin", vocab_size)
+    return None

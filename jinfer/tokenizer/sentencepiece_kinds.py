@@ -1,0 +1,176 @@
+"""How each family numbers the pieces of its sentencepiece model, and frames a text.
+
+The library numbers pieces 0, 1, 2...; the model's Python class (`tokenizer_class`) decides which
+ids they have in the model, which tokens are added, and what goes around a text. The rules are
+those of the classes of that name in transformers, and of ChatGLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import sentencepiece
+
+from jinfer.tokenizer.base import Tokenizer, TokenizerError
+from jinfer.tokenizer.config import TokenizerConfig, read_vocabulary, special_ids
+from jinfer.tokenizer.languages import M2M100_LANGUAGES, languages
+from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
+from jinfer.tokenizer.sentencepiece_model import load
+
+_CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """names: of every id ("" for none). to_token: id of every piece, None for the same number.
+    prefix, suffix: names around a text. control: added names that are not text."""
+
+    names: Sequence[str]
+    to_token: Sequence[int] | None = None
+    prefix: tuple[str, ...] = ()
+    suffix: tuple[str, ...] = ()
+    control: frozenset[str] = frozenset()
+
+
+def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
+    """Reads a .model (or .spm) file and the JSON files beside it. Raises: TokenizerError."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{file}: {error}") from None
+    processor = load(data, file)
+    pieces: list[str] = processor.id_to_piece(list(range(processor.vocab_size())))
+    layout = _with_added(_layout(file, pieces, processor, config), config)
+    ids = {name: id for id, name in reversed(list(enumerate(layout.names))) if name}
+    special = special_ids(config, ids.get)
+    unk = special.unk if special.unk is not None else ids.get(pieces[processor.unk_id()])
+    missing = [name for name in layout.prefix + layout.suffix if name not in ids]
+    if missing:
+        raise TokenizerError(f"{file}: has no token {missing[0]!r}, which starts or ends a text")
+    control = {piece for id, piece in enumerate(pieces) if processor.is_control(id)}
+    control |= layout.control
+    special = replace(
+        special,
+        bos=special.bos if special.bos is not None else _piece(processor.bos_id(), pieces, ids),
+        eos=special.eos or tuple(_present(_piece(processor.eos_id(), pieces, ids))),
+        unk=unk,
+        control={name: ids[name] for name in sorted(control) if name in ids},
+        parsed={name: id for name, id in ids.items() if id == unk},
+        prefix=tuple(ids[name] for name in layout.prefix),
+        suffix=tuple(ids[name] for name in layout.suffix),
+        languages=languages(config, ids.get),
+    )
+    legacy = config.flag("legacy") is not False
+    return SentencePieceTokenizer(
+        file, processor, special, layout.names, layout.to_token, spaced_parts=legacy
+    )
+
+
+def _present(id: int | None) -> list[int]:
+    return [] if id is None else [id]
+
+
+def _piece(piece: int, pieces: Sequence[str], ids: Mapping[str, int]) -> int | None:
+    return ids.get(pieces[piece]) if piece >= 0 else None
+
+
+def _layout(
+    file: Path,
+    pieces: list[str],
+    processor: sentencepiece.SentencePieceProcessor,
+    config: TokenizerConfig,
+) -> _Layout:
+    kind = config.kind
+    vocabulary = file.with_name("vocab.json")
+    if vocabulary.exists():
+        return _looked_up(vocabulary, pieces, config)
+    if kind.startswith(("XLMRoberta", "MBart", "Nllb")):
+        return _fairseq(pieces, config)
+    if kind.startswith("ChatGLM"):
+        names = [*pieces, *_CHATGLM, *_CHATGLM_ROLES]
+        control = frozenset((*_CHATGLM, *_CHATGLM_ROLES))
+        return _Layout(names, prefix=("[gMASK]", "sop"), control=control)
+    if kind.startswith(("T5", "MT5", "Pegasus")) or (not kind and file.name == "spiece.model"):
+        return _t5(pieces, config)
+    if kind.startswith(("Albert", "DebertaV2")):
+        cls, sep = config.text("cls_token") or "[CLS]", config.text("sep_token") or "[SEP]"
+        return _Layout(pieces, prefix=(cls,), suffix=(sep,), control=frozenset((cls, sep)))
+    return _llama(pieces, processor, config)
+
+
+def _llama(
+    pieces: list[str],
+    processor: sentencepiece.SentencePieceProcessor,
+    config: TokenizerConfig,
+) -> _Layout:
+    """Llama and most decoders after it: BOS unless add_bos_token is false."""
+    bos, eos = processor.bos_id(), processor.eos_id()
+    first = config.text("bos_token") or (pieces[bos] if bos >= 0 else "")
+    last = config.text("eos_token") or (pieces[eos] if eos >= 0 else "")
+    prefix = (first,) if first and config.flag("add_bos_token") is not False else ()
+    return _Layout(pieces, None, prefix, (last,) if last and config.flag("add_eos_token") else ())
+
+
+def _t5(pieces: list[str], config: TokenizerConfig) -> _Layout:
+    """The sentinels come after the pieces, the last one first; EOS after a text."""
+    count = config.number("extra_ids", 100 if config.kind in ("", "T5Tokenizer") else 0)
+    sentinels = [f"<extra_id_{number}>" for number in reversed(range(count))]
+    sentinels = [name for name in sentinels if name not in set(pieces)]
+    eos = config.text("eos_token") or "</s>"
+    return _Layout([*pieces, *sentinels], suffix=(eos,), control=frozenset(sentinels))
+
+
+def _fairseq(pieces: list[str], config: TokenizerConfig) -> _Layout:
+    """XLM-R, mBART, NLLB: <s> <pad> </s> <unk>, then the pieces after the library's first three."""
+    codes = [name for name in config.names() if name[:1].isalpha()]
+    names = [*_FAIRSEQ, *pieces[3:], *codes, "<mask>"]
+    to_token = [3, 0, 2, *range(4, len(pieces) + 1)]
+    control = frozenset((*_FAIRSEQ, *codes, "<mask>"))
+    if config.kind.startswith("XLMRoberta"):
+        return _Layout(names, to_token, ("<s>",), ("</s>",), control)
+    language = config.text("src_lang") or ("eng_Latn" if "eng_Latn" in codes else "en_XX")
+    if config.kind == "MBartTokenizer" or config.flag("legacy_behaviour"):
+        return _Layout(names, to_token, (), ("</s>", language), control)
+    return _Layout(names, to_token, (language,), ("</s>",), control)
+
+
+def _looked_up(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layout:
+    """M2M100 and Marian: the ids of pieces are in vocab.json; M2M100's languages come after."""
+    vocabulary = read_vocabulary(file)
+    names = [""] * (max(vocabulary.values(), default=-1) + 1) if len(vocabulary) < 10**7 else []
+    for name, id in vocabulary.items():
+        if id >= len(names):
+            raise TokenizerError(f"{file}: token {name[:50]!r} has id {id}, far above the others")
+        names[id] = name
+    unk = vocabulary.get(config.text("unk_token") or "<unk>")
+    if unk is None:
+        raise TokenizerError(f"{file}: has no unknown token, which pieces without an id need")
+    to_token = [vocabulary.get(piece, unk) for piece in pieces]
+    eos = config.text("eos_token") or "</s>"
+    control = {name for name in vocabulary if name.startswith(">>") and name.endswith("<<")}
+    control |= {config.text(key) or "" for key in ("bos_token", "eos_token", "pad_token")}
+    if config.kind.startswith("Marian"):
+        return _Layout(names, to_token, (), (eos,), frozenset(control))
+    codes = [name for name in config.names() if name.startswith("__")] or M2M100_LANGUAGES
+    rest = [f"madeupword{number}" for number in range(config.number("num_madeup_words", 8))]
+    language = f"__{config.text('src_lang') or 'en'}__"
+    control |= {*codes, *rest}
+    return _Layout([*names, *codes, *rest], to_token, (language,), (eos,), frozenset(control))
+
+
+def _with_added(layout: _Layout, config: TokenizerConfig) -> _Layout:
+    """The layout with the configuration's tokens at their ids."""
+    names, control = list(layout.names), set(layout.control)
+    for token in config.added:
+        if token.id is not None and token.id >= len(names) + 100_000:
+            raise TokenizerError(f"{config.path}: token {token.content!r} has id {token.id}")
+        if token.id is not None and token.content:
+            names += [""] * (token.id + 1 - len(names))
+            names[token.id] = token.content
+        if token.special:
+            control.add(token.content)
+    return replace(layout, names=names, control=frozenset(control))

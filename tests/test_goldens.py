@@ -1,0 +1,111 @@
+"""Every golden checkpoint gives its reference's logits, hidden states and greedy tokens."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jinfer import LLM, SamplingParams
+from tests.reference.numpy_llama import numpy_llama
+
+GOLDENS = Path(__file__).parent / "goldens"
+# The references' own rounding is below 3.1e-5; the smallest mistake measured costs 4e-4.
+TOLERANCE = 2e-4
+
+# golden -> the golden whose values it must give
+CAUSAL = {
+    name: name
+    for name in (
+        *("llama2", "llama31", "mistral", "qwen15", "gpt2", "phi2", "falcon7b", "bloom"),
+        *("llama_rope_linear", "qwen25_yarn", "gguf_llama_mixed"),
+        *("llama2c_v0", "llama2c_v0_tied", "llama2c_v2_q80"),
+    )
+} | {"gguf_llama2": "llama2", "gguf_qwen15": "qwen15"}
+
+
+@cache
+def model(name: str) -> LLM:
+    folder = GOLDENS / name
+    file = folder / "model.bin"
+    return LLM(file if file.exists() else folder, dtype="float32")
+
+
+@cache
+def expected(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDENS / name / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def prompts(values: dict[str, np.ndarray]) -> list[list[int]]:
+    """The padded batch's rows without their padding, and the long prompt."""
+    mask = values["attention_mask"].astype(bool)
+    rows = [values["input_ids"][i][mask[i]].tolist() for i in range(2)]
+    return [*rows, values["long_input_ids"][0].tolist()]
+
+
+@pytest.mark.parametrize(("name", "of"), CAUSAL.items())
+def test_logits(name: str, of: str) -> None:
+    values = expected(of)
+    asked = prompts(values)
+    wanted = [values["logits"][i][: len(asked[i])] for i in range(2)] + [values["long_logits"][0]]
+    for got, reference in zip(model(name).logits(asked), wanted, strict=True):
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, reference, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "of"), CAUSAL.items())
+def test_hidden_states(name: str, of: str) -> None:
+    values = expected(of)
+    reference = values["hidden_states_row0"][-1]
+    got = model(name).hidden(prompts(values)[:1])[0]
+    np.testing.assert_allclose(got, reference, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "of"), CAUSAL.items())
+def test_greedy_tokens(name: str, of: str) -> None:
+    values = expected(of)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    together = model(name).generate(prompts(values), params)
+    assert [answer.token_ids for answer in together] == values["greedy"].tolist()
+    assert {answer.finish_reason for answer in together} == {"length"}
+
+
+def test_rope_factors_of_a_gguf() -> None:
+    """A GGUF carries Llama 3.1's scaling as a tensor, by which the frequencies are divided.
+
+    The converter that wrote this file computed that tensor for an original context of 8192, while
+    the checkpoint's config.json says 64; so it equals the checkpoint with 8192 put in its place.
+    """
+    key = "decoder.modules.attn.position.scaling"
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    reference = LLM(GOLDENS / "llama31", **{key: scaling, "dtype": "float32"})
+    asked = prompts(expected("llama31"))
+    for got, wanted in zip(
+        model("gguf_llama31").logits(asked), reference.logits(asked), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    ours, theirs = (m.generate(asked, params) for m in (model("gguf_llama31"), reference))
+    assert [a.token_ids for a in ours] == [a.token_ids for a in theirs]
+
+
+def test_stories260k_against_numpy() -> None:
+    """A real llama2.c checkpoint against a forward pass written in NumPy."""
+    path = GOLDENS / "stories260K" / "model.bin"
+    llm = LLM(path, dtype="float32")
+    tokens = [1, *np.random.default_rng(7).integers(3, 512, 63).tolist()]
+    reference = numpy_llama(path, np.array(tokens))
+    np.testing.assert_allclose(llm.logits([tokens])[0], reference, rtol=0, atol=TOLERANCE)
+    # Without a tokenizer beside it, ids are served: the greedy continuation is NumPy's, too.
+    answer = llm.generate([tokens], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    assert answer.text == ""
+    for token in answer.token_ids:
+        assert token == int(np.argmax(numpy_llama(path, np.array(tokens))[-1]))
+        tokens.append(token)
