@@ -91,10 +91,8 @@ def _prompt(options: argparse.Namespace) -> str | list[int] | None:
         if not words or not all(word.isdecimal() for word in words):
             raise RequestError(f"--ids {options.ids!r}: write token ids, such as --ids '1 15043'")
         return [int(word) for word in words]
-    if options.prompt == "-" or (options.prompt is None and not sys.stdin.isatty()):
-        if not options.chat:
-            return sys.stdin.read()
-    return options.prompt
+    piped = options.prompt is None and not sys.stdin.isatty() and not options.chat
+    return sys.stdin.read() if piped or options.prompt == "-" else options.prompt
 
 
 def _changes(options: argparse.Namespace) -> dict[str, Any]:

@@ -314,6 +314,13 @@ def _dtype(name: str) -> str:
 def _context(found: Recognized) -> int:
     trained = found.spec.dims.get("context")
     asked = found.spec.engine.context
+    if asked and trained and asked > trained:
+        raise SpecError(
+            found.spec.path,
+            "engine.context",
+            f"{asked} is above the {trained} tokens the model was made for; "
+            f"if its positions allow more, set dims.context too",
+        )
     return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 

@@ -29,6 +29,10 @@ _COMPILER_STACK = 64 << 20
 _COMPILER_THREADS = 4
 
 
+# jax.stages.Compiled; called with what the function of its kind takes after `logprobs` or `want`.
+Program = Any
+
+
 class State(NamedTuple):
     """What decoding carries from step to step, a row per slot.
 
@@ -147,7 +151,7 @@ class Programs:
     dtype: Any
     compilations: int = 0
     waited: float = 0.0
-    _futures: dict[Shape, Future[Callable[..., Any]]] = field(default_factory=dict)
+    _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def announce(self, shapes: Iterable[Shape]) -> None:
@@ -162,7 +166,7 @@ class Programs:
                 self.compilations += 1
             pool.shutdown(wait=False)
 
-    def get(self, shape: Shape) -> Callable[..., Any]:
+    def get(self, shape: Shape) -> Program:
         """A program; waits for it where it is not ready."""
         self.announce([shape])
         future = self._futures[shape]
@@ -173,7 +177,7 @@ class Programs:
         self.waited += time.perf_counter() - begun
         return program
 
-    def _compile(self, shape: Shape) -> Callable[..., Any]:
+    def _compile(self, shape: Shape) -> Program:
         function, arguments = self._lowered(shape)
         return jax.jit(function, donate_argnums=1).lower(*arguments).compile()
 

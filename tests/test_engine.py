@@ -1,6 +1,7 @@
 """The step loop: slots, queue, streams, reuse of what the cache holds, compilations."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jinfer import LLM, RequestError, SamplingParams
 from jinfer.cache import nbytes
 from jinfer.programs import Shape
+from jinfer.spec.errors import SpecError
 
 GOLDEN = Path(__file__).parent / "goldens" / "llama2"
 RNG = np.random.default_rng(5)
@@ -16,7 +18,7 @@ PROMPTS = [RNG.integers(3, 320, n).tolist() for n in (3, 16, 17, 40, 5, 29, 64, 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
-def open_model(**overrides: object) -> LLM:
+def open_model(**overrides: Any) -> LLM:
     return LLM(GOLDEN, **{"dtype": "float32", "engine.slots": 4, **overrides})
 
 
@@ -118,6 +120,13 @@ def test_a_context_of_any_length() -> None:
     ].token_ids == continued(llm, prompt, 6)
 
 
+def test_a_context_above_the_models() -> None:
+    with pytest.raises(SpecError, match="engine.context: 512 is above the 256 tokens"):
+        open_model(**{"engine.context": 512})
+    longer = open_model(**{"engine.context": 512, "dims.context": 512})
+    assert longer.context == 512
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "words"),
     [
@@ -129,7 +138,7 @@ def test_a_context_of_any_length() -> None:
         ([1], SamplingParams(stop="x"), "stop texts need a tokenizer"),
     ],
 )
-def test_requests_that_cannot_be_run(llm: LLM, prompt: object, params: object, words: str) -> None:
+def test_requests_that_cannot_be_run(llm: LLM, prompt: Any, params: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate([prompt], params)
     assert not llm._engine.busy
@@ -155,7 +164,7 @@ def test_logprobs(llm: LLM, alone: list[list[int]]) -> None:
     assert answers[0].token_ids == alone[3][:6]
     logits = llm.logits([prompt + alone[3][:6]])[0][len(prompt) - 1 : -1].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert len(answers[0].logprobs) == 6
+    assert answers[0].logprobs is not None
     for row, entry in zip(expected, answers[0].logprobs, strict=True):
         assert entry.logprob == pytest.approx(row[entry.id], abs=1e-4)
         assert [top.id for top in entry.top] == np.argsort(-row)[:3].tolist()
@@ -168,9 +177,12 @@ def test_nothing_is_compiled_after_warm_up(llm: LLM) -> None:
     llm.generate(PROMPTS, GREEDY)
     llm.generate(PROMPTS[:1], GREEDY)
     compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     before = llm.compilations
     drawing = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, max_tokens=7)
     for params in (GREEDY, drawing, SamplingParams(max_tokens=3, min_tokens=2)):
@@ -185,6 +197,7 @@ def test_the_cache_is_updated_in_place(llm: LLM) -> None:
     programs = llm._engine.programs
     llm.generate(PROMPTS, GREEDY)
     slots = llm._engine._slots
+    assert slots is not None
     for shape in [
         Shape("decode", slots.count, slots.length),
         Shape("prefill", slots.count, slots.length, 64),

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def test_rope_factors_of_a_gguf() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    reference = LLM(GOLDENS / "llama31", **{key: scaling, "dtype": "float32"})
+    overrides: dict[str, Any] = {key: scaling, "dtype": "float32"}
+    reference = LLM(GOLDENS / "llama31", **overrides)
     asked = prompts(expected("llama31"))
     for got, wanted in zip(
         model("gguf_llama31").logits(asked), reference.logits(asked), strict=True

@@ -58,6 +58,7 @@ def test_chat_answers_sensibly(llm: LLM, meta: dict) -> None:
     answer = llm.chat(meta["messages"], SamplingParams(max_tokens=64))
     assert answer.text.startswith("The primary colours are: Red, Blue, and Yellow.")
     assert answer.finish_reason == "stop"
+    assert llm.tokenizer is not None
     assert answer.token_ids[-1] in llm.tokenizer.eos_ids
     streamed = list(llm.stream(meta["messages"], SamplingParams(max_tokens=64)))
     assert "".join(chunk.text for chunk in streamed) == answer.text

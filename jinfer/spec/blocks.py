@@ -36,8 +36,20 @@ def dim(name: str) -> Any:
 class Scaling:
     """How rotary frequencies are changed for contexts longer than trained.
 
-    The keys are those of `rope_scaling` in a config.json, which can stand here whole. linear:
-    position interpolation (arXiv 2306.15595); yarn: arXiv 2309.00071; llama3: the Llama 3.1 rule.
+    The keys are those of `rope_scaling` in a config.json, which can stand here whole.
+
+    rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
+        "llama3" the rule of Llama 3.1; "default" and "none" change nothing.
+    factor: how many times longer the context is than trained.
+    original_max_position_embeddings: the context trained; for yarn and llama3.
+    low_freq_factor: llama3: pairs that turn fewer times than this are stretched by `factor`.
+    high_freq_factor: llama3: pairs that turn more often than this are kept.
+    attention_factor: yarn: multiplies cos and sin; none: from `factor` and the two mscales.
+    beta_fast: yarn: pairs that turn more often than this in the context trained are kept.
+    beta_slow: yarn: pairs that turn fewer times than this are stretched by `factor`.
+    mscale: yarn: weight of the attention's temperature, as DeepSeek has it.
+    mscale_all_dim: yarn: the same, divided by.
+    truncate: yarn: whether the bounds between kept and stretched are whole pairs.
     """
 
     rope_type: Literal["default", "none", "linear", "llama3", "yarn"]
@@ -48,7 +60,7 @@ class Scaling:
     attention_factor: NotNegative | None = None
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
-    mscale: Positive | None = None
+    mscale: NotNegative | None = None
     mscale_all_dim: NotNegative | None = None
     truncate: bool = True
 
@@ -96,6 +108,8 @@ class Rope:
 class Alibi:
     """Attention with linear biases (arXiv 2108.12409).
 
+    max_bias: the exponents of the slopes' series end there.
+
     Head counts that are no power of two take the series of the power of two below, then every
     other slope of the next one's.
     """
@@ -115,7 +129,10 @@ class Embedding:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """A learned table of positions: `position(positions)`. Row = position + offset."""
+    """A learned table of positions: `position(positions)`.
+
+    offset: what is added to a position to find its row; the table has that many rows more.
+    """
 
     kind: Literal["learned_positions"]
     size: int = dim("context")
@@ -127,6 +144,7 @@ class LearnedPositions:
 class SinusoidalPositions:
     """Fixed positions, a block of sines then a block of cosines: `position(positions)`.
 
+    offset: what is added to a position.
     frequencies: "standard" 10000^(-2j/width) (arXiv 1706.03762); "tensor2tensor" ends the
     series one step earlier, 10000^(-j/(width/2 - 1)).
     """
@@ -144,7 +162,10 @@ class SinusoidalPositions:
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467); plus_one: times (1 + weight)."""
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+
+    plus_one: the factor is 1 + weight.
+    """
 
     kind: Literal["rms"]
     size: int = dim("hidden")
@@ -154,7 +175,12 @@ class RMSNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450)."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
+
+    weight: whether it has one.
+    bias: whether it has one.
+    plus_one: the factor is 1 + weight.
+    """
 
     kind: Literal["layer"]
     size: int = dim("hidden")
@@ -176,7 +202,10 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The projection onto the vocabulary. tied: its weight is the `embed` module's."""
+    """The projection onto the vocabulary.
+
+    tied: its weight is that of the module `embed`.
+    """
 
     kind: Literal["head"]
     inputs: int = dim("hidden")

@@ -132,8 +132,8 @@ def test_a_variant_has_its_own_wiring_and_modules() -> None:
         ({"decoder__variants": {"a": {"modules": 3}}}, "decoder.variants.a.modules: 3 is not a"),
         ({"decoder__variants": {"a": {"layer": "y"}}}, "decoder.variants.a.layer: unknown name"),
         ({"decoder__variants": {"a": {}, "b": {}}}, "decoder.pattern: is missing: which layer is "),
-        ({"modules__logits__tied": True, "modules__embed__width": 8}, "modules.logits.tied: embed is "
-         "64 x 8, this 64 x 32"),
+        ({"modules__logits__tied": True, "modules__embed__width": 8}, "modules.logits.tied: embed "
+         "is 64 x 8, this 64 x 32"),
     ],
 )  # fmt: skip
 def test_stack_refused(changes: dict[str, Any], reason: str) -> None:

@@ -1,0 +1,143 @@
+"""Positions against their published definitions in NumPy."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from jinfer.nn.position import PositionTable, Rotary, Sinusoids, alibi_slopes, rope_frequencies
+from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
+from tests.reference.numpy_positions import (
+    Floats,
+    alibi_slopes_ceil,
+    alibi_slopes_floor,
+    linear_frequencies,
+    llama3_frequencies,
+    rope,
+    sinusoids_fairseq,
+    sinusoids_marian,
+    yarn_attention_factor,
+    yarn_frequencies,
+)
+from tests.reference.numpy_positions import rope_frequencies as plain_frequencies
+
+HEAD_DIM, CONTEXT = 16, 64
+POSITIONS = np.array([[0, 1, 2, 3], [7, 8, 200, 201]])
+X = np.random.default_rng(0).normal(size=(2, 4, 3, HEAD_DIM))
+
+
+def rotary(dim: int = HEAD_DIM, **fields: Any) -> Rotary:
+    return Rotary(Rope(kind="rope", dim=dim, **fields), jnp.float32)
+
+
+def scaling(kind: Any, **fields: Any) -> Scaling:
+    return Scaling(
+        rope_type=kind, **{"factor": 4.0, "original_max_position_embeddings": CONTEXT} | fields
+    )
+
+
+def rotated(module: Rotary, x: Floats = X) -> Floats:
+    return np.asarray(module(jnp.asarray(x, jnp.float32), jnp.asarray(POSITIONS)), np.float64)
+
+
+def expected(**arguments: Any) -> Floats:
+    return np.stack([rope(x, at, **arguments) for x, at in zip(X, POSITIONS, strict=True)])
+
+
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+@pytest.mark.parametrize("dim", [2, 6, HEAD_DIM])
+@pytest.mark.parametrize("theta", [100.0, 10000.0])
+def test_rope(pairs: Literal["halves", "adjacent"], dim: int, theta: float) -> None:
+    got = rotated(rotary(dim, pairs=pairs, theta=theta))
+    assert_allclose(got, expected(pairs=pairs, rotary_dim=dim, theta=theta), atol=5e-5)
+    assert np.array_equal(got[..., dim:], np.float32(X[..., dim:]))
+
+
+def test_rope_keeps_the_type() -> None:
+    """Angles are float32 whatever the type: a bfloat16 cannot tell position 200 from 201."""
+    got = rotary()(jnp.asarray(X, jnp.bfloat16), jnp.asarray(POSITIONS))
+    assert got.dtype == jnp.bfloat16
+    assert_allclose(np.asarray(got, np.float64), expected(), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("scaled", "frequencies", "factor"),
+    [
+        (None, plain_frequencies(HEAD_DIM), 1.0),
+        (scaling("default"), plain_frequencies(HEAD_DIM), 1.0),
+        (scaling("linear"), linear_frequencies(plain_frequencies(HEAD_DIM), 4.0), 1.0),
+        (
+            scaling("llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=3.0),
+            llama3_frequencies(plain_frequencies(HEAD_DIM), 8.0, 1.5, 3.0, CONTEXT),
+            1.0,
+        ),
+        (
+            scaling("yarn"),
+            yarn_frequencies(HEAD_DIM, 1e4, 4.0, CONTEXT),
+            yarn_attention_factor(4.0),
+        ),
+        (
+            scaling("yarn", beta_fast=8.0, beta_slow=2.0, truncate=False, attention_factor=1.7),
+            yarn_frequencies(HEAD_DIM, 1e4, 4.0, CONTEXT, 8.0, 2.0, truncate=False),
+            1.7,
+        ),
+        (
+            scaling("yarn", mscale=0.8, mscale_all_dim=0.5),
+            yarn_frequencies(HEAD_DIM, 1e4, 4.0, CONTEXT),
+            yarn_attention_factor(4.0, 0.8) / yarn_attention_factor(4.0, 0.5),
+        ),
+        (scaling("yarn", factor=1.0), plain_frequencies(HEAD_DIM), 1.0),
+    ],
+    ids=["none", "default", "linear", "llama3", "yarn", "yarn-exact", "yarn-mscale", "yarn-1"],
+)
+def test_scaling(scaled: Scaling | None, frequencies: Floats, factor: float) -> None:
+    module = rotary(scaling=scaled)
+    got, magnitude = rope_frequencies(module.block)
+    assert_allclose(got, frequencies, rtol=1e-12)
+    assert magnitude == pytest.approx(factor, rel=1e-12)
+    wanted = expected(inv_freq=frequencies, attention_factor=factor)
+    assert_allclose(rotated(module), wanted, atol=5e-5)
+
+
+def test_factors_of_the_checkpoint_divide_the_frequencies() -> None:
+    module = rotary(factors=True)
+    factors = np.linspace(1, 9, HEAD_DIM // 2)
+    module.factors[...] = jnp.asarray(factors, jnp.float32)
+    wanted = expected(inv_freq=plain_frequencies(HEAD_DIM) / factors)
+    assert_allclose(rotated(module), wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71])
+def test_alibi_slopes(heads: int) -> None:
+    slopes = alibi_slopes(heads, Alibi(kind="alibi"))
+    assert_allclose(slopes, alibi_slopes_floor(heads), rtol=1e-12)
+    slopes = alibi_slopes(heads, Alibi(kind="alibi", max_bias=5.0))
+    assert_allclose(slopes, alibi_slopes_ceil(heads, bias_max=5.0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_learned_positions(offset: int) -> None:
+    block = LearnedPositions(kind="learned_positions", size=CONTEXT, width=6, offset=offset)
+    module = PositionTable(block, jnp.float32)
+    table = np.random.default_rng(1).normal(size=(CONTEXT + offset, 6)).astype(np.float32)
+    assert module.weight.shape == table.shape
+    module.weight[...] = jnp.asarray(table)
+    at = np.array([[0, 1, 5], [CONTEXT - 2, CONTEXT - 1, 0]])
+    assert np.array_equal(module(jnp.asarray(at)), table[at + offset])
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize(
+    ("frequencies", "definition"),
+    [("standard", sinusoids_marian), ("tensor2tensor", sinusoids_fairseq)],
+)
+def test_sinusoids(frequencies: Any, definition: Any, offset: int) -> None:
+    block = SinusoidalPositions(
+        kind="sinusoidal_positions", width=10, offset=offset, frequencies=frequencies
+    )
+    got = Sinusoids(block, jnp.float32)(jnp.asarray(POSITIONS))
+    wanted = np.stack([definition(at + offset, 10) for at in POSITIONS])
+    assert_allclose(got, wanted, atol=5e-5)
+    assert Sinusoids(block, jnp.bfloat16)(jnp.asarray(POSITIONS)).dtype == jnp.bfloat16
