@@ -108,14 +108,13 @@ def _check_all_used(
     """A tensor that the model does not use is a part of the model that the spec does not have."""
     used = {file.name for file, _ in found}
     used |= {files[name].name for name in _tied_names(model, tensors) if name in files}
-    left = [
+    ignored = {
         file.name
-        for name, file in files.items()
-        if file.name not in used
-        and not any(fnmatchcase(n, g) for g in tensors.ignore for n in (name, file.name))
-    ]
+        for name, file in files.items()  # a pattern may be written with the prefix or without
+        if any(fnmatchcase(name, pattern) for pattern in tensors.ignore)
+    }
+    left = sorted({file.name for file in files.values()} - used - ignored)
     if left:
-        left = sorted(set(left))
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "

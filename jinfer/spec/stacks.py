@@ -17,6 +17,8 @@ from jinfer.spec.tables import Table, as_table, check_keys, merge
 from jinfer.spec.values import Values
 
 STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern")
+# Parts of the tree that modules stand in, which the names of parameters leave out.
+RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, Sort]] = {
     "stem": {"tokens": "indices", "positions": "indices"},
     "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
@@ -26,6 +28,7 @@ _INPUTS: dict[str, dict[str, Sort]] = {
 
 def read_shared(table: Mapping[str, Any], values: Values) -> dict[str, Block]:
     """Reads `[modules]`, which every stack may call. Raises `SpecError`."""
+    _check_names(table, "modules", values.path)
     shared = {name: read(Block, table[name], values, f"modules.{name}") for name in table}
     for name, block in shared.items():
         if isinstance(block, Attention):
@@ -57,6 +60,8 @@ def read_stack(
     variants = _variants(table, f"{name}.variants", values)
     chosen = _pattern(table.get("pattern"), count, list(variants), values, f"{name}.pattern")
     outer = _Wiring(name, "", own, shared, values, count)
+    for content in variants.values():
+        _check_names(content["modules"], f"{name}.modules", path)
     stem, stem_modules = outer.compile("stem", table.get("stem"))
     head, head_modules = outer.compile("head", table.get("head"))
     layers = {}
@@ -77,6 +82,12 @@ def read_stack(
     declared = [module for content in variants.values() for module in content["modules"]]
     check_called(declared, called, path, f"{name}.modules")
     return stack, called & shared.keys()
+
+
+def _check_names(modules: Iterable[str], key: str, path: object) -> None:
+    for name in modules:
+        if name in RESERVED or name.startswith("_"):
+            raise SpecError(path, f"{key}.{name}", "is a name that modules cannot have; rename it")
 
 
 def check_called(declared: Iterable[str], called: Iterable[str], path: object, key: str) -> None:
