@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,8 @@ from jinfer.sources import SourceError, locate
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import find_family, format_table, read_toml, with_families
 from jinfer.spec.model import ModelSpec
-from jinfer.spec.resolve import Facts, merge, resolve
+from jinfer.spec.resolve import STACKS, Facts, resolve
+from jinfer.spec.tables import check_text
 from jinfer.spec.values import Missing, lookup_in
 
 MAX_CONFIG_BYTES = 64 << 20
@@ -48,40 +49,38 @@ def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
     path = locate(str(source), Path.cwd())
+    own = read_toml(path) if path.suffix == ".toml" else {}
     if path.suffix != ".toml":
-        return _recognize(path, None, [overrides] if overrides else [])
-    tables = with_families(read_toml(path), path)
-    whole = merge(tables[-1], overrides)
-    weights = next((t["weights"] for t in (whole, *reversed(tables)) if "weights" in t), None)
-    if not isinstance(weights, str):
+        weights = path
+    elif (named := _location("weights", own, overrides, path)) is not None:
+        weights = named
+    else:
         raise SpecError(
             path, "weights", "is missing: which checkpoint? set it there or with --set weights=..."
         )
-    # A path in the file is relative to the file, one on the command line to where the user is.
-    beside = Path.cwd() if "weights" in overrides else path.parent
-    return _recognize(
-        locate(weights, beside), path, [*tables, overrides], tokenizer=whole.get("tokenizer")
-    )
-
-
-def _recognize(
-    weights: Path,
-    spec_path: Path | None,
-    tables: Sequence[Mapping[str, Any]],
-    tokenizer: str | None = None,
-) -> Recognized:
     checkpoint = open_checkpoint(weights)
     config = _config(weights, checkpoint)
     facts = _facts(checkpoint, config, weights)
-    if spec_path is None:
-        spec_path = find_family(facts, _architectures(checkpoint, config), weights)
-        tables = [*with_families(read_toml(spec_path), spec_path), *tables]
-    if tokenizer is None:
-        for table in tables:
-            tokenizer = table.get("tokenizer", tokenizer)
-    spec = resolve(tables, str(spec_path), facts, format_table(checkpoint.format))
-    where = weights if tokenizer is None else locate(tokenizer, spec_path.parent)
-    return Recognized(spec, checkpoint, config, where)
+    if "family" in overrides:
+        own = {**own, "family": overrides["family"]}
+    if "family" not in own and not any(stack in own for stack in STACKS):
+        own = {**own, "family": str(find_family(facts, _architectures(checkpoint, config), path))}
+    tables = [*with_families(own, path), overrides]
+    spec = resolve(tables, str(path), facts, format_table(checkpoint.format))
+    return Recognized(
+        spec, checkpoint, config, _location("tokenizer", own, overrides, path) or weights
+    )
+
+
+def _location(
+    key: str, own: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> Path | None:
+    """Where `key` leads, if it is given.
+
+    A path in a specification is relative to its file, one given by the user to where the user is.
+    """
+    table, beside = (overrides, Path.cwd()) if key in overrides else (own, path.parent)
+    return locate(check_text(table[key], path, key), beside) if key in table else None
 
 
 def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
 from jinfer.cache import LayerCache, empty, nbytes, write
@@ -18,7 +19,7 @@ def tokens(seed: int, batch: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def filled(dtype: type = jnp.float32) -> LayerCache:
+def filled(dtype: DTypeLike = jnp.float32) -> LayerCache:
     """A cache of which no two numbers are equal."""
     shape = (2, SLOTS, KV_HEADS, LENGTH, HEAD_DIM)
     keys, values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -84,6 +85,7 @@ def test_a_donated_cache_is_changed_in_place() -> None:
     arguments = (cache, new, new, new, jnp.array([3, 5], jnp.int32))
     compiled = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == total
     assert memory.temp_size_in_bytes < total / 4
 

@@ -1,5 +1,7 @@
 """Stop texts end an answer at the same place whatever pieces it comes in."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def answer(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 12)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -80,12 +80,6 @@ class TensorMap:
             names = tuple(source.replace("{i}", layer) + leaf for source in entry.names)
             return Place(names, parts, entry.groups, entry.transpose)
         return None
-
-    def unmatched(self, modules: Sequence[str]) -> Iterator[str]:
-        """Patterns that name none of the given module or parameter names."""
-        for pattern, _ in self.entries:
-            if not any(_regex(pattern).fullmatch(module) for module in modules):
-                yield pattern
 
 
 @cache

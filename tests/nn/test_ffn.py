@@ -78,14 +78,15 @@ def fill(linear: Linear, rng: np.random.Generator) -> Callable[[Floats], Floats]
 def test_block(kind: Any, bias: bool) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 3, 6)).astype(np.float32)
+    wide = x.astype(np.float64)
     sizes: Any = {"inputs": 6, "width": 10, "bias": bias}
     module: MLP | GatedMLP
     if kind == "mlp":
         module = MLP(blocks.MLP(kind="mlp", activation="relu2", **sizes), jnp.float32)
         up, down = fill(module.up, rng), fill(module.down, rng)
-        wanted = down(numpy_blocks.relu_squared(up(np.float64(x))))
+        wanted = down(numpy_blocks.relu_squared(up(wide)))
     else:
         module = GatedMLP(blocks.GatedMLP(kind="gated", **sizes), jnp.float32)
         gate, up, down = fill(module.gate, rng), fill(module.up, rng), fill(module.down, rng)
-        wanted = down(numpy_blocks.silu(gate(np.float64(x))) * up(np.float64(x)))
+        wanted = down(numpy_blocks.silu(gate(wide)) * up(wide))
     assert_allclose(module(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-4)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
 from jinfer.ops.attention import BLOCK, Partial, _partial, attend, attend_reference, merge
@@ -34,7 +36,7 @@ def run(
     slot: int = 0,
     window: int | None = None,
     slopes: Floats | None = None,
-    dtype: type = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> Floats:
     """Attention of q [batch, tokens, heads, dim], row b standing at starts[b] and after."""
     positions = np.array(starts, np.int32)[:, None] + np.arange(q.shape[1], dtype=np.int32)
@@ -143,10 +145,13 @@ def test_large_scores_do_not_overflow(form: Callable[..., Array]) -> None:
 @FORMS
 def test_bfloat16(form: Callable[..., Array]) -> None:
     """As good as the type: its relative step is 2^-8, over weights and over the result."""
-    q, cached = random(11, 2, 3, 4, HEAD_DIM), random(12, 2, SLOTS, 2, 2 * BLOCK, HEAD_DIM)
-    q, cached = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (q, cached))
-    got = run(form, q, *cached, [BLOCK - 1, 300], dtype=jnp.bfloat16)
-    assert_allclose(got, expected(q, *cached, [BLOCK - 1, 300]), atol=0.02)
+    shape = (SLOTS, 2, 2 * BLOCK, HEAD_DIM)
+    q, keys, values = (
+        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+        for x in (random(11, 2, 3, 4, HEAD_DIM), random(12, *shape), random(13, *shape))
+    )
+    got = run(form, q, keys, values, [BLOCK - 1, 300], dtype=jnp.bfloat16)
+    assert_allclose(got, expected(q, keys, values, [BLOCK - 1, 300]), atol=0.02)
 
 
 @pytest.mark.parametrize("cuts", [[0, 40], [0, 1, 40], [0, 13, 14, 30, 40]])
@@ -164,7 +169,7 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
         return _partial(rows, k, v, positions, at, fresh, SCALE, window, None)
 
     whole = part(0, 40)
-    parts = [part(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+    parts = [part(first, last) for first, last in pairwise(cuts)]
     for order in (parts, parts[::-1]):
         merged = order[0]
         for other in order[1:]:

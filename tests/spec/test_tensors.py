@@ -85,11 +85,6 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
     assert tensors.ignore == ("a", "b", "c")
 
 
-def test_unmatched_patterns_are_found() -> None:
-    tensors = tensor_map({"embed": "a", "decoder.{i}.attn.{q,k}": "b.{i}", "encoder.norm": "c"})
-    assert list(tensors.unmatched(["embed", "decoder.0.attn.k"])) == ["encoder.norm"]
-
-
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
