@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,22 @@ class LayerCache(NamedTuple):
 
 
 Cache = dict[str, LayerCache]
+
+
+class CacheShape(NamedTuple):
+    """What one attention keeps of each token.
+
+    Attributes:
+        heads: key and value heads.
+        key_dim, value_dim: of each head; 0 where nothing is kept.
+        of: the stack whose tokens these are: a decoder keeps its own and, for cross-attention,
+            what it needs of the encoder's.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    of: Literal["decoder", "encoder"] = "decoder"
 
 
 def write(
@@ -51,18 +67,22 @@ def write(
     )
 
 
-def empty(shapes: dict[str, tuple[int, int]], slots: int, length: int, dtype: DTypeLike) -> Cache:
+def empty(
+    shapes: dict[str, CacheShape], slots: int, length: int, encoded: int, dtype: DTypeLike
+) -> Cache:
     """A cache of zeros.
 
     Args:
-        shapes: attention's name -> (kv_heads, head_dim).
+        shapes: attention's name -> what it keeps.
+        length, encoded: tokens of the decoder and of the encoder that a slot has room for.
     """
+    lengths = {"decoder": length, "encoder": encoded}
     return {
         name: LayerCache(
-            jnp.zeros((slots, heads, length, head_dim), dtype),
-            jnp.zeros((slots, heads, length, head_dim), dtype),
+            jnp.zeros((slots, shape.heads, lengths[shape.of], shape.key_dim), dtype),
+            jnp.zeros((slots, shape.heads, lengths[shape.of], shape.value_dim), dtype),
         )
-        for name, (heads, head_dim) in shapes.items()
+        for name, shape in shapes.items()
     }
 
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from jinfer import cache as kv_cache
 from jinfer.cache import Cache
-from jinfer.model import AbstractModel
+from jinfer.model import AbstractModel, Want
 from jinfer.programs import Programs, Shape, State, empty_state
 from jinfer.sampling import Sampled, SamplingParams, sampler_row
 
@@ -34,6 +35,7 @@ class Request:
         id: of the caller's choosing; its tokens carry it.
         prompt: token ids, at least one.
         sampling: how tokens are chosen.
+        encoder: token ids that an encoder reads; the prompt is then the decoder's.
         limit: tokens it may have in the end, prompt included; at most the context.
         end_ids: the model's own ends of sequence.
     """
@@ -43,6 +45,7 @@ class Request:
     sampling: SamplingParams
     limit: int
     end_ids: tuple[int, ...] = ()
+    encoder: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class _Slots:
     """The cache, the device's state, and who is in which slot.
 
     Attributes:
+        length, encoded: tokens of decoder and encoder that a slot has room for.
         requests: None where a slot is free.
         held: the tokens of a slot's last sequence; the cache has all of them but perhaps the last.
     """
 
     count: int
     length: int
+    encoded: int
     cache: Cache
     state: State
     requests: list[Request | None]
@@ -109,12 +114,15 @@ class Engine:
     def model(self) -> AbstractModel:
         return self.programs.model
 
-    def shapes(self, slots: int, tokens: int, prompt: int, logprobs: bool = False) -> list[Shape]:
-        """The programs that so many sequences of so many tokens, prompt included, will need."""
-        count, length = self._slot_count(slots), self._length(tokens)
-        chunks = {size for _, _, size in self._chunks(0, prompt, length)}
-        shapes = [Shape("prefill", count, length, size, logprobs) for size in sorted(chunks)]
-        return [Shape("decode", count, length, 1, logprobs), *shapes]
+    def shapes(self, request: Request) -> list[Shape]:
+        """The programs that a request will need if it comes alone."""
+        logprobs = request.sampling.logprobs is not None
+        length, encoded = self._length(request.limit), self._encoded(len(request.encoder))
+        chunks = {size for _, _, size in self._chunks(0, len(request.prompt), length)}
+        shapes = [Shape("prefill", 1, length, encoded, c, logprobs) for c in sorted(chunks)]
+        if encoded:
+            shapes.append(Shape("fill", 1, length, encoded, self._encoded(len(request.encoder))))
+        return [Shape("decode", 1, length, encoded, 1, logprobs), *shapes]
 
     @property
     def busy(self) -> bool:
@@ -158,7 +166,7 @@ class Engine:
         slots = self._slots
         if slots is None or (self._waiting and not self._running()):
             slots = self._slots = self._make_room()
-        while self._waiting and self._waiting[0].limit <= slots.length:
+        while self._waiting and _fits(self._waiting[0], slots):
             free = [slot for slot, running in enumerate(slots.requests) if running is None]
             if not free:
                 break
@@ -171,17 +179,18 @@ class Engine:
         """Slots for what is waiting: those there are, if they are many and long enough."""
         count = self._slot_count(len(self._waiting))
         length = self._length(max((request.limit for request in self._waiting), default=1))
-        old = self._slots
-        if old is not None and old.count >= count and old.length >= length:
-            return old
-        if old is not None:
+        encoded = self._encoded(max((len(r.encoder) for r in self._waiting), default=0))
+        if (old := self._slots) is not None:
+            if old.count >= count and old.length >= length and old.encoded >= encoded:
+                return old
             count, length = max(count, old.count), max(length, old.length)
+            encoded = max(encoded, old.encoded)
         self._slots = old = None  # freed before the new one is made, not after
         self._launched.clear()
-        cache = kv_cache.empty(self.model.attention, count, length, self.programs.dtype)
-        return _Slots(
-            count, length, cache, empty_state(count), [None] * count, [[] for _ in range(count)]
-        )
+        cache = kv_cache.empty(self.model.caches, count, length, encoded, self.programs.dtype)
+        requests: list[Request | None] = [None] * count
+        held: list[list[int]] = [[] for _ in range(count)]
+        return _Slots(count, length, encoded, cache, empty_state(count), requests, held)
 
     def _prefill(self, slots: _Slots, slot: int, request: Request) -> None:
         logprobs = request.sampling.logprobs is not None
@@ -189,12 +198,17 @@ class Engine:
         # One token at least must be computed anew, for its logits, and the last one held may
         # never have reached the cache. Chunks begin at multiples of the smallest.
         held, prompt = slots.held[slot], request.prompt
+        if request.encoder:
+            self._fill(slots, slot, request.encoder)
+            held = []  # what the decoder kept belongs to another text
         reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
         reused -= reused % SMALLEST_CHUNK
         for start, count, size in self._chunks(reused, len(prompt), slots.length):
             tokens = np.zeros(size, np.int32)
             tokens[:count] = prompt[start : start + count]
-            program = self.programs.get(Shape("prefill", slots.count, slots.length, size, logprobs))
+            program = self.programs.get(
+                Shape("prefill", slots.count, slots.length, slots.encoded, size, logprobs)
+            )
             at = (np.int32(start), np.int32(count), np.int32(slot))
             slots.cache, slots.state, sampled = program(
                 self.leaves, slots.cache, slots.state, tokens, *at, row
@@ -203,9 +217,19 @@ class Engine:
                 self._launched.append(_Launched(sampled, ((0, request),)))
         slots.requests[slot], slots.held[slot] = request, list(prompt)
 
+    def _fill(self, slots: _Slots, slot: int, encoder: tuple[int, ...]) -> None:
+        tokens, lengths = _padded([encoder], self._encoded(len(encoder)))
+        shape = Shape("fill", slots.count, slots.length, slots.encoded, tokens.shape[1])
+        program = self.programs.get(shape)
+        slots.cache = program(self.leaves, slots.cache, tokens, lengths, np.int32(slot))
+        count = jnp.asarray(lengths)
+        encoded = lax.dynamic_update_slice_in_dim(slots.state.encoded, count, slot, 0)
+        slots.state = slots.state._replace(encoded=encoded)
+
     def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...]) -> None:
         logprobs = any(request.sampling.logprobs is not None for _, request in rows)
-        program = self.programs.get(Shape("decode", slots.count, slots.length, 1, logprobs))
+        shape = Shape("decode", slots.count, slots.length, slots.encoded, 1, logprobs)
+        program = self.programs.get(shape)
         active = np.zeros(slots.count, np.bool_)
         active[[slot for slot, _ in rows]] = True
         slots.cache, slots.state, sampled = program(self.leaves, slots.cache, slots.state, active)
@@ -245,20 +269,68 @@ class Engine:
         whole = -(-self.context // SMALLEST_CHUNK) * SMALLEST_CHUNK
         return min(length, whole)
 
+    def _encoded(self, tokens: int) -> int:
+        """A padded length for an encoder's text; 0 where a decoder reads none."""
+        if not self.model.has_cross_attention:
+            return 0
+        return max(SMALLEST_CHUNK, 1 << max(0, tokens - 1).bit_length())
+
     def forward(
-        self, prompt: Sequence[int], want: Literal["logits", "hidden"]
+        self, prompt: Sequence[int], want: Literal["logits", "hidden"], encoder: Sequence[int] = ()
     ) -> Float[np.ndarray, "tokens width"]:
-        """Logits or last hidden states of every token of a prompt."""
-        length = self._length(len(prompt))
-        cache = kv_cache.empty(self.model.attention, 1, length, self.programs.dtype)
+        """Logits or last hidden states of every token of a decoder's prompt."""
+        length, encoded = self._length(len(prompt)), self._encoded(len(encoder))
+        cache = kv_cache.empty(self.model.caches, 1, length, encoded, self.programs.dtype)
+        lengths = np.array([len(encoder)], np.int32)
+        if encoded:
+            texts, lengths = _padded([encoder], encoded)
+            fill = self.programs.get(Shape("fill", 1, length, encoded, encoded))
+            cache = fill(self.leaves, cache, texts, lengths, np.int32(0))
         parts = []
         for start, count, size in self._chunks(0, len(prompt), length):
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, :count] = prompt[start : start + count]
-            program = self.programs.get(Shape(want, 1, length, size))
-            cache, out = program(self.leaves, cache, tokens, np.int32(start))
+            tokens, _ = _padded([prompt[start : start + count]], size)
+            program = self.programs.get(Shape("forward", 1, length, encoded, size, want=want))
+            cache, out = program(self.leaves, cache, tokens, np.int32(start), lengths)
             parts.append(np.asarray(out)[:count])
         return np.concatenate(parts).astype(np.float32)
+
+    def encode(
+        self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]], want: Want
+    ) -> list[Float[np.ndarray, ...]]:
+        """A result of the encoder for each text: [tokens, width], or [width] for "pooled".
+
+        Args:
+            types: token types, one list per text.
+        """
+        longest = max(map(len, texts))
+        size = max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length())
+        # Not beyond the context: a learned table of positions ends there.
+        size = max(longest, min(size, self.context))
+        rows = self._slot_count(len(texts))
+        results = []
+        for begin in range(0, len(texts), rows):
+            batch = list(texts[begin : begin + rows])
+            empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
+            tokens, lengths = _padded([*batch, *empty], size)
+            token_types, _ = _padded([*types[begin : begin + rows], *empty], size)
+            program = self.programs.get(Shape("encode", rows, tokens=size, want=want))
+            out = np.asarray(program(self.leaves, {}, tokens, token_types, lengths))
+            results += [
+                out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)
+            ]
+        return results
+
+
+def _fits(request: Request, slots: _Slots) -> bool:
+    return request.limit <= slots.length and len(request.encoder) <= slots.encoded
+
+
+def _padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids padded with zeros to `size`, and their lengths."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded, np.array([len(row) for row in rows], np.int32)
 
 
 def _common(held: Sequence[int], prompt: Sequence[int]) -> int:

@@ -15,12 +15,8 @@ from tqdm import tqdm
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.model import AbstractModel
-from jinfer.spec.errors import nearest
-from jinfer.spec.tensors import Place, TensorMap
-
-
-class LoadError(ValueError):
-    """Checkpoint and specification do not fit each other: names the file and the tensor."""
+from jinfer.origin import LoadError, Origin, find_origin
+from jinfer.spec.tensors import TensorMap
 
 
 def load(
@@ -38,64 +34,54 @@ def load(
         LoadError: a parameter has no tensor, a tensor has no parameter, or a shape differs.
         CheckpointError: the file is broken.
     """
-    files = _by_name(checkpoint, tensors.prefixes)
-    found = {name: _find(name, tensors, files, checkpoint) for name in model.names}
-    _check_all_used(model, checkpoint, tensors, files, found.values())
+    files = _by_name(checkpoint, tensors)
     shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+    origins = {
+        name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
+    }
+    _check_all_used(model, checkpoint, tensors, files, origins.values())
     bar = tqdm(
-        total=sum(file.nbytes for file, _ in found.values()),
+        total=sum(origin.nbytes for origin in origins.values()),
         desc="loading", unit="B", unit_scale=True, leave=False, disable=not progress,
     )  # fmt: skip
     lock = threading.Lock()
 
     def one(name: str, abstract: jax.ShapeDtypeStruct) -> Array:
-        file, place = found[name]
-        values = _part(file, place, name, shapes, checkpoint)
-        if values.shape != abstract.shape:
-            raise LoadError(
-                f"{checkpoint.path}: {file.name} is {list(values.shape)} for {name}, "
-                f"but the specification says {list(abstract.shape)}"
-            )
+        values = origins[name].read(shapes, abstract.dtype)
+        if name in model.normalized:
+            values = _unit_rows(values)
         array = jax.device_put(_convert(values, abstract.dtype))
         array.block_until_ready()
         with lock:
-            bar.update(file.nbytes // max(1, len(place.parts)))
+            bar.update(origins[name].nbytes)
         return array
 
     with bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return tuple(pool.map(one, model.names, model.parameters))
 
 
+def _unit_rows(values: np.ndarray) -> np.ndarray:
+    """The rows of a matrix, each divided by its length."""
+    rows = values.astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
 def _convert(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.ascontiguousarray(values, dtype=dtype)
 
 
-def _by_name(checkpoint: Checkpoint, prefixes: Iterable[str]) -> dict[str, Tensor]:
-    """The file's tensors by their names without an optional prefix."""
+def _by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
+    """The file's tensors by their names, also without a prefix and with the usual suffix."""
     files = dict(checkpoint.tensors)
-    for prefix in prefixes:
+    for prefix in tensors.prefixes:
         for name, tensor in checkpoint.tensors.items():
             if name.startswith(prefix):
                 files.setdefault(name.removeprefix(prefix), tensor)
+    for suffix, usual in tensors.suffixes:
+        for name, tensor in list(files.items()):
+            if name.endswith(f".{suffix}"):
+                files.setdefault(name.removesuffix(suffix) + usual, tensor)
     return files
-
-
-def _find(
-    name: str, tensors: TensorMap, files: Mapping[str, Tensor], checkpoint: Checkpoint
-) -> tuple[Tensor, Place]:
-    place = tensors.place(name)
-    if place is None:
-        raise LoadError(
-            f"{checkpoint.path}: the specification's [tensors] has no name for {name}; add one"
-        )
-    for file_name in place.names:
-        if file_name in files:
-            return files[file_name], place
-    wanted = " or ".join(place.names)
-    raise LoadError(
-        f"{checkpoint.path}: no tensor {wanted}, which {name} is to be loaded from; "
-        f"{nearest(wanted, files)}"
-    )
 
 
 def _check_all_used(
@@ -103,10 +89,10 @@ def _check_all_used(
     checkpoint: Checkpoint,
     tensors: TensorMap,
     files: Mapping[str, Tensor],
-    found: Iterable[tuple[Tensor, Place]],
+    origins: Iterable[Origin],
 ) -> None:
     """A tensor that the model does not use is a part of the model that the spec does not have."""
-    used = {file.name for file, _ in found}
+    used = {file.name for origin in origins for file in origin.files}
     used |= {files[name].name for name in _tied_names(model, tensors) if name in files}
     ignored = {
         file.name
@@ -128,37 +114,6 @@ def _tied_names(model: AbstractModel, tensors: TensorMap) -> list[str]:
         return []
     place = tensors.place("logits.weight")
     return list(place.names) if place else []
-
-
-def _part(
-    file: Tensor,
-    place: Place,
-    name: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    checkpoint: Checkpoint,
-) -> np.ndarray:
-    """A parameter's values: the whole tensor, or its part of a fused one."""
-    values = file.read()
-    if place.transpose and values.ndim == 2:
-        values = values.T
-    if not place.parts:
-        return values
-    rows = [shapes[part][0] for part in place.parts if part in shapes]
-    groups = place.groups
-    if (
-        len(rows) < len(place.parts)
-        or values.shape[:1] != (sum(rows),)
-        or any(r % groups for r in rows)
-    ):
-        raise LoadError(
-            f"{checkpoint.path}: {file.name} is {list(values.shape)}, which does not split into "
-            f"{' + '.join(map(str, rows))} for {', '.join(place.parts)} in {groups} group(s)"
-        )
-    index = place.parts.index(name)
-    begin = sum(rows[:index]) // groups
-    grouped = values.reshape(groups, -1, *values.shape[1:])
-    part = grouped[:, begin : begin + rows[index] // groups]
-    return part.reshape(rows[index], *values.shape[1:])
 
 
 __all__ = ["CheckpointError", "LoadError", "load"]

@@ -1,8 +1,8 @@
-"""The model: a specification built into modules, and its one function, the forward pass."""
+"""The model: a specification built into modules, and its functions, the forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,14 +14,20 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.cache import Cache
-from jinfer.nn.attention import Attention, Step
+from jinfer.cache import Cache, CacheShape
+from jinfer.nn.attention import Attention, CrossAttention, Step
 from jinfer.nn.build import build_module
+from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
+from jinfer.nn.pool import Pool
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
-Want = Literal["last", "logits", "hidden"]
+# "last": logits after each row's last token; the others for every token, "pooled" for every row.
+Want = Literal["last", "logits", "hidden", "pooled"]
+
+
+_ATTENTIONS = (Attention, LatentAttention, CrossAttention)
 
 
 class Layer(nnx.Module):
@@ -37,20 +43,23 @@ class Layer(nnx.Module):
         tokens: Int[Array, "batch tokens"],
         step: Step,
         cache: Cache,
-        shared: dict[str, nnx.Module],
+        shared: Mapping[str, nnx.Module],
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """The layer's output, and its attentions' caches, keyed by module name."""
         cache = dict(cache)
 
         def call(name: str, arguments: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
-            if isinstance(module, Attention):
-                (y,) = arguments
-                out, cache[name] = module(y, step, cache[name])
+            if isinstance(module, _ATTENTIONS):
+                attention: Any = module
+                out, kept = attention(arguments[0], step, cache.get(name))
+                if kept is not None:
+                    cache[name] = kept
                 return out
             return module(*arguments)
 
-        inputs = {"x": x, "tokens": tokens, "positions": step.positions}
+        # What an encoder gave is in the cache, so its name stands for nothing here.
+        inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
         return self.wiring.run(inputs, call)[0], cache
 
 
@@ -72,8 +81,53 @@ class Stack(nnx.Module):
         self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
-    def module(self, name: str, shared: nnx.Dict) -> Any:
-        """A module of the stem or the head."""
+    def embed(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        step: Step,
+        shared: nnx.Dict,
+    ) -> Float[Array, "batch tokens hidden"]:
+        """The stem: tokens to vectors."""
+        inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
+        return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+
+    def run_layers(
+        self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """All layers, with the cache where there is one."""
+        cache = dict(cache)
+        for i, layer in enumerate(self.layers):
+            prefix = f"{self.name}.{i}."
+            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
+            definition, state = nnx.split((layer, used))
+            x, own = _run_layer(definition, state, x, tokens, step, own)
+            cache |= {prefix + name: part for name, part in own.items()}
+        return x, cache
+
+    def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
+        """The head: what it assigns by name, and its value as "logits".
+
+        "hidden" is what the vocabulary head is given, or the value, unless the head assigns it.
+        """
+        seen: dict[str, Array] = {}
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            module: Any = self._module(name, shared)
+            if isinstance(module, Head):
+                seen["hidden"] = arguments[0]
+                embed: Any = shared["embed"] if module.tied else None
+                return module(arguments[0], embed)
+            if isinstance(module, Pool):
+                assert step.lengths is not None, "only whole texts are pooled"
+                return module(arguments[0], step.lengths)
+            return module(*arguments)
+
+        value, assigned = self.head.run({"x": x}, call)
+        return {"hidden": value, **seen, "logits": value, **assigned}
+
+    def _module(self, name: str, shared: nnx.Dict) -> Any:
         return self.modules[name] if name in self.modules else shared[name]
 
 
@@ -84,7 +138,7 @@ class Model(nnx.Module):
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
         self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
 
-    def __call__(
+    def decode(
         self,
         tokens: Int[Array, "batch tokens"],
         step: Step,
@@ -99,37 +153,55 @@ class Model(nnx.Module):
             step: where they stand.
             last: index of each row's last token that counts.
             cache: keys and values of the tokens before; comes back with the new ones in it.
-            want: "last": logits after the last token [batch, vocab]; "logits": after every token
-                [batch, tokens, vocab]; "hidden": last hidden states [batch, tokens, hidden].
+            want: which result.
+
+        Returns:
+            [batch, vocab] for "last"; [batch, tokens, vocab] or [batch, tokens, hidden].
         """
         stack = self.stacks["decoder"]
-        shared = self.shared
-
-        def call(name: str, arguments: list[Any]) -> Any:
-            module = stack.module(name, shared)
-            if isinstance(module, Head):
-                (y,) = arguments
-                hidden["hidden"] = y
-                embed: Any = shared["embed"] if module.tied else None
-                return module(y, embed)
-            return module(*arguments)
-
-        hidden: dict[str, Array] = {}
-        x, _ = stack.stem.run({"tokens": tokens, "positions": step.positions}, call)
-        cache = dict(cache)
-        for i, layer in enumerate(stack.layers):
-            prefix = f"{stack.name}.{i}."
-            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
-            definition, state = nnx.split((layer, used))
-            x, own = _run_layer(definition, state, x, tokens, step, own)
-            cache |= {prefix + name: part for name, part in own.items()}
+        x = stack.embed(tokens, jnp.zeros_like(tokens), step, self.shared)
+        x, cache = stack.run_layers(x, tokens, step, cache, self.shared)
         if want == "last":
             x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-        out, assigned = stack.head.run({"x": x}, call)
-        if want == "hidden":
-            return assigned.get("hidden", hidden.get("hidden", out)).astype(jnp.float32), cache
-        return (out[:, 0] if want == "last" else out), cache
+        results = stack.results(x, step, self.shared)
+        if want == "last":
+            return results["logits"][:, 0], cache
+        return results[want].astype(jnp.float32), cache
+
+    def encode(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        lengths: Int[Array, " batch"],
+    ) -> dict[str, Float[Array, "batch ..."]]:
+        """The encoder's forward pass over whole texts.
+
+        Args:
+            tokens: padded at the end.
+            types: which of two texts each token belongs to.
+            lengths: tokens of each text.
+
+        Returns:
+            All that the head gives, by name; its value is "logits".
+        """
+        stack = self.stacks["encoder"]
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        step = Step(jnp.broadcast_to(positions, tokens.shape), jnp.int32(0), lengths)
+        x = stack.embed(tokens, types, step, self.shared)
+        x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
+        return stack.results(x, step, self.shared)
+
+    def fill(
+        self, encoded: Float[Array, "batch length hidden"], cache: Cache, slot: Int[Array, ""]
+    ) -> Cache:
+        """The cache with what cross-attention needs of an encoder's output, from row `slot` on."""
+        cache = dict(cache)
+        for i, layer in enumerate(self.stacks["decoder"].layers):
+            for name, module in layer.modules.items():
+                if isinstance(module, CrossAttention):
+                    key = f"decoder.{i}.{name}"
+                    cache[key] = module.fill(encoded, cache[key], slot)
+        return cache
 
 
 @dataclass(frozen=True)
@@ -142,7 +214,8 @@ class AbstractModel:
         names: of the parameters, in the order of the tree's leaves.
         parameters: their shapes and types, in the same order.
         axes: their logical axes, in the same order.
-        attention: name of each attention -> (kv_heads, head_dim) of its cache.
+        normalized: those whose rows are given length 1 when they are loaded.
+        caches: name of each attention -> what it keeps of each token.
     """
 
     definition: Any
@@ -150,12 +223,18 @@ class AbstractModel:
     names: tuple[str, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     axes: tuple[tuple[str, ...], ...]
-    attention: dict[str, tuple[int, int]]
+    normalized: frozenset[str]
+    caches: dict[str, CacheShape]
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
         tree = jax.tree.structure(self.state)
         return nnx.merge(self.definition, jax.tree.unflatten(tree, leaves))
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the decoder reads an encoder's output."""
+        return any(shape.of == "encoder" for shape in self.caches.values())
 
 
 def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
@@ -168,12 +247,16 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
     definition, state = nnx.split(abstract)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     flat = nnx.to_flat_state(state)
-    axes = {_name(path): variable.get_metadata()["axes"] for path, variable in flat}
+    metadata = {_name(path): variable.get_metadata() for path, variable in flat}
     names = tuple(_name(tuple(_key(k) for k in path)) for path, _ in leaves)
-    parameters = tuple(leaf for _, leaf in leaves)
-    attention = dict(_attention_shapes(spec))
     return AbstractModel(
-        definition, state, names, parameters, tuple(axes[name] for name in names), attention
+        definition=definition,
+        state=state,
+        names=names,
+        parameters=tuple(leaf for _, leaf in leaves),
+        axes=tuple(metadata[name]["axes"] for name in names),
+        normalized=frozenset(name for name in names if metadata[name]["normalize"]),
+        caches=dict(_cache_shapes(spec)),
     )
 
 
@@ -188,9 +271,16 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path if part not in structure)
 
 
-def _attention_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    for stack in spec.stacks:
-        for i, layer in enumerate(stack.layers):
-            for name, block in layer.modules:
-                if isinstance(block, blocks.Attention):
-                    yield f"{stack.name}.{i}.{name}", (block.kv_heads, block.head_dim)
+def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
+    for i, layer in enumerate(spec.decoder.layers if spec.decoder else ()):
+        for name, block in layer.modules:
+            match block:
+                case blocks.Attention():
+                    shape = CacheShape(block.kv_heads, block.head_dim, block.head_dim)
+                case blocks.CrossAttention():
+                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, "encoder")
+                case blocks.LatentAttention():
+                    shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
+                case _:
+                    continue
+            yield f"decoder.{i}.{name}", shape

@@ -1,4 +1,4 @@
-"""The compiled programs: prefill, decode, and the forward pass alone.
+"""The compiled programs: prefill and decode, the encoder, and the forward pass alone.
 
 Pure functions of flat parameters, a donated cache and a small state; each is compiled ahead of
 time for its shapes, so that a step never waits for a compilation that nobody announced.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jinfer.cache import Cache, LayerCache
+from jinfer.cache import Cache, empty
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.attention import Step
 from jinfer.sampling import Sampled, Sampler, empty_sampler, sample
@@ -39,11 +39,13 @@ class State(NamedTuple):
     Attributes:
         tokens: the last token of each sequence, not yet in the cache.
         positions: where that token will stand.
+        encoded: tokens of the encoder's output that each sequence may see.
         sampler: how each sequence's tokens are chosen.
     """
 
     tokens: Int[Array, " slots"]
     positions: Int[Array, " slots"]
+    encoded: Int[Array, " slots"]
     sampler: Sampler
 
 
@@ -52,23 +54,28 @@ class Shape:
     """What a compiled program depends on.
 
     Attributes:
-        kind: "prefill" and "decode" choose tokens; "logits" and "hidden" are the forward pass.
-        slots, length: of the cache.
+        kind: "prefill" and "decode" choose tokens; "forward" is the decoder's pass alone, "fill"
+            puts an encoder's output into the cache, "encode" is the encoder's pass over texts.
+        slots: rows of the cache, or texts.
+        length, encoded: tokens of the decoder and the encoder that the cache has room for.
         tokens: new tokens of a row.
         logprobs: whether log-probabilities are computed.
+        want: the result of "forward" and "encode".
     """
 
-    kind: Literal["prefill", "decode", "logits", "hidden"]
+    kind: Literal["prefill", "decode", "forward", "fill", "encode"]
     slots: int
-    length: int
+    length: int = 0
+    encoded: int = 0
     tokens: int = 1
     logprobs: bool = False
+    want: Want = "logits"
 
 
 def empty_state(slots: int) -> State:
     """The state of slots that nobody uses."""
     zeros = jnp.zeros(slots, jnp.int32)
-    return State(zeros, zeros, empty_sampler(slots))
+    return State(zeros, zeros, zeros, empty_sampler(slots))
 
 
 def prefill(
@@ -91,10 +98,11 @@ def prefill(
         row: the request's sampler, a batch of one.
     """
     positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    step = Step(positions[None], slot)
-    logits, cache = model.module(leaves)(tokens[None], step, count[None] - 1, cache, "last")
+    encoded = jax.lax.dynamic_slice_in_dim(state.encoded, slot, 1)
+    step = Step(positions[None], slot, encoded=encoded)
+    logits, cache = model.module(leaves).decode(tokens[None], step, count[None] - 1, cache, "last")
     sampled, row = sample(logits, row, logprobs=logprobs)
-    new = State(sampled.tokens, (start + count)[None], row)
+    new = State(sampled.tokens, (start + count)[None], encoded, row)
     state = jax.tree.map(
         lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, 0), state, new
     )
@@ -104,21 +112,25 @@ def prefill(
 def decode(
     model: AbstractModel,
     logprobs: bool,
+    length: int,
     leaves: tuple[Array, ...],
     cache: Cache,
     state: State,
     active: Bool[Array, " slots"],
 ) -> tuple[Cache, State, Sampled]:
-    """One token for every active slot; the others stay as they are."""
-    last_place = next(iter(cache.values())).keys.shape[2] - 1 if cache else 0
-    at = jnp.minimum(state.positions, last_place)
-    step = Step(at[:, None], jnp.int32(0))
+    """One token for every active slot; the others stay as they are.
+
+    Args:
+        length: of the cache. A slot that is full writes its last place over and over.
+    """
+    at = jnp.minimum(state.positions, length - 1)
+    step = Step(at[:, None], jnp.int32(0), encoded=state.encoded)
     first = jnp.zeros_like(at)
-    logits, cache = model.module(leaves)(state.tokens[:, None], step, first, cache, "last")
+    logits, cache = model.module(leaves).decode(state.tokens[:, None], step, first, cache, "last")
     sampled, sampler = sample(logits, state.sampler, logprobs=logprobs)
     tokens = jnp.where(active, sampled.tokens, state.tokens)
     positions = jnp.where(active, state.positions + 1, state.positions)
-    return cache, State(tokens, positions, sampler), sampled
+    return cache, State(tokens, positions, state.encoded, sampler), sampled
 
 
 def forward(
@@ -128,12 +140,45 @@ def forward(
     cache: Cache,
     tokens: Int[Array, "1 tokens"],
     start: Int[Array, ""],
+    encoded: Int[Array, " 1"],
 ) -> tuple[Cache, Float[Array, "tokens ..."]]:
-    """Logits or last hidden states of every token, and the cache with the tokens in it."""
+    """Logits or last hidden states of every token, and the cache with the tokens in it.
+
+    Args:
+        encoded: tokens of the encoder's output in the cache.
+    """
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    step = Step(positions[None], jnp.int32(0))
-    out, cache = model.module(leaves)(tokens, step, jnp.zeros(1, jnp.int32), cache, want)
+    step = Step(positions[None], jnp.int32(0), encoded=encoded)
+    first = jnp.zeros(1, jnp.int32)
+    out, cache = model.module(leaves).decode(tokens, step, first, cache, want)
     return cache, out[0]
+
+
+def fill(
+    model: AbstractModel,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    tokens: Int[Array, "1 tokens"],
+    lengths: Int[Array, " 1"],
+    slot: Int[Array, ""],
+) -> Cache:
+    """The cache with what cross-attention needs of a text in a slot; once per request."""
+    module = model.module(leaves)
+    encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)
+    return module.fill(encoded["hidden"], cache, slot)
+
+
+def encode(
+    model: AbstractModel,
+    want: Want,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    tokens: Int[Array, "batch tokens"],
+    types: Int[Array, "batch tokens"],
+    lengths: Int[Array, " batch"],
+) -> Float[Array, "batch ..."]:
+    """A result of the encoder over whole texts; there is no cache, it is empty."""
+    return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)
 
 
 @dataclass
@@ -182,27 +227,37 @@ class Programs:
         return jax.jit(function, donate_argnums=1).lower(*arguments).compile()
 
     def _lowered(self, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        leaves, cache = self.model.parameters, self.cache_shapes(shape.slots, shape.length)
-        number, index = jax.ShapeDtypeStruct((), jnp.int32), jnp.int32
+        """The function of a program, and the shapes of what it is called with."""
+        model, leaves = self.model, self.model.parameters
+        cache = self.cache_shapes(shape.slots, shape.length, shape.encoded)
+        number, row = _int32(), _int32(1)
         state = _shapes(empty_state(shape.slots))
-        if shape.kind == "decode":
-            active = jax.ShapeDtypeStruct((shape.slots,), jnp.bool_)
-            return partial(decode, self.model, shape.logprobs), (leaves, cache, state, active)
-        if shape.kind == "prefill":
-            tokens = jax.ShapeDtypeStruct((shape.tokens,), index)
-            row = _shapes(empty_sampler(1))
-            arguments = (leaves, cache, state, tokens, number, number, number, row)
-            return partial(prefill, self.model, shape.logprobs), arguments
-        tokens = jax.ShapeDtypeStruct((1, shape.tokens), index)
-        return partial(forward, self.model, shape.kind), (leaves, cache, tokens, number)
+        tokens = _int32(shape.slots if shape.kind == "encode" else 1, shape.tokens)
+        match shape.kind:
+            case "decode":
+                active = jax.ShapeDtypeStruct((shape.slots,), jnp.bool_)
+                function: Any = partial(decode, model, shape.logprobs, shape.length)
+                return function, (leaves, cache, state, active)
+            case "prefill":
+                sampler = _shapes(empty_sampler(1))
+                at = (_int32(shape.tokens), number, number, number)
+                return partial(prefill, model, shape.logprobs), (leaves, cache, state, *at, sampler)
+            case "forward":
+                return partial(forward, model, shape.want), (leaves, cache, tokens, number, row)
+            case "fill":
+                return partial(fill, model), (leaves, cache, tokens, row, number)
+            case "encode":
+                lengths = _int32(shape.slots)
+                return partial(encode, model, shape.want), (leaves, {}, tokens, tokens, lengths)
 
-    def cache_shapes(self, slots: int, length: int) -> dict[str, Any]:
+    def cache_shapes(self, slots: int, length: int, encoded: int) -> Any:
         """The cache's abstract arrays."""
-        shapes = {}
-        for name, (heads, head_dim) in self.model.attention.items():
-            one: Any = jax.ShapeDtypeStruct((slots, heads, length, head_dim), self.dtype)
-            shapes[name] = LayerCache(one, one)
-        return shapes
+        shapes = self.model.caches
+        return jax.eval_shape(lambda: empty(shapes, slots, length, encoded, self.dtype))
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _shapes(tree: Any) -> Any:

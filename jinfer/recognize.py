@@ -92,17 +92,22 @@ def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises `SourceError`."""
+    table = read_json_value(path)
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: is not a JSON object")
+    return table
+
+
+def read_json_value(path: Path) -> Any:
+    """Reads a JSON file. Raises `SourceError`."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise SourceError(f"{path}: is larger than {MAX_CONFIG_BYTES >> 20} MiB")
-        table = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise SourceError(f"{path}: is not a JSON object")
-    return table
 
 
 def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:

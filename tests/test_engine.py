@@ -200,7 +200,7 @@ def test_the_cache_is_updated_in_place(llm: LLM) -> None:
     assert slots is not None
     for shape in [
         Shape("decode", slots.count, slots.length),
-        Shape("prefill", slots.count, slots.length, 64),
+        Shape("prefill", slots.count, slots.length, tokens=64),
     ]:
         memory = programs.get(shape).memory_analysis()
         assert memory.alias_size_in_bytes >= nbytes(slots.cache)

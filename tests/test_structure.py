@@ -24,7 +24,7 @@ LEVELS = [
     {
         *("spec", "checkpoint", "quant", "cache", "sampling", "scheduler"),
         *("tokenizer", "template", "constrain", "sources", "distributed"),
-        *("compilation", "conversation", "recognize", "stopping"),
+        *("compilation", "conversation", "origin", "recognize", "stopping"),
     },
     {"ops"},
     {"nn"},

@@ -1,9 +1,9 @@
-"""Self-attention over a cache."""
+"""Attention: over a cache of what came before, over a whole text, over an encoder's output."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,8 +13,10 @@ from jaxtyping import Float, Int
 
 from jinfer.cache import LayerCache, write
 from jinfer.nn.linear import Linear
-from jinfer.nn.position import Rotary, alibi_slopes
-from jinfer.ops.attention import attend
+from jinfer.nn.norm import HeadNorm
+from jinfer.nn.parameter import parameter
+from jinfer.nn.position import RelativeBias, Rotary, alibi_bias
+from jinfer.ops.attention import Bias, Sight, attend
 from jinfer.spec import blocks
 
 
@@ -24,10 +26,14 @@ class Step(NamedTuple):
     Attributes:
         positions: of each token in its sequence.
         slot: the first row of the cache that the batch uses.
+        lengths: tokens of each row that count, where rows are whole texts.
+        encoded: tokens of the encoder's output that each row may see, where there is one.
     """
 
     positions: Int[Array, "batch tokens"]
     slot: Int[Array, ""]
+    lengths: Int[Array, " batch"] | None = None
+    encoded: Int[Array, " batch"] | None = None
 
 
 class Attention(nnx.Module):
@@ -40,36 +46,102 @@ class Attention(nnx.Module):
         self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, ("kv_heads", "hidden"))
         self.v = Linear(block.inputs, kv_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
         self.o = Linear(q_width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        if block.qk_norm is not None:
+            self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
+            self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
         if isinstance(block.position, blocks.Rope):
             self.rope = Rotary(block.position, dtype)
+        if isinstance(block.position, blocks.Relative):
+            self.relative = RelativeBias(block.position, block.heads)
+        if block.sinks:
+            self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache | None
+    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache | None]:
+        """The block's output, and the cache with the new tokens' keys and values in it.
+
+        Without a cache the batch is whole texts, in which every token sees every other.
+        """
+        q, k, v = self._project(x, step.positions)
+        sight = self._sight(causal=cache is not None)
+        if cache is None:
+            assert step.lengths is not None, "whole texts need lengths"
+            k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+            last = jnp.broadcast_to(step.lengths[:, None] - 1, step.positions.shape)
+            out = attend(q, k, v, step.positions, last, jnp.int32(0), sight)
+        else:
+            cache = write(cache, k, v, step.positions[:, 0], step.slot)
+            out = attend(
+                q, cache.keys, cache.values, step.positions, step.positions, step.slot, sight
+            )
+        return self.o(out.reshape(*x.shape[:2], -1)), cache
+
+    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        block = self.block
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if block.clip is not None:
+            q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
+        q, k, v = (
+            split(part, heads)
+            for part, heads in ((q, block.heads), (k, block.kv_heads), (v, block.kv_heads))
+        )
+        if block.qk_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(block.position, blocks.Rope):
+            q, k = self.rope(q, positions), self.rope(k, positions)
+        return q, k, v
+
+    def _sight(self, causal: bool) -> Sight:
+        block = self.block
+        return Sight(
+            scale=block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim),
+            softcap=block.softcap,
+            bias=self._bias(causal),
+            window=block.window,
+            ahead=None if causal else block.window,
+            sinks=self.sinks[...] if block.sinks else None,
+        )
+
+    def _bias(self, causal: bool) -> Bias | None:
+        if isinstance(self.block.position, blocks.Alibi):
+            return alibi_bias(self.block.heads, self.block.position)
+        if isinstance(self.block.position, blocks.Relative):
+            return self.relative.bias(causal)
+        return None
+
+
+class CrossAttention(nnx.Module):
+    """Attention over an encoder's output, whose keys and values are computed once."""
+
+    def __init__(self, block: blocks.CrossAttention, dtype: DTypeLike) -> None:
+        self.block = block
+        width = block.heads * block.head_dim
+        self.q = Linear(block.inputs, width, block.has_bias("q"), dtype, ("heads", "hidden"))
+        self.k = Linear(block.encoded, width, block.has_bias("k"), dtype, ("heads", "hidden"))
+        self.v = Linear(block.encoded, width, block.has_bias("v"), dtype, ("heads", "hidden"))
+        self.o = Linear(width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+
+    def fill(
+        self, encoded: Float[Array, "batch length hidden"], cache: LayerCache, slot: Int[Array, ""]
+    ) -> LayerCache:
+        """The cache with the keys and values of an encoder's output in rows slot.. of it."""
+        k, v = split(self.k(encoded), self.block.heads), split(self.v(encoded), self.block.heads)
+        return write(cache, k, v, jnp.zeros(encoded.shape[0], jnp.int32), slot)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
-        """The block's output, and the cache with the new tokens' keys and values in it."""
+        """The block's output, and the cache as it was."""
+        assert step.encoded is not None, "cross-attention needs an encoder's output"
         block = self.block
-        q = _split(self.q(x), block.heads)
-        k = _split(self.k(x), block.kv_heads)
-        v = _split(self.v(x), block.kv_heads)
-        slopes = None
-        if isinstance(block.position, blocks.Rope):
-            q, k = self.rope(q, step.positions), self.rope(k, step.positions)
-        elif isinstance(block.position, blocks.Alibi):
-            slopes = jnp.asarray(alibi_slopes(block.heads, block.position), jnp.float32)
-        cache = write(cache, k, v, step.positions[:, 0], step.slot)
-        scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
-        out = attend(
-            q,
-            cache.keys,
-            cache.values,
-            step.positions,
-            step.slot,
-            scale=scale,
-            window=block.window,
-            slopes=slopes,
-        )
+        sight = Sight(block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim))
+        last = jnp.broadcast_to(step.encoded[:, None] - 1, step.positions.shape)
+        q = split(self.q(x), block.heads)
+        out = attend(q, cache.keys, cache.values, step.positions, last, step.slot, sight)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
 
-def _split(x: Array, heads: int) -> Array:
+def split(x: Float[Array, "batch tokens width"], heads: int) -> Any:
+    """[batch, tokens, heads, width / heads]."""
     return x.reshape(*x.shape[:2], heads, -1)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jinfer.nn.attention import Attention
+from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.ffn import MLP, Activation, GatedMLP
+from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Embedding, Head, Linear
+from jinfer.nn.moe import MixtureOfExperts
 from jinfer.nn.norm import LayerNorm, RMSNorm
+from jinfer.nn.pool import Pool
 from jinfer.nn.position import PositionTable, Sinusoids
 from jinfer.spec import blocks
 
@@ -23,9 +26,13 @@ _MODULES: dict[type, Callable[..., nnx.Module]] = {
     blocks.Linear: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
     blocks.Head: Head,
     blocks.ActivationBlock: Activation,
+    blocks.Pool: Pool,
     blocks.Attention: Attention,
+    blocks.CrossAttention: CrossAttention,
+    blocks.LatentAttention: LatentAttention,
     blocks.MLP: MLP,
     blocks.GatedMLP: GatedMLP,
+    blocks.MixtureOfExperts: MixtureOfExperts,
 }
 
 

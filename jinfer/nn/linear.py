@@ -49,7 +49,7 @@ class Head(nnx.Module):
     def __init__(self, block: blocks.Head, dtype: DTypeLike) -> None:
         shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
         self.tied = block.tied
-        self.weight = None if block.tied else parameter(shape, axes, dtype)
+        self.weight = None if block.tied else parameter(shape, axes, dtype, block.normalize)
         self.bias = parameter(shape[:1], axes[:1], dtype) if block.bias else None
 
     def __call__(

@@ -50,5 +50,33 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class HeadNorm(nnx.Module):
+    """The norm of queries or keys before they are rotated: over a head, or over all of them."""
+
+    def __init__(self, block: blocks.QKNorm, heads: int, head_dim: int, axis: str) -> None:
+        self.block = block
+        shapes = {"head": (head_dim,), "heads": (heads, head_dim), "width": (heads * head_dim,)}
+        axes = {"head": ("head_dim",), "heads": (axis, "head_dim"), "width": (axis,)}
+        self.weight = parameter(shapes[block.over], axes[block.over], jnp.float32)
+        if block.bias:
+            self.bias = parameter(shapes[block.over], axes[block.over], jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens heads head_dim"]
+    ) -> Float[Array, "batch tokens heads head_dim"]:
+        """The normalized heads."""
+        y = x.astype(jnp.float32)
+        if self.block.over == "width":
+            y = y.reshape(*x.shape[:2], 1, -1)
+        if self.block.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
+        weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
+        y = y * _as_row(weight, y)
+        if self.block.bias:
+            y = y + _as_row(self.bias[...], y)
+        return y.reshape(x.shape).astype(x.dtype)
+
+
 def _as_row(vector: Array, like: Array) -> Array:
-    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
+    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)

@@ -7,10 +7,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
+def parameter(
+    shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike, normalize: bool = False
+) -> nnx.Param:
     """A parameter to be loaded.
 
     Args:
         axes: the logical name of each axis; partitioning is decided by these names.
+        normalize: its rows are brought to length 1 when they are loaded.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, normalize=normalize)

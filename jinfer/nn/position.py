@@ -12,7 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
-from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
+from jinfer.ops.attention import Bias
+from jinfer.spec.blocks import (
+    Alibi,
+    LearnedPositions,
+    Relative,
+    Rope,
+    Scaling,
+    SinusoidalPositions,
+)
 
 
 class Rotary(nnx.Module):
@@ -60,6 +68,10 @@ def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
         return _llama3(frequencies, scaling), 1.0
     if scaling.rope_type == "yarn":
         return _yarn(frequencies, block, scaling)
+    if scaling.rope_type == "longrope":
+        return _longrope(frequencies, scaling)
+    if scaling.rope_type == "dynamic":
+        return _dynamic(block, scaling), 1.0
     return frequencies, 1.0
 
 
@@ -99,16 +111,74 @@ def _yarn_magnitude(scaling: Scaling) -> float:
     return magnitude(1.0)
 
 
+def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, float]:
+    """A factor per pair, another one for contexts longer than trained (arXiv 2402.13753)."""
+    trained = scaling.original_max_position_embeddings
+    longer = scaling.length is not None and scaling.length > trained
+    factors = scaling.long_factor if longer else scaling.short_factor
+    if scaling.attention_factor is not None:
+        magnitude = scaling.attention_factor
+    else:
+        stretch = math.log(scaling.factor) / math.log(trained) if scaling.factor > 1 else 0.0
+        magnitude = math.sqrt(1 + stretch)
+    return frequencies / np.asarray(factors if factors is not None else 1.0), magnitude
+
+
+def _dynamic(block: Rope, scaling: Scaling) -> np.ndarray:
+    """Theta grows with what the longest sequence has more tokens than were trained."""
+    trained = scaling.original_max_position_embeddings
+    longest = max(scaling.length or trained, trained)
+    growth = scaling.factor * longest / trained - (scaling.factor - 1)
+    theta = block.theta * growth ** (block.dim / max(block.dim - 2, 1))
+    return theta ** (-np.arange(0, block.dim, 2, dtype=np.float64) / block.dim)
+
+
 def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
     """Slope of each head (arXiv 2108.12409)."""
 
     def series(count: int) -> np.ndarray:
-        return 2.0 ** (-block.max_bias * np.arange(1, count + 1) / count)
+        return block.factor * 2.0 ** (-block.max_bias * np.arange(1, count + 1) / count)
 
     power = 2 ** math.floor(math.log2(heads))
     if power == heads:
         return series(heads)
     return np.concatenate([series(power), series(2 * power)[0::2][: heads - power]])
+
+
+def alibi_bias(heads: int, block: Alibi) -> Bias:
+    """-slope * distance, for every head."""
+    slopes = jnp.asarray(alibi_slopes(heads, block), jnp.float32)
+    return lambda distance: -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
+
+
+class RelativeBias(nnx.Module):
+    """A learned bias per head and bucket of distance (T5, arXiv 1910.10683).
+
+    Half of the buckets are for exact distances, half for logarithmic ranges up to `max_distance`.
+    Where attention looks ahead, half of all are for keys after the query.
+    """
+
+    def __init__(self, block: Relative, heads: int) -> None:
+        self.block = block
+        self.weight = parameter((block.buckets, heads), ("buckets", "heads"), jnp.float32)
+
+    def bias(self, causal: bool) -> Bias:
+        """The function from distances to biases."""
+        table = self.weight[...]
+        return lambda distance: jnp.moveaxis(table[self._bucket(distance, causal)], -1, 1)
+
+    def _bucket(self, distance: Array, causal: bool) -> Array:
+        count = self.block.buckets if causal else self.block.buckets // 2
+        offset = jnp.zeros_like(distance) if causal else jnp.where(distance < 0, count, 0)
+        back = jnp.maximum(distance, 0) if causal else jnp.abs(distance)
+        exact = count // 2
+        # Logarithms in float32, as the reference: a distance at the edge of a range is rounded.
+        log = jnp.log(jnp.maximum(back, 1).astype(jnp.float32) / exact)
+        ranges = (log / math.log(self.block.max_distance / exact) * (count - exact)).astype(
+            jnp.int32
+        )
+        far = jnp.minimum(exact + ranges, count - 1)
+        return offset + jnp.where(back < exact, back, far)
 
 
 class PositionTable(nnx.Module):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 BLOCK = 256  # keys a step of the loop looks at
+
+# What is added to the scores, [batch, heads, tokens, keys], from query position minus key position.
+Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
 
 
 class Partial(NamedTuple):
@@ -39,85 +43,124 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, highest, a.total * scale_a + b.total * scale_b)
 
 
+class Sight(NamedTuple):
+    """What a query sees, and how its scores are changed.
+
+    Attributes:
+        scale: multiplies the scores.
+        softcap: then scores become softcap * tanh(scores / softcap).
+        bias: then this is added.
+        window: a query sees only keys less than this far before it, itself included...
+        ahead: ...and, where it looks ahead, less than this far after it.
+        sinks: a score per head that takes part in the softmax and has no value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    bias: Bias | None = None
+    window: int | None = None
+    ahead: int | None = None
+    sinks: Float[Array, " heads"] | None = None
+
+
 def attend(
     q: Float[Array, "batch tokens heads head_dim"],
     keys: Float[Array, "slots kv_heads length head_dim"],
-    values: Float[Array, "slots kv_heads length head_dim"],
+    values: Float[Array, "slots kv_heads length value_dim"],
     positions: Int[Array, "batch tokens"],
+    last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None = None,
-    slopes: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch tokens heads head_dim"]:
-    """Causal attention; key j of a row has position j.
+    sight: Sight,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """Attention; key j of a row has position j.
 
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
         keys, values: the cache, with the new tokens already in it.
-        positions: of the queries; a query sees keys up to its own position.
+        positions: of the queries.
+        last: the last key a query may see: its own position where attention is causal.
         slot: row b of the batch is row slot + b of the cache.
-        scale: multiplies the scores.
-        window: a query sees only the last `window` keys, its own included.
-        slopes: ALiBi; -slope * distance is added to the scaled scores.
     """
     length = keys.shape[2]
     block = min(BLOCK, length)
     rows = _rows(q, keys.shape[1])
     first = jnp.int32(0)
-    if window is not None:
-        first = jnp.maximum(jnp.min(positions) - (window - 1), 0) // block
-    count = jnp.max(positions) // block + 1
+    if sight.window is not None:
+        first = jnp.maximum(jnp.min(positions) - (sight.window - 1), 0) // block
+    count = jnp.minimum(jnp.max(last) // block + 1, -(-length // block))
 
     def step(index: Array, so_far: Partial) -> Partial:
         # The last block of a length that does not divide begins earlier; `fresh` masks the
         # keys that the block before has had.
         start = jnp.minimum(index * block, length - block)
-        at = (slot, jnp.int32(0), start, jnp.int32(0))
-        size = (q.shape[0], keys.shape[1], block, keys.shape[3])
-        k, v = lax.dynamic_slice(keys, at, size), lax.dynamic_slice(values, at, size)
+        k, v = (_slice(part, slot, start, q.shape[0], block) for part in (keys, values))
         key_positions = start + lax.iota(jnp.int32, block)
         fresh = key_positions >= index * block
-        return merge(
-            so_far, _partial(rows, k, v, positions, key_positions, fresh, scale, window, slopes)
-        )
+        part = _partial(rows, k, v, positions, last, key_positions, fresh, sight)
+        return merge(so_far, part)
 
-    batch, kv_heads, n, head_dim = rows.shape
-    nothing = Partial(
-        jnp.zeros((batch, kv_heads, n, head_dim), jnp.float32),
-        jnp.full((batch, kv_heads, n), -jnp.inf, jnp.float32),
-        jnp.zeros((batch, kv_heads, n), jnp.float32),
-    )
-    done = lax.fori_loop(first, jnp.minimum(count, -(-length // block)), step, nothing)
+    done = lax.fori_loop(first, count, step, _before(rows, values.shape[3], sight, q))
     return _unrows(done.out / done.total[..., None], q)
 
 
 def attend_reference(
     q: Float[Array, "batch tokens heads head_dim"],
     keys: Float[Array, "slots kv_heads length head_dim"],
-    values: Float[Array, "slots kv_heads length head_dim"],
+    values: Float[Array, "slots kv_heads length value_dim"],
     positions: Int[Array, "batch tokens"],
+    last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None = None,
-    slopes: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch tokens heads head_dim"]:
+    sight: Sight,
+) -> Float[Array, "batch tokens heads value_dim"]:
     """What `attend` computes, over the whole cache at once."""
     batch, heads = q.shape[0], q.shape[2]
     group = heads // keys.shape[1]
     k = jnp.repeat(lax.dynamic_slice_in_dim(keys, slot, batch), group, axis=1)
     v = jnp.repeat(lax.dynamic_slice_in_dim(values, slot, batch), group, axis=1)
-    scores = scale * jnp.einsum("bthd,bhld->bhtl", q, k, preferred_element_type=jnp.float32)
-    distance = positions[:, None, :, None] - jnp.arange(keys.shape[2])[None, None, None, :]
-    if slopes is not None:
-        scores = scores - slopes[None, :, None, None] * distance.astype(jnp.float32)
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = sight.scale * jnp.einsum("bthd,bhld->bhtl", q, k, preferred_element_type=jnp.float32)
+    key_positions = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    distance = positions[:, :, None] - key_positions[None, None]
+    if sight.softcap is not None:
+        scores = sight.softcap * jnp.tanh(scores / sight.softcap)
+    if sight.bias is not None:
+        scores = scores + sight.bias(distance)
+    seen = _seen(distance, last, key_positions, sight)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sight.sinks is not None:
+        sinks = jnp.broadcast_to(sight.sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights[..., : keys.shape[2]]
     out = jnp.einsum("bhtl,bhld->bthd", weights, v.astype(jnp.float32))
     return out.astype(q.dtype)
+
+
+def _before(rows: Array, value_dim: int, sight: Sight, q: Array) -> Partial:
+    """Attention over no keys yet: nothing, or the sinks."""
+    batch, kv_heads, n, _ = rows.shape
+    out = jnp.zeros((batch, kv_heads, n, value_dim), jnp.float32)
+    if sight.sinks is None:
+        empty = jnp.full((batch, kv_heads, n), -jnp.inf, jnp.float32)
+        return Partial(out, empty, jnp.zeros_like(empty))
+    per_row = jnp.broadcast_to(sight.sinks[None, None, :, None], (*q.shape[:3], 1))
+    highest = _rows(per_row.astype(jnp.float32), kv_heads)[..., 0]
+    return Partial(out, highest, jnp.ones_like(highest))
+
+
+def _slice(part: Array, slot: Array, start: Array, batch: int, block: int) -> Array:
+    at = (slot, jnp.int32(0), start, jnp.int32(0))
+    return lax.dynamic_slice(part, at, (batch, part.shape[1], block, part.shape[3]))
+
+
+def _seen(distance: Array, last: Array, key_positions: Array, sight: Sight) -> Array:
+    """Which keys each query sees [batch, tokens, keys]."""
+    seen = key_positions[None, None, :] <= last[:, :, None]
+    if sight.window is not None:
+        seen = seen & (distance < sight.window)
+    if sight.ahead is not None:
+        seen = seen & (distance > -sight.ahead)
+    return seen
 
 
 def _rows(q: Array, kv_heads: int) -> Array:
@@ -128,10 +171,11 @@ def _rows(q: Array, kv_heads: int) -> Array:
 
 
 def _unrows(rows: Array, q: Array) -> Array:
-    batch, tokens, heads, head_dim = q.shape
-    kv_heads = rows.shape[1]
-    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, tokens, head_dim)
-    return grouped.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+    batch, tokens, heads, _ = q.shape
+    kv_heads, value_dim = rows.shape[1], rows.shape[3]
+    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, tokens, value_dim)
+    out = grouped.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim)
+    return out.astype(q.dtype)
 
 
 def _partial(
@@ -139,26 +183,26 @@ def _partial(
     k: Array,
     v: Array,
     positions: Array,
+    last: Array,
     key_positions: Array,
     fresh: Array,
-    scale: float,
-    window: int | None,
-    slopes: Array | None,
+    sight: Sight,
 ) -> Partial:
+    """Attention over one block of keys."""
     batch, kv_heads, n, _ = rows.shape
     tokens = positions.shape[1]
     batched = ((0, 1), (0, 1))
-    scores = scale * lax.dot_general(
+    scores = sight.scale * lax.dot_general(
         rows, k, (((3,), (3,)), batched), preferred_element_type=jnp.float32
     )
     scores = scores.reshape(batch, kv_heads, n // tokens, tokens, -1)
     distance = positions[:, :, None] - key_positions[None, None, :]
-    if slopes is not None:
-        per_head = slopes.reshape(1, kv_heads, n // tokens, 1, 1)
-        scores = scores - per_head * distance[:, None, None].astype(jnp.float32)
-    seen = (distance >= 0) & fresh[None, None, :]
-    if window is not None:
-        seen = seen & (distance < window)
+    if sight.softcap is not None:
+        scores = sight.softcap * jnp.tanh(scores / sight.softcap)
+    if sight.bias is not None:
+        bias = sight.bias(distance)
+        scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
+    seen = _seen(distance, last, key_positions, sight) & fresh[None, None, :]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf).reshape(batch, kv_heads, n, -1)
     highest = jnp.max(scores, axis=-1)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)

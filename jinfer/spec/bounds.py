@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
@@ -21,3 +21,12 @@ Count = Annotated[int, Bounds(0, 2**31 - 1, "a whole number from 0 to 2^31 - 1")
 Layers = Annotated[int, Bounds(1, 10000, "a whole number from 1 to 10000")]
 Positive = Annotated[float, Bounds(1e-30, 1e30, "a number above 0")]
 NotNegative = Annotated[float, Bounds(0, 1e30, "a number from 0 on")]
+
+# Tokens of a sequence unless more are asked for: a cache for the whole context of a modern model
+# fills a machine.
+DEFAULT_CONTEXT = 4096
+
+
+def dim(name: str) -> Any:
+    """A size whose default is a dimension of `[dims]`."""
+    return field(metadata={"dim": name})

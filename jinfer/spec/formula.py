@@ -8,7 +8,7 @@ running it once on stand-ins for arrays, so whatever is wrong with it shows befo
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -24,7 +24,9 @@ from jinfer.spec.expressions import (
     syntax_tree,
 )
 
-Sort = Literal["vectors", "indices"]  # what arrays hold: hidden states, or tokens and positions
+# What arrays hold: hidden states; tokens, positions and token types; an encoder's output.
+Sort = Literal["vectors", "indices", "encoded"]
+_EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Formula:
     """A checked formula.
 
     Attributes:
-        text: as it was written.
+        text: as it was written, without the lines that call modules the model does not have.
         calls: the modules it calls, in order of first use.
         constants: the numbers that its free names stand for.
     """
@@ -40,6 +42,11 @@ class Formula:
     text: str
     calls: tuple[str, ...]
     constants: tuple[tuple[str, float], ...]
+
+    @property
+    def results(self) -> frozenset[str]:
+        """The names it assigns; "logits" stands for the value of a line that assigns none."""
+        return frozenset(target or "logits" for target, _ in _statements(self.text))
 
     def run(
         self, inputs: Mapping[str, Any], call: Callable[[str, list[Any]], Any]
@@ -85,33 +92,56 @@ def compile_formula(
     key: str,
     inputs: Mapping[str, Sort],
     modules: Iterable[str],
-    takes: Callable[[str], Sort],
+    takes: Callable[[str], tuple[Sort, ...]],
     constant: Callable[[str], Any],
+    absent: Collection[str] = (),
+    ends: Collection[str] | None = ("", "x"),
 ) -> Formula:
     """Parses and checks a formula.
 
     Args:
         text: its lines.
         inputs: names it is given arrays for -> what these hold.
-        modules: the modules it may call, each with one argument.
-        takes: what the argument of a module holds.
+        modules: the modules it may call.
+        takes: what the arguments of a module hold.
         constant: the number a free name stands for, or None if there is none.
+        absent: modules the model does not have; lines that call them are left out.
+        ends: names that the last line may assign, "" for none; None: whatever it does.
 
     Raises:
         SpecError: for anything outside the subset, an unknown name or module, a wrong number or
             sort of arguments, arithmetic without a value, or a formula that gives no vectors.
     """
+    text = _without(text, absent, path, key)
     names = called(text, path, key)
     scope = _Checking({n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant)
     try:
-        value = _run(text, scope)
+        value, target = _run(text, scope), _statements(text)[-1][0]
+        if ends is not None and target not in ends:
+            raise ExpressionError(
+                f"ends by assigning {target}: end it with an expression, or assign x"
+            )
         if not isinstance(value, _Array) or value.sort != "vectors":
-            raise ExpressionError("has no vectors as its value, but a number or indices")
+            raise ExpressionError("has no vectors as its value, but numbers or what modules take")
     except ExpressionError as error:
         raise SpecError(path, key, str(error)) from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(path, key, f"has no value: {error}") from error
     return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
+
+
+def _without(text: str, absent: Collection[str], path: object, key: str) -> str:
+    """The lines that call none of the modules that are absent."""
+    if not absent or not set(called(text, path, key)) & set(absent):
+        return text
+    lines = [
+        f"{target} = {ast.unparse(expression)}" if target else ast.unparse(expression)
+        for target, expression in _statements(text)
+        if not set(absent) & set(calls(expression))
+    ]
+    if not lines:
+        raise SpecError(path, key, f"every line needs one of {', '.join(absent)}, left out by when")
+    return "\n".join(lines)
 
 
 class _Checking:
@@ -121,7 +151,7 @@ class _Checking:
         self,
         variables: dict[str, Any],
         modules: Iterable[str],
-        takes: Callable[[str], Sort],
+        takes: Callable[[str], tuple[Sort, ...]],
         constant: Callable[[str], Any],
     ) -> None:
         self.variables, self.constants = variables, dict[str, float]()
@@ -145,13 +175,14 @@ class _Checking:
         if name not in self._modules:
             known = [*self._modules, *FUNCTIONS]
             raise ExpressionError(f"calls {name!r}; {nearest(name, known)}")
-        if len(arguments) != 1:
-            raise ExpressionError(f"{name} takes 1 argument, not {len(arguments)}")
-        sort = self._takes(name)
-        if not isinstance(arguments[0], _Array) or arguments[0].sort != sort:
-            given = arguments[0] if isinstance(arguments[0], _Array) else show(arguments[0])
-            wanted = "vectors such as x" if sort == "vectors" else "tokens or positions"
-            raise ExpressionError(f"{name} takes {wanted}, not {given}")
+        sorts = self._takes(name)
+        if len(arguments) != len(sorts):
+            s = "" if len(sorts) == 1 else "s"
+            raise ExpressionError(f"{name} takes {len(sorts)} argument{s}, not {len(arguments)}")
+        for argument, sort in zip(arguments, sorts, strict=True):
+            if not isinstance(argument, _Array) or argument.sort != sort:
+                given = argument if isinstance(argument, _Array) else show(argument)
+                raise ExpressionError(f"{name} takes {_EXAMPLES[sort]}, not {given}")
         return _Array(f"{name}(...)", "vectors")
 
 
@@ -167,7 +198,7 @@ class _Array:
     def _combined(self, other: Any) -> _Array:
         for operand in (self, other):
             if isinstance(operand, _Array) and operand.sort != "vectors":
-                raise ExpressionError(f"{operand} are indices; arithmetic takes vectors, numbers")
+                raise ExpressionError(f"{operand}: arithmetic takes vectors and numbers only")
         return _Array("vectors", "vectors")
 
     def _signed(self) -> _Array:
@@ -213,6 +244,4 @@ def _statements(text: str) -> tuple[tuple[str, ast.expr], ...]:
         statements.append((target, expression))
     if not statements:
         raise ExpressionError("is empty")
-    if target not in ("", "x"):
-        raise ExpressionError(f"ends by assigning {target}: end it with an expression, or assign x")
     return tuple(statements)

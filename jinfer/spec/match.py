@@ -47,7 +47,7 @@ def matches(
     wanted = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
     if not set(wanted) & set(architectures):
         return False
-    if "when" not in table or format == "gguf":
+    if "when" not in table:
         return True
 
     def or_false(key: str) -> Any:

@@ -60,6 +60,9 @@ def _plain(option: Any, value: Any) -> Any:
         word = "none" if value is None else value
         word = ACTIVATION_ALIASES.get(word, word) if isinstance(word, str) else None
         return word if word in get_args(option) else None
+    if get_origin(option) is tuple:
+        items = [_plain(get_args(option)[0], item) for item in value] if _is_list(value) else [None]
+        return None if None in items else tuple(items)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if type(value) is option else None
     if option is float and -1e300 < value < 1e300:  # neither infinite nor beyond a float
@@ -69,6 +72,10 @@ def _plain(option: Any, value: Any) -> Any:
     return None
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0
+
+
 def _describe(options: tuple[Any, ...], value: Any) -> str:
     words = []
     for option in options:
@@ -76,6 +83,8 @@ def _describe(options: tuple[Any, ...], value: Any) -> str:
             words.append(get_args(option)[1].text)
         elif get_origin(option) is Literal:
             words.append(f"one of the words here; {nearest(value, get_args(option))}")
+        elif get_origin(option) is tuple:
+            words.append("a list of numbers")
         elif dataclasses.is_dataclass(option):
             words.append("a table { ... }")
         else:
@@ -87,7 +96,7 @@ def _pick(classes: list[Any], table: Mapping[str, Any], values: Values, key: str
     """The dataclass that a table's `kind` names; the only one if there is no choice."""
     if len(classes) == 1 and "kind" not in fields(classes[0]):
         return classes[0]
-    kinds = {get_args(fields(cls)["kind"][1])[0]: cls for cls in classes}
+    kinds = {word: cls for cls in classes for word in get_args(fields(cls)["kind"][1])}
     if "kind" not in table:
         raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest('', kinds)}")
     kind = values.value(table["kind"], f"{key}.kind", words=True)
@@ -123,6 +132,8 @@ def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) ->
             dim = field.metadata["dim"]
             value = values.dim(dim, f"{key}.{name}")
             arguments[name] = _typed(hint, value, values.dims[dim], values, f"dims.{dim}")
+        elif "served" in field.metadata:
+            arguments[name] = values.served_context(f"{key}.{name}")
         elif field.default is dataclasses.MISSING:
             raise SpecError(values.path, f"{key}.{name}", "is missing")
     result = cls(**arguments)

@@ -11,13 +11,13 @@ from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
 from jinfer.spec.reader import fields, read
-from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack
+from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
 from jinfer.spec.tables import as_table, check_keys, check_plain, check_text, texts_in
 from jinfer.spec.tables import merge as merge
 from jinfer.spec.tensors import FORMATS, read_tensor_map
 from jinfer.spec.values import KEY, Missing, Values
 
-STACKS = ("decoder",)
+STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _TOP = (*_TEXTS, *_BUILT, *FORMATS, "match", "tensors", "dtype", "prompt", "engine", "generation")
@@ -65,17 +65,24 @@ def resolve(
     for table in tables[1:]:
         whole = merge(merge(whole, table), table.get(facts.format, {}))
     values = Values(path, whole.get("dims", {}), facts.lookup, facts.has, facts.source)
+    table = as_table(whole.get("engine", {}), path, "engine")
+    engine = read(EngineSpec, table, values, "engine")
+    values.engine_context = engine.context
     stacks = [name for name in STACKS if name in whole]
     if not stacks:
-        raise SpecError(path, "", "has no [decoder]; name a family or write one")
-    shared = read_shared(whole.get("modules", {}), values)
+        raise SpecError(path, "", "has neither [encoder] nor [decoder]; name a family or write one")
+    shared, absent = read_shared(whole.get("modules", {}), values)
     built, called = [], set[str]()
     for name in stacks:
-        stack, shared_calls = read_stack(name, whole[name], shared, values)
-        check_tied(stack, shared, path)
+        encoded = name == "decoder" and "encoder" in whole
+        stack, shared_calls = read_stack(name, whole[name], shared, values, absent, encoded)
         built.append(stack)
         called |= shared_calls
-    check_called(shared, called, path, "modules")
+    own = _own_modules(tables, facts.format)
+    check_called([name for name in shared if name in own], called, path, "modules")
+    shared = used(shared, built)
+    for stack in built:
+        check_tied(stack, shared, path)
     tensors = read_tensor_map(
         [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
     )
@@ -90,11 +97,15 @@ def resolve(
         tensors=tensors,
         dtype=read(fields(ModelSpec)["dtype"][1], whole.get("dtype", "auto"), values, "dtype"),
         prompt=PromptSpec(**whole.get("prompt", {})),
-        engine=read(
-            EngineSpec, as_table(whole.get("engine", {}), path, "engine"), values, "engine"
-        ),
+        engine=engine,
         generation=whole.get("generation", {}),
     )
+
+
+def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
+    """Shared modules that a specification names; what its format supplies need not be called."""
+    parts = [part for table in tables for part in (table, table.get(format, {}))]
+    return {name for part in parts for name in part.get("modules", {})}
 
 
 def _check_shape(table: Mapping[str, Any], path: str) -> None:
@@ -123,16 +134,20 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
 def _check_dims(
     tables: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], values: Values
 ) -> None:
-    """A dimension that nothing names is most likely a misspelt one."""
+    """A dimension that nothing names is most likely a misspelt one.
+
+    What a family has from a family of its own may be left unused: another block needs other sizes.
+    """
     named = {"context", *values.used}
     texts = [
         text for key in whole if key not in ("dims", "description") for text in texts_in(whole[key])
     ]
+    texts += [text for name in values.used for text in texts_in(whole["dims"].get(name))]
     while texts:
         words = {w for text in texts for w in re.findall(r"\w+", re.sub(KEY, "", text))} - named
         named |= words
         texts = [text for word in words for text in texts_in(whole["dims"].get(word))]
-    for table in tables:
+    for table in tables[-3:]:  # the family, the specification, what the user sets
         for name in table.get("dims", {}):
             if name not in named:
                 known = named & values.dims.keys()

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinfer.spec import formula
-from jinfer.spec.blocks import LOOKUPS, Attention, Block, Embedding, Head
+from jinfer.spec.blocks import (
+    LOOKUPS,
+    Attention,
+    Block,
+    CrossAttention,
+    Embedding,
+    Head,
+    LatentAttention,
+    Pool,
+)
 from jinfer.spec.bounds import Layers
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.formula import Formula, Sort, compile_formula
@@ -20,26 +29,58 @@ STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern
 # Parts of the tree that modules stand in, which the names of parameters leave out.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, Sort]] = {
-    "stem": {"tokens": "indices", "positions": "indices"},
+    "stem": {"tokens": "indices", "positions": "indices", "token_types": "indices"},
     "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
     "head": {"x": "vectors"},
 }
+_ATTENTIONS = (Attention, CrossAttention, LatentAttention)
 
 
-def read_shared(table: Mapping[str, Any], values: Values) -> dict[str, Block]:
-    """Reads `[modules]`, which every stack may call. Raises `SpecError`."""
+def read_shared(
+    table: Mapping[str, Any], values: Values
+) -> tuple[dict[str, Block], frozenset[str]]:
+    """Reads `[modules]`, which every stack may call; and the names of those left out by `when`.
+
+    Raises:
+        SpecError: for a module that is wrong.
+    """
     _check_names(table, "modules", values.path)
-    shared = {name: read(Block, table[name], values, f"modules.{name}") for name in table}
+    present, absent = _present(table, "modules", values)
+    shared = {name: read(Block, present[name], values, f"modules.{name}") for name in present}
     for name, block in shared.items():
-        if isinstance(block, Attention):
+        if isinstance(block, _ATTENTIONS):
             raise SpecError(values.path, f"modules.{name}", "belongs to the layers of a stack")
-    return shared
+    return shared, absent
+
+
+def _present(
+    table: Mapping[str, Any], key: str, values: Values
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """The modules that the model has, without their `when`; and the names of those it has not."""
+    present, absent = {}, set()
+    for name, module in table.items():
+        if not isinstance(module, Mapping) or "when" not in module:
+            present[name] = module
+        elif read(bool, module["when"], values, f"{key}.{name}.when"):
+            present[name] = {field: value for field, value in module.items() if field != "when"}
+        else:
+            absent.add(name)
+    return present, frozenset(absent)
 
 
 def read_stack(
-    name: str, table: Any, shared: Mapping[str, Block], values: Values
+    name: str,
+    table: Any,
+    shared: Mapping[str, Block],
+    values: Values,
+    absent: frozenset[str] = frozenset(),
+    encoded: bool = False,
 ) -> tuple[StackSpec, set[str]]:
     """Reads a stack; returns it and the shared modules that its formulas call.
+
+    Args:
+        absent: shared modules left out by `when`.
+        encoded: whether the layers are given an encoder's output.
 
     Raises:
         SpecError: for an unknown key, a formula or module that is wrong, a module that no formula
@@ -47,10 +88,8 @@ def read_stack(
     """
     path = values.path
     check_keys(table, STACK_KEYS, path, name)
-    own = as_table(table.get("modules", {}), path, f"{name}.modules")
-    for module in own:
-        if module in shared:
-            raise SpecError(path, f"{name}.modules.{module}", "is declared in [modules] already")
+    where = f"{name}.modules"
+    own = as_table(table.get("modules", {}), path, where)
     written = table.get("layers", values.dims.get("layers"))
     if written is None:
         raise SpecError(path, f"{name}.layers", "is missing; set it, or dims.layers")
@@ -59,15 +98,19 @@ def read_stack(
     values.used |= {"layers"} & values.dims.keys()
     variants = _variants(table, f"{name}.variants", values)
     chosen = _pattern(table.get("pattern"), count, list(variants), values, f"{name}.pattern")
-    outer = _Wiring(name, "", own, shared, values, count)
+    outer = _Wiring(name, "", own, shared, values, count, absent, {})
+    inner: dict[str, Sort] = {"encoded": "encoded"} if encoded else {}
     for content in variants.values():
-        _check_names(content["modules"], f"{name}.modules", path)
+        _check_names(content["modules"], where, path)
+        for module in content["modules"]:
+            if module in shared:
+                raise SpecError(path, f"{where}.{module}", "is declared in [modules] already")
     stem, stem_modules = outer.compile("stem", table.get("stem"))
     head, head_modules = outer.compile("head", table.get("head"))
     layers = {}
     for variant in dict.fromkeys(chosen):
         content = variants[variant]
-        wiring = _Wiring(name, variant, content["modules"], shared, values, count)
+        wiring = _Wiring(name, variant, content["modules"], shared, values, count, absent, inner)
         layers[variant] = LayerSpec(*wiring.compile("layer", content["layer"]))
     stack = StackSpec(
         name,
@@ -76,11 +119,18 @@ def read_stack(
         head,
         tuple({**dict(stem_modules), **dict(head_modules)}.items()),
     )
-    called = {*stem.calls, *head.calls}
+    called = set[str]()
+    for part in ("stem", "head"):
+        called |= set(formula.called(table[part], path, f"{name}.{part}"))
     for variant, content in variants.items():
         called |= set(formula.called(content["layer"], path, _layer_key(name, variant)))
-    declared = [module for content in variants.values() for module in content["modules"]]
-    check_called(declared, called, path, f"{name}.modules")
+    uncalled = {
+        module: written
+        for content in variants.values()
+        for module, written in content["modules"].items()
+        if module not in called
+    }
+    check_called(_present(uncalled, where, values)[0], called, path, where)
     return stack, called & shared.keys()
 
 
@@ -124,29 +174,37 @@ class _Wiring:
     shared: Mapping[str, Block]
     values: Values
     count: int
+    absent: frozenset[str]
+    inputs: Mapping[str, Sort]
 
     def compile(self, part: str, text: Any) -> tuple[Formula, tuple[tuple[str, Block], ...]]:
         """A formula, and the modules of the stack that it calls."""
         path = self.values.path
         key = _layer_key(self.stack, self.variant) if part == "layer" else f"{self.stack}.{part}"
-        calls = formula.called(text, path, key)
+        where = f"{self.stack}.modules"
+        own, absent = _present(self.own, where, self.values)
+        absent |= self.absent
         modules = {
-            name: read(Block, self.own[name], self.values, f"{self.stack}.modules.{name}")
-            for name in dict.fromkeys(calls)
-            if name in self.own
+            name: read(Block, own[name], self.values, f"{where}.{name}")
+            for name in dict.fromkeys(formula.called(text, path, key))
+            if name in own
         }
         known = {**self.shared, **modules}
         compiled = compile_formula(
             text,
             path=path,
             key=key,
-            inputs=_INPUTS[part],
-            modules=[*self.shared, *self.own],
-            takes=lambda name: "indices" if isinstance(known[name], LOOKUPS) else "vectors",
+            inputs={**_INPUTS[part], **self.inputs},
+            modules=[*self.shared, *own],
+            takes=lambda name: _takes(known[name]),
             constant=lambda name: self._constant(name, key),
+            absent=absent,
+            ends=None if part == "head" else ("", "x"),
         )
+        modules = {name: block for name, block in modules.items() if name in compiled.calls}
+        left = formula.called(compiled.text, path, key)
         for name in compiled.calls:
-            if reason := _misplaced(known[name], part, calls.count(name)):
+            if reason := _misplaced(known[name], self.stack, part, left.count(name)):
                 raise SpecError(path, key, f"calls {name}, {reason}")
         return compiled, tuple(modules.items())
 
@@ -156,15 +214,41 @@ class _Wiring:
         return self.values.dim(name, key) if name in self.values.dims else None
 
 
-def _misplaced(block: Block, part: str, times: int) -> str:
+def _takes(block: Block) -> tuple[Sort, ...]:
+    """What the arguments of a block hold."""
+    if isinstance(block, CrossAttention):
+        return "vectors", "encoded"
+    return ("indices",) if isinstance(block, LOOKUPS) else ("vectors",)
+
+
+def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
     """Why a formula cannot call a block where and as often as it does; "" if it can."""
-    if isinstance(block, Attention) and part != "layer":
+    if isinstance(block, _ATTENTIONS) and part != "layer":
         return "an attention, which only the formula of a layer can: each has a cache of its own"
-    if isinstance(block, Attention) and times > 1:
+    if isinstance(block, _ATTENTIONS) and times > 1:
         return f"an attention, {times} times, but it has one cache: declare a module for each call"
+    if isinstance(block, LatentAttention) and stack != "decoder":
+        return "a latent attention, which only a decoder can: it needs a cache"
     if isinstance(block, Head) and part != "head":
         return "a vocabulary head, which only the head formula can"
+    if isinstance(block, Pool) and (stack, part) != ("encoder", "head"):
+        return "a pool, which only the head formula of an encoder can: it needs whole texts"
     return ""
+
+
+def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:
+    """The shared modules that the model has: those that formulas call on lines that are left."""
+    names = {
+        name
+        for stack in stacks
+        for part in (stack.stem, stack.head, *(layer.wiring for layer in stack.layers))
+        for name in part.calls
+    }
+    blocks = [shared.get(name) for name in names]
+    blocks += [block for stack in stacks for _, block in stack.modules]
+    if any(isinstance(block, Head) and block.tied for block in blocks):
+        names.add("embed")
+    return {name: block for name, block in shared.items() if name in names}
 
 
 def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jinfer.spec.bounds import Size
+from jinfer.spec.bounds import Count, Size
 from jinfer.spec.errors import SpecError
 from jinfer.spec.reader import read
-from jinfer.spec.tables import as_table, check_keys, check_texts
+from jinfer.spec.tables import as_table, check_keys, check_text, check_texts
 from jinfer.spec.values import Values
 
 FORMATS = ("gguf", "llama2c")
@@ -23,15 +23,18 @@ class Entry:
     """One line of a `[tensors]` table.
 
     Attributes:
-        names: the file's name, or several of which the first that exists is taken.
+        names: the file's name, or several of which the first that exists is taken; {e} counts
+            tensors that are stacked along a new first axis.
         parts: parameters fused in that tensor, in their order there; {i} is the layer.
         groups: a fused tensor holds its parts once per group, [group, (part, part, ...), ...].
-        transpose: the file has the matrix as [in, out].
+        axis: of the file's tensor, along which its parts follow each other.
+        transpose: the file has matrices as [in, out].
     """
 
     names: tuple[str, ...]
     parts: tuple[str, ...] = ()
     groups: int = 1
+    axis: int = 0
     transpose: bool = False
 
 
@@ -40,15 +43,16 @@ class Place:
     """Where a parameter is: candidates for the file's tensor, and the parts fused in it.
 
     Attributes:
-        names: the file's names, the first that exists counts.
+        names: the file's names, the first that exists counts; may have {e}, as in `Entry`.
         parts: every parameter fused in that tensor, in order; empty if it is alone.
-        groups, transpose: as in `Entry`.
+        groups, axis, transpose: as in `Entry`.
     """
 
     names: tuple[str, ...]
-    parts: tuple[str, ...]
-    groups: int
-    transpose: bool
+    parts: tuple[str, ...] = ()
+    groups: int = 1
+    axis: int = 0
+    transpose: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class TensorMap:
         entries: (pattern of the parameter's name, entry), the ones that win first.
         prefixes: the file's names may or may not begin with one of these.
         ignore: glob patterns of tensors that the model has no use for.
+        suffixes: other words at the end of the file's names -> "weight" or "bias".
     """
 
     entries: tuple[tuple[str, Entry], ...]
     prefixes: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped."""
@@ -78,7 +84,7 @@ class TensorMap:
             layer = found.groupdict().get("i") or ""
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
             names = tuple(source.replace("{i}", layer) + leaf for source in entry.names)
-            return Place(names, parts, entry.groups, entry.transpose)
+            return Place(names, parts, entry.groups, entry.axis, entry.transpose)
         return None
 
 
@@ -105,6 +111,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     """
     entries: list[tuple[str, Entry]] = []
     listed: dict[str, list[str]] = {"prefix": [], "ignore": []}
+    suffixes: dict[str, str] = {}
     where = f"tensors.{format}" if format in FORMATS else "tensors"
     for layer in layers:
         own = []
@@ -112,10 +119,18 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
             key = f"{where}.{name}" if name in listed else f"{where}.{name!r}"
             if name in listed:
                 listed[name] += check_texts(written, values.path, key)
+            elif name == "suffixes":
+                table = as_table(written, values.path, f"{where}.suffixes")
+                suffixes |= {k: check_text(v, values.path, key) for k, v in table.items()}
             else:
                 own.append((name, _read_entry(name, written, values, key)))
         entries = own + entries
-    return TensorMap(tuple(entries), tuple(listed["prefix"]), tuple(listed["ignore"]))
+    return TensorMap(
+        tuple(entries),
+        tuple(listed["prefix"]),
+        tuple(listed["ignore"]),
+        tuple(suffixes.items()),
+    )
 
 
 def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
@@ -130,7 +145,7 @@ def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
 def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
     path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
-    check_keys(table, ("from", "groups", "transpose"), path, key)
+    check_keys(table, ("from", "groups", "axis", "transpose"), path, key)
     names = check_texts(table.get("from", []), path, key)
     if not names or not all(names):
         raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
@@ -138,6 +153,8 @@ def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
         raise SpecError(path, key, "has {i} more than once")
     if "{i}" not in pattern and any("{i}" in name for name in names):
         raise SpecError(path, key, "has no {i}, but the file's name has")
+    if "{e}" in pattern:
+        raise SpecError(path, key, "has {e}, which only the file's name can have")
     found = list(_GROUP.finditer(pattern))
     if len(found) > 1:
         raise SpecError(path, key, "has more than one {a,b,...} group")
@@ -146,7 +163,9 @@ def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
         head, tail = pattern[: found[0].start()], pattern[found[0].end() :]
         parts = tuple(head + part + tail for part in found[0][1].split(","))
     groups = read(Size, table.get("groups", 1), values, f"{key}.groups")
-    if groups > 1 and not parts:
-        raise SpecError(path, f"{key}.groups", "is for fused tensors, such as 'attn.{q,k,v}'")
+    axis = read(Count, table.get("axis", 0), values, f"{key}.axis")
+    for name, given in (("groups", groups > 1), ("axis", axis > 0)):
+        if given and not parts:
+            raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
     transpose = read(bool, table.get("transpose", False), values, f"{key}.transpose")
-    return Entry(names, parts, groups, transpose)
+    return Entry(names, parts, groups, axis, transpose)

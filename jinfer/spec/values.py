@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.expressions import (
     FUNCTIONS,
@@ -40,6 +41,7 @@ class Values:
         lookup: `$key` -> value; raises `Missing`.
         has: whether the checkpoint has a tensor that matches a glob pattern.
         source: what `lookup` reads, for errors ("config.json").
+        engine_context: the context that `[engine]` asks for.
         used: dimensions that were asked for.
     """
 
@@ -48,6 +50,7 @@ class Values:
     lookup: Callable[[str], Any]
     has: Callable[[str], bool]
     source: str = "the checkpoint"
+    engine_context: int | None = None
     used: set[str] = field(default_factory=set)
     _known: dict[str, Any] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
@@ -62,6 +65,12 @@ class Values:
         if name not in self._known:
             self._known[name] = self._evaluated_dim(name)
         return self._known[name]
+
+    def served_context(self, asked_by: str) -> int | None:
+        """The longest sequence that the engine will have, where anything says."""
+        if self.engine_context is not None or "context" not in self.dims:
+            return self.engine_context
+        return min(self.dim("context", asked_by), DEFAULT_CONTEXT)
 
     def _evaluated_dim(self, name: str) -> Any:
         key = f"dims.{name}"

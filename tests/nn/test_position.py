@@ -13,8 +13,10 @@ from tests.reference.numpy_positions import (
     Floats,
     alibi_slopes_ceil,
     alibi_slopes_floor,
+    dynamic_ntk_theta,
     linear_frequencies,
     llama3_frequencies,
+    longrope_attention_factor,
     rope,
     sinusoids_fairseq,
     sinusoids_marian,
@@ -24,7 +26,8 @@ from tests.reference.numpy_positions import (
 from tests.reference.numpy_positions import rope_frequencies as plain_frequencies
 
 HEAD_DIM, CONTEXT = 16, 64
-POSITIONS = np.array([[0, 1, 2, 3], [7, 8, 200, 201]])
+SHORT, LONG = tuple(np.linspace(1, 3, HEAD_DIM // 2)), tuple(np.linspace(2, 40, HEAD_DIM // 2))
+POSITIONS = np.array([[0, 1, 2, 3], [7, 8, 300, 301]])
 X = np.random.default_rng(0).normal(size=(2, 4, 3, HEAD_DIM))
 
 
@@ -56,7 +59,7 @@ def test_rope(pairs: Literal["halves", "adjacent"], dim: int, theta: float) -> N
 
 
 def test_rope_keeps_the_type() -> None:
-    """Angles are float32 whatever the type: a bfloat16 cannot tell position 200 from 201."""
+    """Angles are float32 whatever the type: a bfloat16 cannot tell position 300 from 301."""
     got = rotary()(jnp.asarray(X, jnp.bfloat16), jnp.asarray(POSITIONS))
     assert got.dtype == jnp.bfloat16
     assert_allclose(np.asarray(got, np.float64), expected(), atol=0.03)
@@ -89,8 +92,51 @@ def test_rope_keeps_the_type() -> None:
             yarn_attention_factor(4.0, 0.8) / yarn_attention_factor(4.0, 0.5),
         ),
         (scaling("yarn", factor=1.0), plain_frequencies(HEAD_DIM), 1.0),
+        (
+            scaling("yarn", original_max_position_embeddings=200_000),  # the ramp ends beyond
+            yarn_frequencies(HEAD_DIM, 1e4, 4.0, 200_000),
+            yarn_attention_factor(4.0),
+        ),
+        (
+            scaling("longrope", length=CONTEXT, short_factor=SHORT, long_factor=LONG),
+            plain_frequencies(HEAD_DIM) / SHORT,
+            longrope_attention_factor(4.0, CONTEXT),
+        ),
+        (
+            scaling("longrope", length=CONTEXT + 1, short_factor=SHORT, long_factor=LONG),
+            plain_frequencies(HEAD_DIM) / LONG,
+            longrope_attention_factor(4.0, CONTEXT),
+        ),
+        (scaling("longrope", factor=1.0), plain_frequencies(HEAD_DIM), 1.0),
+        (scaling("longrope", attention_factor=1.7), plain_frequencies(HEAD_DIM), 1.7),
+        (scaling("dynamic", length=CONTEXT), plain_frequencies(HEAD_DIM), 1.0),
+        (scaling("dynamic", length=CONTEXT // 2), plain_frequencies(HEAD_DIM), 1.0),
+        (
+            scaling("dynamic", length=3 * CONTEXT),
+            plain_frequencies(
+                HEAD_DIM, dynamic_ntk_theta(1e4, HEAD_DIM, 4.0, 3 * CONTEXT, CONTEXT)
+            ),
+            1.0,
+        ),
     ],
-    ids=["none", "default", "linear", "llama3", "yarn", "yarn-exact", "yarn-mscale", "yarn-1"],
+    ids=[
+        "none",
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+        "yarn-exact",
+        "yarn-mscale",
+        "yarn-1",
+        "yarn-long",
+        "longrope-short",
+        "longrope-long",
+        "longrope-1",
+        "longrope-factor",
+        "dynamic-same",
+        "dynamic-shorter",
+        "dynamic-longer",
+    ],
 )
 def test_scaling(scaled: Scaling | None, frequencies: Floats, factor: float) -> None:
     module = rotary(scaling=scaled)
@@ -113,6 +159,8 @@ def test_factors_of_the_checkpoint_divide_the_frequencies() -> None:
 def test_alibi_slopes(heads: int) -> None:
     slopes = alibi_slopes(heads, Alibi(kind="alibi"))
     assert_allclose(slopes, alibi_slopes_floor(heads), rtol=1e-12)
+    slopes = alibi_slopes(heads, Alibi(kind="alibi", factor=0.25))
+    assert_allclose(slopes, alibi_slopes_floor(heads) / 4, rtol=1e-12)
     slopes = alibi_slopes(heads, Alibi(kind="alibi", max_bias=5.0))
     assert_allclose(slopes, alibi_slopes_ceil(heads, bias_max=5.0), rtol=1e-12)
 

@@ -12,15 +12,41 @@ from jax import Array
 from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
-from jinfer.ops.attention import BLOCK, Partial, _partial, attend, attend_reference, merge
+from jinfer.ops.attention import (
+    BLOCK,
+    Partial,
+    Sight,
+    _partial,
+    attend,
+    attend_reference,
+    merge,
+)
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_blocks import attention as numpy_attention
 
 SLOTS, HEAD_DIM, SCALE = 3, 8, 0.4
 FORMS = pytest.mark.parametrize("form", [attend, attend_reference])
-JITTED = {
-    form: jax.jit(form, static_argnames=("scale", "window")) for form in (attend, attend_reference)
-}
+
+
+@partial(jax.jit, static_argnames=("form", "window"))
+def causal(
+    form: Callable[..., Array],
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    slot: Array,
+    window: int | None,
+    slopes: Array | None,
+) -> Array:
+    """Attention in which a token sees what stands before it, with ALiBi where slopes are given."""
+
+    def alibi(distance: Array) -> Array:
+        assert slopes is not None
+        return -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
+
+    sight = Sight(SCALE, bias=None if slopes is None else alibi, window=window)
+    return form(q, keys, values, positions, positions, slot, sight)
 
 
 def random(seed: int, *shape: int) -> Floats:
@@ -40,11 +66,11 @@ def run(
 ) -> Floats:
     """Attention of q [batch, tokens, heads, dim], row b standing at starts[b] and after."""
     positions = np.array(starts, np.int32)[:, None] + np.arange(q.shape[1], dtype=np.int32)
-    out = JITTED[form](
+    out = causal(
+        form,
         *(jnp.asarray(x, dtype) for x in (q, keys, values)),
         jnp.asarray(positions),
         jnp.int32(slot),
-        scale=SCALE,
         window=window,
         slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
     )
@@ -120,6 +146,24 @@ def test_alibi(form: Callable[..., Array], window: int | None) -> None:
 
 
 @FORMS
+@pytest.mark.parametrize("window", [None, 30])
+def test_whole_texts(form: Callable[..., Array], window: int | None) -> None:
+    """Where every token sees every other one, up to the end of its own text."""
+    lengths, most = [BLOCK + 5, 40], BLOCK + 5
+    q = random(19, 2, most, 2, HEAD_DIM)
+    keys, values = random(20, 2, 2, 1, most, HEAD_DIM)
+    at = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (2, most))
+    last = jnp.broadcast_to(jnp.array(lengths, jnp.int32)[:, None] - 1, at.shape)
+    sight = Sight(SCALE, window=window, ahead=window)
+    whole = [jnp.asarray(x, jnp.float32) for x in (q, keys, values)]
+    got = form(*whole, at, last, jnp.int32(0), sight)
+    for b, length in enumerate(lengths):
+        k, v = (x[b, :, :length].swapaxes(0, 1) for x in (keys, values))
+        wanted = numpy_attention(q[b, :length], k, v, SCALE, causal=False, window=window)
+        assert_allclose(got[b, :length], wanted, atol=2e-6)
+
+
+@FORMS
 @pytest.mark.parametrize("garbage", [1e30, -1e30, 3e38])
 def test_what_lies_beyond_does_not_matter(form: Callable[..., Array], garbage: float) -> None:
     """What earlier sequences and padding left is finite, for a cache begins as zeros."""
@@ -166,7 +210,7 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
         at = jnp.arange(first, last, dtype=jnp.int32)
         k, v = keys[:, :, first:last], values[:, :, first:last]
         fresh = jnp.ones(last - first, jnp.bool_)
-        return _partial(rows, k, v, positions, at, fresh, SCALE, window, None)
+        return _partial(rows, k, v, positions, positions, at, fresh, Sight(SCALE, window=window))
 
     whole = part(0, 40)
     parts = [part(first, last) for first, last in pairwise(cuts)]

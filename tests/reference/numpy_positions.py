@@ -93,6 +93,16 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def longrope_attention_factor(factor: float, original_context: int) -> float:
+    """LongRoPE (Ding et al., 2024) as Phi-3 has it: sqrt(1 + ln(factor) / ln(original context))."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))
+
+
+def dynamic_ntk_theta(theta: float, dim: int, factor: float, length: int, original: int) -> float:
+    """The theta of dynamic NTK scaling for a sequence of a length above the original context."""
+    return theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
+
+
 def alibi_slopes_floor(heads: int) -> Floats:
     """ALiBi (Press et al., 2021) as its authors, BLOOM and Baichuan fill odd numbers of heads.
 

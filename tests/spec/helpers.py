@@ -3,6 +3,7 @@
 import copy
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,11 @@ attn = { kind = "attention", position = { kind = "rope" } }
 
 def facts(config: Mapping[str, Any] | None = None, tensors: tuple[str, ...] = ()) -> Facts:
     """A checkpoint of safetensors whose config.json is `config`."""
-    return Facts("safetensors", lookup_in(config or {}), lambda p: p in tensors, "config.json")
+
+    def has(pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in tensors)
+
+    return Facts("safetensors", lookup_in(config or {}), has, "config.json")
 
 
 def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Facts:

@@ -100,6 +100,8 @@ def _option(option: Any) -> str:
         return str(get_args(option)[1].text)
     if get_origin(option) is Literal:
         return ", ".join(f"`{word}`" for word in get_args(option))
+    if get_origin(option) is tuple:
+        return "a list of numbers"
     if dataclasses.is_dataclass(option):
         kind = get_type_hints(option).get("kind")
         return f"`{get_args(kind)[0]}` table" if kind else "a table, see below"
@@ -107,6 +109,8 @@ def _option(option: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    if "served" in field.metadata:
+        return "`engine.context`"
     if "dim" in field.metadata:
         return f"`dims.{field.metadata['dim']}`"
     if field.default is dataclasses.MISSING:

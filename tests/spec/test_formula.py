@@ -1,5 +1,6 @@
 """Wiring formulas: what they compute, and everything that they refuse."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,17 @@ from jinfer.spec.formula import Formula, Sort, compile_formula
 
 from .helpers import PATH, one_line
 
-INPUTS: dict[str, Sort] = {"x": "vectors", "tokens": "indices", "positions": "indices"}
-MODULES: dict[str, Sort] = {"attn": "vectors", "ffn": "vectors", "embed": "indices"}
+INPUTS: dict[str, Sort] = {
+    "x": "vectors", "tokens": "indices", "positions": "indices", "encoded": "encoded",
+}  # fmt: skip
+MODULES: dict[str, tuple[Sort, ...]] = {
+    "attn": ("vectors",), "ffn": ("vectors",), "embed": ("indices",),
+    "cross": ("vectors", "encoded"),
+}  # fmt: skip
 CONSTANTS = {"hidden": 64, "layers": 4, "scale": 0.5, "zero": 0, "word": "silu"}
 
 
-def compiled(text: Any) -> Formula:
+def compiled(text: Any, **more: Any) -> Formula:
     return compile_formula(
         text,
         path=PATH,
@@ -23,13 +29,17 @@ def compiled(text: Any) -> Formula:
         modules=MODULES,
         takes=MODULES.__getitem__,
         constant=CONSTANTS.get,
+        **more,
     )
 
 
 def run(text: str) -> tuple[Any, dict[str, Any]]:
-    """A formula on numbers: attn adds 10, ffn multiplies by 2, embed negates."""
-    effect = {"attn": lambda x: x + 10, "ffn": lambda x: x * 2, "embed": lambda x: -x}
-    inputs = {"x": 3.0, "tokens": 5, "positions": 7}
+    """A formula on numbers: attn adds 10, ffn multiplies by 2, embed negates, cross multiplies."""
+    effect: dict[str, Callable[..., Any]] = {
+        "attn": lambda x: x + 10, "ffn": lambda x: x * 2, "embed": lambda x: -x,
+        "cross": lambda x, encoded: x * encoded,
+    }  # fmt: skip
+    inputs = {"x": 3.0, "tokens": 5, "positions": 7, "encoded": 100}
     return compiled(text).run(inputs, lambda name, arguments: effect[name](*arguments))
 
 
@@ -48,6 +58,7 @@ def run(text: str) -> tuple[Any, dict[str, Any]]:
         ("x * min(layers, 2) / max(1, 2)", 3),
         ("\n   x = attn(x)\n      x = ffn(x)  # a remark\n\n", 26),
         ("1 / x * +x", 1),
+        ("x + cross(attn(x), encoded)", 1303),
     ],
 )
 def test_value(text: str, value: float) -> None:
@@ -82,10 +93,10 @@ def test_an_assigned_name_hides_a_dimension() -> None:
         ("# nothing", "is empty"),
         ("x = ", "cannot be read as an expression: 'x ='"),
         ("attn(x", "cannot be read as an expression"),
-        ("y = attn(x)\nx = x + n", "unknown name 'n'; allowed: positions, tokens, x, y"),
+        ("y = attn(x)\nx = x + n", "unknown name 'n'; allowed: encoded, positions, tokens"),
         ("x + token", "unknown name 'token'; did you mean 'tokens'?"),
         ("x = word", "unknown name 'word'"),
-        ("attnn(x)", "calls 'attnn'; did you mean 'attn'? allowed: attn, ceil, embed, ffn"),
+        ("attnn(x)", "calls 'attnn'; did you mean 'attn'? allowed: attn, ceil, cross, embed"),
         ("x(x)", "calls 'x'"),
         ("attn()", "attn takes 1 argument, not 0"),
         ("attn(x, x)", "attn takes 1 argument, not 2"),
@@ -99,8 +110,14 @@ def test_an_assigned_name_hides_a_dimension() -> None:
         ("tokens", "has no vectors as its value"),
         ("hidden * 2", "has no vectors as its value"),
         ("x = 3", "has no vectors as its value"),
-        ("x + tokens", "tokens are indices; arithmetic takes vectors, numbers"),
-        ("x * -positions", "positions are indices"),
+        ("cross(x)", "cross takes 2 arguments, not 1"),
+        ("cross(encoded, x)", "cross takes vectors such as x, not encoded"),
+        ("cross(x, x)", "cross takes encoded, not x"),
+        ("attn(encoded)", "attn takes vectors such as x, not encoded"),
+        ("encoded", "has no vectors as its value"),
+        ("x + encoded", "encoded: arithmetic takes vectors and numbers only"),
+        ("x + tokens", "tokens: arithmetic takes vectors and numbers only"),
+        ("x * -positions", "positions: arithmetic takes vectors and numbers only"),
         ("x / (1 / zero)", "has no value: division by zero"),
         ("x * sqrt(0 - 1)", "has no value: "),
         ("x * log(zero)", "has no value: "),

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,31 @@ from jinfer.spec.files import families, format_table, parse_override, read_toml,
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.tables import merge
-from jinfer.spec.values import Missing
 
-from .helpers import PATH
+from .cases import GGUF, LLAMA, LLAMA2C, Case, cases, gguf_cases
+from .helpers import PATH, facts
 
-CONFIG = {
-    "vocab_size": 320, "hidden_size": 64, "n_embd": 64, "embedding_length": 64, "dim": 64,
-    "num_hidden_layers": 3, "n_layer": 3, "block_count": 3, "n_layers": 3, "hidden_dim": 112,
-    "num_attention_heads": 4, "n_head": 4, "attention.head_count": 4, "n_heads": 4,
-    "intermediate_size": 112, "feed_forward_length": 112, "n_kv_heads": 2, "max_seq_len": 256,
-    "max_position_embeddings": 256, "context_length": 256, "attention.layer_norm_epsilon": 1e-5,
-    "multi_query": True, "use_sliding_window": True, "max_window_layers": 1,
-    "sliding_window": 16, "shared_classifier": True, "rope_scaling": {"type": "yarn", "factor": 2},
-    "layer_types": ["full", "windowed"], "hidden_act": "gelu_new",
-}  # fmt: skip
 SLOWEST = 2.0  # seconds; the usual is a millisecond
 
 WORDS = st.sampled_from(
-    [*CONFIG, "x", "tokens", "heads", "layers", "hidden", "attn", "ffn", "norm", "embed", "logits"]
+    [
+        *LLAMA,
+        *GGUF,
+        "x",
+        "tokens",
+        "heads",
+        "layers",
+        "hidden",
+        "attn",
+        "ffn",
+        "norm",
+        "embed",
+        "logits",
+        "when",
+        "encoded",
+        "cross",
+        "token_types",
+    ]
 )
 PIECES = st.sampled_from(
     ["$", "|", "(", ")", "[", "]", "{", "}", "{i}", "{a,b}", "+", "-", "*", "/", "//", "**", "%",
@@ -45,22 +53,14 @@ NUMBERS = st.integers() | st.floats() | st.booleans() | st.none()
 SCALARS = NUMBERS | FORMULAS | st.sampled_from([2**31, 10**400, 0, 1, -1])
 KEYS = WORDS | st.text(max_size=6) | st.sampled_from(
     ["kind", "dims", "modules", "decoder", "variants", "pattern", "layer", "position", "scaling",
-     "from", "groups", "tensors", "gguf", "window", "tied", "prefix", "ignore", "match", "engine"]
+     "from", "groups", "tensors", "gguf", "window", "tied", "prefix", "ignore", "match", "engine",
+     "encoder", "when", "qk_norm", "axis"]
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
-
-
-def known(format: str) -> Facts:
-    def lookup(key: str) -> Any:
-        if key not in CONFIG:
-            raise Missing(key)
-        return CONFIG[key]
-
-    return Facts(format, lookup, lambda pattern: "attn" in pattern, "config.json")
 
 
 def slots(table: Any) -> Iterator[tuple[MutableMapping[str, Any], str]]:
@@ -105,31 +105,29 @@ def caught(action: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def resolves_or_refuses(tables: list[Any], format: str) -> None:
+def resolves_or_refuses(tables: list[Any], known: Facts) -> None:
     begin = time.monotonic()
-    spec, error = caught(lambda: resolve(tables, PATH, known(format), format_table(format)))
+    spec, error = caught(lambda: resolve(tables, PATH, known, format_table(known.format)))
     assert isinstance(spec, ModelSpec) or error.startswith(f"{PATH}: ")
     assert len(error) < 2000
     assert time.monotonic() - begin < SLOWEST
 
 
-FORMATS = st.sampled_from(["safetensors", "pickle", "gguf", "llama2c"])
+CASES = st.deferred(lambda: st.sampled_from([*cases(), *gguf_cases()]))
+# Every format's words for the sizes of one family.
+LLAMAS = st.sampled_from(["safetensors", "pickle", "gguf", "llama2c"]).map(
+    lambda format: replace(facts(LLAMA | GGUF | LLAMA2C), format=format)
+)
 FEW = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(FEW, max_examples=20_000)
 
 
-@pytest.mark.parametrize("name", sorted(families()))
-def test_families_resolve_unchanged(name: str) -> None:
-    tables = with_families({"family": name}, Path(PATH))
-    assert isinstance(resolve(tables, PATH, known("safetensors"), {}), ModelSpec)
-
-
 def changed_family(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(families())))
-    tables = copy.deepcopy(with_families({"family": name}, Path(PATH)))
+    case: Case = data.draw(CASES)
+    tables = copy.deepcopy(with_families({"family": case.family}, Path(PATH)))
     for _ in range(data.draw(st.integers(1, 4))):
         mutate(tables[data.draw(st.integers(0, len(tables) - 1))], data)
-    resolves_or_refuses(tables, data.draw(FORMATS))
+    resolves_or_refuses(tables, case.facts)
 
 
 @FEW
@@ -156,11 +154,11 @@ PLACES = [
 
 
 @FEW
-@given(place=st.sampled_from(PLACES), value=VALUES, format=FORMATS)
-def test_any_value_anywhere(place: tuple[str, ...], value: Any, format: str) -> None:
+@given(place=st.sampled_from(PLACES), value=VALUES, known=LLAMAS)
+def test_any_value_anywhere(place: tuple[str, ...], value: Any, known: Facts) -> None:
     for key in reversed(place):
         value = {key: value}
-    resolves_or_refuses([read_toml(families()["llama"]), value], format)
+    resolves_or_refuses([read_toml(families()["llama"]), value], known)
 
 
 @FEW
@@ -168,7 +166,7 @@ def test_any_value_anywhere(place: tuple[str, ...], value: Any, format: str) -> 
 def test_any_override(text: str) -> None:
     override, error = caught(lambda: parse_override(text))
     assert override is not None or error.startswith("--set: ")
-    resolves_or_refuses([merge(read_toml(families()["llama"]), override or {})], "safetensors")
+    resolves_or_refuses([merge(read_toml(families()["llama"]), override or {})], facts(LLAMA))
 
 
 @FEW
@@ -180,4 +178,4 @@ def test_any_file(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> N
     if error:
         assert error.startswith(f"{path}: ")
     else:
-        resolves_or_refuses([table], "safetensors")
+        resolves_or_refuses([table], facts(LLAMA))

@@ -116,7 +116,7 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Plain, {"count": "x"}, "some.key.count: unknown name 'x'"),
         (Block, 3, "some.key: 3 is not a table { ... }"),
         (Block, [], "some.key: [] is not a table { ... }"),
-        (Block, {}, "some.key.kind: is missing; allowed: activation, attention, embedding"),
+        (Block, {}, "some.key.kind: is missing; allowed: activation, attention, cross_attention"),
         (Block, {"kind": "atention"}, "some.key.kind: unknown kind 'atention'; did you mean 'att"),
         (Block, {"kind": 3}, "some.key.kind: unknown kind 3; allowed: "),
         (
@@ -216,7 +216,12 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
     ("table", "reason"),
     [
         ({"factor": 2.0}, "some.key.scaling.rope_type: is missing"),
-        ({"type": "longrope"}, "some.key.scaling.rope_type: 'longrope' is not one of the words"),
+        ({"type": "longropes"}, "some.key.scaling.rope_type: 'longropes' is not one of the words"),
+        ({"type": "longrope", "short_factor": [1.0, 2.0]}, "scaling.short_factor: has 2 numbers for"
+         " 4 pairs"),
+        ({"type": "longrope", "long_factor": [1, 1, 0, 1]}, "scaling.long_factor: has a number that"
+         " is not above 0"),
+        ({"type": "longrope", "long_factor": []}, "scaling.long_factor: [] is not a list of"),
         ({"type": "linear", "factor": 0}, "some.key.scaling.factor: 0 is not a number above 0"),
         ({"type": "linear", "factr": 2}, "scaling.factr: unknown key; did you mean 'factor'?"),
         (
@@ -224,7 +229,7 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
             "some.key.scaling.high_freq_factor: must be above low_freq_factor",
         ),
     ],
-)
+)  # fmt: skip
 def test_scaling_refused(table: dict[str, Any], reason: str) -> None:
     assert reason in refusal(Rope, {"kind": "rope", "scaling": table})
 

@@ -86,14 +86,15 @@ def test_settings_are_read() -> None:
         ({"match__llama2c": "x"}, "match.llama2c: 'x' is not true or false"),
         ({"match__when": 3}, "match.when: 3 is not a text"),
         ({"gguf": 3}, "gguf: 3 is not a table"),
-        ({"gguf__tensors": {}}, "gguf.tensors: unknown key; allowed: decoder, dims, modules"),
+        ({"gguf__tensors": {}}, "gguf.tensors: unknown key; allowed: decoder, dims, encoder"),
         ({"gguf__dims": 3}, "gguf.dims: 3 is not a table"),
         ({"gguf__dims__x": []}, "gguf.dims.x: [] is not a number or the text of an expression"),
         ({"gguf__modules": 3}, "gguf.modules: 3 is not a table"),
         ({"llama2c__decoder": []}, "llama2c.decoder: [] is not a table"),
         ({"tensors": 3}, "tensors: 3 is not a table"),
         ({"tensors__a": 3}, "tensors.'a': 3 is not a text or a list of texts"),
-        ({"encoder": {}}, "encoder: unknown key; did you mean 'decoder'?"),
+        ({"encoder": {}}, "encoder.stem: is missing; write the formula"),
+        ({"encoders": {}}, "encoders: unknown key; did you mean 'encoder'?"),
     ],
 )  # fmt: skip
 def test_specification_refused(changes: dict[str, Any], reason: str) -> None:
@@ -101,7 +102,7 @@ def test_specification_refused(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_nothing_to_build() -> None:
-    assert error_of({}) == "has no [decoder]; name a family or write one"
+    assert error_of({}) == "has neither [encoder] nor [decoder]; name a family or write one"
 
 
 @pytest.mark.parametrize(
@@ -199,3 +200,44 @@ def test_error_is_one_value() -> None:
     assert (error.path, error.key, error.reason) == (PATH, "a.b", "is wrong")
     assert one_line(error) == "a.b: is wrong"
     assert str(SpecError(PATH, "", "is wrong")) == f"{PATH}: is wrong"
+
+
+@pytest.mark.parametrize(
+    ("engine", "context", "length"),
+    [({}, 128, 128), ({}, 10**6, 4096), ({"context": 9000}, 10**6, 9000)],
+)
+def test_scaling_that_depends_on_the_length_served(
+    engine: dict[str, int], context: int, length: int
+) -> None:
+    """The engine's context, or the model's own up to where the engine stops by itself."""
+    table = model(
+        engine=engine,
+        dims__context=context,
+        decoder__modules__attn__position__scaling={"rope_type": "dynamic", "factor": 2},
+    )
+    assert f" length={length})" in repr(resolved(table).stacks)
+    table["decoder"]["modules"]["attn"]["position"]["scaling"]["rope_type"] = "yarn"
+    assert " length=None)" in repr(resolved(table).stacks)
+
+
+@pytest.mark.parametrize(
+    ("factors", "error"),
+    [
+        ([1.0] * 3, "scaling.short_factor: has 3 numbers for 4 pairs"),
+        ([1, 0, 1, 1], "scaling.short_factor: has a number that is not above 0"),
+        ([], "scaling.short_factor: [] is not a list of numbers or none"),
+        (["a"] * 4, "scaling.short_factor: ['a', 'a', 'a', 'a'] is not a list of numbers or none"),
+        (3.0, "scaling.short_factor: 3.0 is not a list of numbers or none"),
+    ],
+)
+def test_lists_of_factors(factors: Any, error: str) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": factors}
+    table = model(decoder__modules__attn__position__scaling=scaling)
+    assert error_of(table) == f"decoder.modules.attn.position.{error}"
+    scaling["short_factor"] = [1, 2, 3.5, 4]
+    assert "short_factor=(1.0, 2.0, 3.5, 4.0)" in repr(resolved(table).stacks)
+
+
+def test_a_tied_head_is_not_normalized() -> None:
+    error = error_of(model(modules__logits={"kind": "head", "tied": True, "normalize": True}))
+    assert error.startswith("modules.logits.normalize: cannot be true of a tied head")

@@ -118,7 +118,7 @@ def test_a_variant_has_its_own_wiring_and_modules() -> None:
         ({"decoder__layer": "x + atn(x)"}, "decoder.layer: calls 'atn'; did you mean 'attn'?"),
         ({"decoder__layer": "x + embed(x)"}, "decoder.layer: embed takes tokens or positions,"
          " not x"),
-        ({"decoder__stem": "x"}, "decoder.stem: unknown name 'x'; allowed: positions, tokens"),
+        ({"decoder__stem": "x"}, "decoder.stem: unknown name 'x'; allowed: positions, token_types"),
         ({"decoder__head": "logits(norm(tokens))"}, "decoder.head: unknown name 'tokens'"),
         ({"decoder__stem": "attn(embed(tokens))"}, "decoder.stem: calls attn, an attention, which "
          "only the formula of a layer can"),

@@ -56,11 +56,26 @@ def test_fused_tensors() -> None:
     )
     parts = tuple(f"decoder.1.attn.{part}.weight" for part in "qkv")
     for parameter in parts:
-        assert tensors.place(parameter) == Place(("h.1.qkv.weight",), parts, 4, True)
+        assert tensors.place(parameter) == Place(("h.1.qkv.weight",), parts, 4, transpose=True)
     place = tensors.place("decoder.0.ffn.up.bias")
     parts = ("decoder.0.ffn.gate.bias", "decoder.0.ffn.up.bias")
-    assert place == Place(("h.0.gate_up.bias",), parts, 1, False)
+    assert place == Place(("h.0.gate_up.bias",), parts)
     assert tensors.place("decoder.0.attn.o.weight") is None
+
+
+def test_stacked_tensors() -> None:
+    """{e} is left for loading, which knows how many there are."""
+    tensors = tensor_map(
+        {
+            "decoder.{i}.ffn.experts.up": ["h.{i}.experts.{e}.up", "h.{i}.up_exps"],
+            "decoder.{i}.ffn.experts.{gate,up}": {"from": "h.{i}.x", "groups": 2, "axis": 1},
+        }
+    )
+    place = tensors.place("decoder.2.ffn.experts.up.bias")
+    assert place == Place(("h.2.experts.{e}.up.bias", "h.2.up_exps.bias"))
+    parts = ("decoder.2.ffn.experts.gate.weight", "decoder.2.ffn.experts.up.weight")
+    place = tensors.place(parts[0])
+    assert place == Place(("h.2.x.weight",), parts, groups=2, axis=1)
 
 
 def test_every_format_has_its_own_table() -> None:
@@ -97,9 +112,15 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"embed": []}, "tensors.'embed': needs the file's tensor name"),
         ({"embed": {}}, "tensors.'embed': needs the file's tensor name"),
         ({"embed": {"form": "x"}}, "tensors.'embed'.form: unknown key; did you mean 'from'?"),
-        ({"ggufs": {"embed": "x"}}, "tensors.'ggufs'.embed: unknown key; allowed: from, groups"),
+        (
+            {"ggufs": {"embed": "x"}},
+            "tensors.'ggufs'.embed: unknown key; allowed: axis, from, groups",
+        ),
         ({"a": {"from": "x", "transpose": 1}}, "tensors.'a'.transpose: 1 is not true or false"),
         ({"a": {"from": "x", "groups": 2}}, "tensors.'a'.groups: is for fused tensors"),
+        ({"a": {"from": "x", "axis": 1}}, "tensors.'a'.axis: is for fused tensors"),
+        ({"{a,b}": {"from": "x", "axis": -1}}, "tensors.'{a,b}'.axis: -1 is not a whole number"),
+        ({"a.{e}": "x.{e}"}, "tensors.'a.{e}': has {e}, which only the file's name can have"),
         ({"{a,b}": {"from": "x", "groups": 0}}, "tensors.'{a,b}'.groups: 0 is not a whole number"),
         ({"{a,b}": {"from": "x", "groups": "n"}}, "tensors.'{a,b}'.groups: unknown name 'n'"),
         ({"{a,b}.{c,d}": "x"}, "tensors.'{a,b}.{c,d}': has more than one {a,b,...} group"),

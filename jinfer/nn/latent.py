@@ -1,0 +1,88 @@
+"""Multi-head latent attention: all heads share one small latent vector per token.
+
+The cache holds the latent and the rotated part of the key. The matrices that would unfold it into
+keys and values are applied to the query and to the output instead, so that nothing is unfolded
+over the length of the context (arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jinfer.cache import LayerCache, write
+from jinfer.nn.attention import Step, split
+from jinfer.nn.linear import Linear
+from jinfer.nn.norm import RMSNorm
+from jinfer.nn.position import Rotary
+from jinfer.ops.attention import Sight, attend
+from jinfer.spec import blocks
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (MLA)."""
+
+    def __init__(self, block: blocks.LatentAttention, dtype: DTypeLike) -> None:
+        self.block = block
+        q_width = block.heads * (block.nope_dim + block.rope_dim)
+        if block.query_rank is None:
+            self.q = Linear(block.inputs, q_width, False, dtype, ("heads", "hidden"))
+        else:
+            rank = block.query_rank
+            self.q_a = Linear(block.inputs, rank, block.bias, dtype, ("latent", "hidden"))
+            self.q_a_norm = _norm(rank, block.eps)
+            self.q_b = Linear(rank, q_width, False, dtype, ("heads", "latent"))
+        latent = block.latent_rank + block.rope_dim
+        self.kv_a = Linear(block.inputs, latent, block.bias, dtype, ("latent", "hidden"))
+        self.kv_a_norm = _norm(block.latent_rank, block.eps)
+        unfolded = block.heads * (block.nope_dim + block.value_dim)
+        self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, ("heads", "latent"))
+        o_width = block.heads * block.value_dim
+        self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
+        self.rope = Rotary(block.position, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
+        """The block's output, and the cache with the new tokens' latents in it."""
+        block = self.block
+        unfold = self.kv_b.weight[...].reshape(
+            block.heads, block.nope_dim + block.value_dim, block.latent_rank
+        )
+        to_key, to_value = unfold[:, : block.nope_dim], unfold[:, block.nope_dim :]
+        q = split(self._query(x), block.heads)
+        nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
+        in_latent = jnp.einsum("bthn,hnr->bthr", nope, to_key)
+        q = jnp.concatenate([in_latent, self.rope(rotated, step.positions)], axis=-1)
+        kv = self.kv_a(x)
+        latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
+        shared_key = self.rope(kv[:, :, None, block.latent_rank :], step.positions)
+        keys = jnp.concatenate([latent, shared_key], axis=-1)
+        cache = write(cache, keys, keys[..., :0], step.positions[:, 0], step.slot)
+        out = attend(
+            q, cache.keys, cache.keys, step.positions, step.positions, step.slot, self._sight()
+        )
+        out = jnp.einsum("bthr,hvr->bthv", out[..., : block.latent_rank], to_value)
+        return self.o(out.reshape(*x.shape[:2], -1)), cache
+
+    def _query(self, x: Array) -> Array:
+        if self.block.query_rank is None:
+            return self.q(x)
+        return self.q_b(self.q_a_norm(self.q_a(x)))
+
+    def _sight(self) -> Sight:
+        """YaRN's temperature is applied to the scores a second time (DeepSeek-V2's code)."""
+        scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
+        scaling = self.block.position.scaling
+        if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
+            scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+        return Sight(scale)
+
+
+def _norm(size: int, eps: float) -> RMSNorm:
+    return RMSNorm(blocks.RMSNorm(kind="rms", size=size, eps=eps), jnp.float32)

@@ -1,0 +1,137 @@
+"""Mixture of experts: rows go through the experts that were chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jinfer.ops.linear import linear
+
+# Rows of a block: few, where most experts have one or none, for padding to cost little; at most
+# as many as keep a block's activations in a cache.
+_LEAST_ROWS, _MOST_ROWS = 8, 128
+
+
+class Projection(NamedTuple):
+    """One projection of every expert."""
+
+    weight: Float[Array, "experts outputs inputs"]
+    bias: Float[Array, "experts outputs"] | None
+
+
+class Experts(NamedTuple):
+    """Feed-forwards of equal shape; without `gate` they are plain ones.
+
+    Attributes:
+        activation: of gate and up, or of None and up.
+    """
+
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    activation: Callable[[Array | None, Array], Array]
+
+
+def mixture_reference(
+    x: Float[Array, "rows hidden"],
+    chosen: Int[Array, "rows top_k"],
+    weights: Float[Array, "rows top_k"],
+    experts: Experts,
+) -> Float[Array, "rows hidden"]:
+    """What `mixture` computes, with every expert on every row and most of it thrown away."""
+    numbers = jnp.arange(experts.up.weight.shape[0])
+    each = jax.vmap(lambda expert: _feed_forward(x, experts, expert))(numbers)
+    share = jnp.sum(jnp.where(_is(chosen, numbers), weights[:, :, None], 0.0), axis=1)
+    return jnp.einsum("re,erh->rh", share, each.astype(jnp.float32)).astype(x.dtype)
+
+
+def mixture(
+    x: Float[Array, "rows hidden"],
+    chosen: Int[Array, "rows top_k"],
+    weights: Float[Array, "rows top_k"],
+    experts: Experts,
+) -> Float[Array, "rows hidden"]:
+    """The sum of what each row's chosen experts give, times their weights.
+
+    Pairs of row and expert are sorted by expert and cut into blocks of one expert each; a loop
+    goes over the blocks that there are. So only chosen experts' weights are read, once per block.
+
+    Milliseconds on two cores of an AMD EPYC, 64 experts of 1408 x 2048 in float32, top 6, at
+    1 / 8 / 32 / 128 / 512 rows: this 24 / 113 / 196 / 239 / 393; gathering the chosen experts'
+    weights 67 / 754 (XLA writes them out); `jax.lax.ragged_dot` 3265 at 8 rows and 10760 at 128
+    (XLA:CPU multiplies every row by every expert); all experts on all rows 1780 at 8, 2320 at 512.
+
+    Args:
+        chosen: experts of a row, no two the same.
+        weights: of the experts chosen, float32.
+    """
+    rows, top_k = chosen.shape
+    pairs, count = rows * top_k, experts.up.weight.shape[0]
+    size = _block_rows(pairs, count)
+    blocks = _Blocks(chosen.reshape(-1), count, size)
+
+    def run(number: Array, out: Array) -> Array:
+        expert, begin = blocks.at(number)
+        pair = lax.dynamic_slice_in_dim(blocks.order, begin, size)
+        y = _feed_forward(x[pair // top_k], experts, expert)
+        # The rows by which a block is too long are written anew by the next one.
+        return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
+
+    empty = jnp.zeros((pairs + size, x.shape[1]), x.dtype)
+    out = lax.fori_loop(0, blocks.number, run, empty)
+    place = jnp.argsort(blocks.order[:pairs])  # of each pair among the sorted ones
+    each = out[place].reshape(rows, top_k, -1).astype(jnp.float32)
+    return jnp.sum(each * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+class _Blocks:
+    """Pairs of row and expert, sorted by expert, in blocks of at most `size` of one expert."""
+
+    def __init__(self, expert_of: Int[Array, " pairs"], count: int, size: int) -> None:
+        self.size = size
+        order = jnp.argsort(expert_of, stable=True)
+        self.order = jnp.pad(order, (0, size))  # so that the last block has its full length
+        sizes = jnp.sum(_is(expert_of, jnp.arange(count)), axis=0, dtype=jnp.int32)
+        self.begin = jnp.cumsum(sizes) - sizes
+        self.blocks = (sizes + (size - 1)) // size
+        self.ends = jnp.cumsum(self.blocks)
+        self.number = self.ends[-1]
+
+    def at(self, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """The expert of a block, and the place of its first pair among the sorted ones."""
+        expert = jnp.sum(self.ends <= number, dtype=jnp.int32)
+        within = number - (self.ends[expert] - self.blocks[expert])
+        return expert, self.begin[expert] + within * self.size
+
+
+def _block_rows(pairs: int, experts: int) -> int:
+    """Rows of a block: about an expert's share, in powers of two; 1 where few meet."""
+    share = -(-pairs // experts)
+    if share == 1:
+        return 1
+    return min(max(_LEAST_ROWS, 1 << (share - 1).bit_length()), _MOST_ROWS)
+
+
+def _feed_forward(
+    x: Float[Array, "rows hidden"], experts: Experts, expert: Int[Array, ""]
+) -> Float[Array, "rows hidden"]:
+    def project(x: Array, projection: Projection) -> Array:
+        weight, bias = projection
+        return linear(x, _pick(weight, expert), None if bias is None else _pick(bias, expert))
+
+    gate = None if experts.gate is None else project(x, experts.gate)
+    return project(experts.activation(gate, project(x, experts.up)), experts.down)
+
+
+def _pick(stacked: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _is(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:
+    """Whether each of `chosen` is each number: [*shape, experts]."""
+    return chosen[..., None] == numbers.reshape((1,) * chosen.ndim + (-1,))

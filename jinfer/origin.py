@@ -1,0 +1,143 @@
+"""Where a parameter comes from: the tensors of a checkpoint that hold it, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.spec.errors import nearest
+from jinfer.spec.tensors import Place, TensorMap
+
+type Shapes = Mapping[str, tuple[int, ...]]
+
+
+class LoadError(ValueError):
+    """Checkpoint and specification do not fit each other: names the file and the tensor."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The tensors that one parameter is read from.
+
+    Attributes:
+        parameter: its name.
+        files: one tensor, or one for each index of the parameter's first axis.
+        stacked: whether it is the latter.
+        place: how the parameter stands in each of them.
+        path: the checkpoint, for errors.
+    """
+
+    parameter: str
+    files: tuple[Tensor, ...]
+    stacked: bool
+    place: Place
+    path: object
+
+    @property
+    def nbytes(self) -> int:
+        """This parameter's share of what the tensors take in the file."""
+        return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
+
+    def read(self, shapes: Shapes, dtype: Any) -> np.ndarray:
+        """The parameter's values; what has to be put together is in `dtype` already.
+
+        Args:
+            shapes: of every parameter.
+
+        Raises:
+            LoadError: a tensor has another shape than the specification says.
+            CheckpointError: the file is broken.
+        """
+        if not self.stacked:
+            return self._read_one(self.files[0], shapes)
+        values = np.empty(shapes[self.parameter], dtype)
+        for e, file in enumerate(self.files):
+            values[e] = self._read_one(file, shapes)
+        return values
+
+    def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
+        values = file.read()
+        # An entry for a module is for its bias as well, which has no inputs to change places with.
+        if self.place.transpose and values.ndim > 1 and not self.parameter.endswith(".bias"):
+            values = values.swapaxes(-1, -2)
+        if self.place.parts:
+            values = self._part(file, values, shapes)
+        wanted = shapes[self.parameter][self.stacked :]
+        if _without_ones(values.shape) == _without_ones(wanted):
+            values = values.reshape(wanted)
+        if values.shape != wanted:
+            raise LoadError(
+                f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
+                f"but the specification says {list(wanted)}"
+            )
+        return values
+
+    def _part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+        """The parameter's part of a fused tensor."""
+        parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
+        of_all = [shapes.get(part, ())[self.stacked :] for part in parts]
+        sizes = [shape[axis] for shape in of_all if len(shape) > axis]
+        if (
+            len(sizes) < len(parts)
+            or values.shape[axis : axis + 1] != (sum(sizes),)
+            or any(size % groups for size in sizes)
+        ):
+            along = f" along axis {axis}" if axis else ""
+            raise LoadError(
+                f"{self.path}: {file.name} is {list(values.shape)}, which does not split into "
+                f"{' + '.join(map(str, sizes))} for {', '.join(parts)} in {groups} group(s){along}"
+            )
+        index = parts.index(self.parameter)
+        begin, size = sum(sizes[:index]) // groups, sizes[index]
+        before, after = values.shape[:axis], values.shape[axis + 1 :]
+        grouped = values.reshape(*before, groups, -1, *after)
+        every = (slice(None),) * (axis + 1)
+        return grouped[(*every, slice(begin, begin + size // groups))].reshape(
+            *before, size, *after
+        )
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without axes of length 1 in front, which some files have and others leave out."""
+    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
+def find_origin(
+    parameter: str,
+    shape: tuple[int, ...],
+    tensors: TensorMap,
+    files: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+) -> Origin:
+    """Finds the tensors of a parameter.
+
+    Args:
+        tensors: the checkpoint's names for the parameters.
+        files: its tensors by these names.
+
+    Raises:
+        LoadError: there is no name for it, or no tensor of that name.
+    """
+    place = tensors.place(parameter)
+    if place is None:
+        raise LoadError(
+            f"{checkpoint.path}: the specification's [tensors] has no name for {parameter}; add one"
+        )
+    missing = []
+    for name in place.names:
+        stacked = "{e}" in name
+        wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
+        absent = [each for each in wanted if each not in files]
+        if not absent:
+            found = tuple(files[each] for each in wanted)
+            return Origin(parameter, found, stacked, place, checkpoint.path)
+        missing.append(absent[0])
+    raise LoadError(
+        f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be loaded "
+        f"from; {nearest(missing[0], files)}"
+    )

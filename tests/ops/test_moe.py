@@ -1,0 +1,107 @@
+"""Rows through their experts: the blocked loop, the plain reference and NumPy agree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import Array
+from numpy.testing import assert_allclose
+
+from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
+from tests.reference import numpy_moe
+from tests.reference.numpy_blocks import Floats, linear, relu, silu
+
+HIDDEN, WIDTH = 6, 5
+BOTH = pytest.mark.parametrize("function", [mixture_reference, mixture])
+
+
+def silu_gated(gate: Array | None, up: Array) -> Array:
+    assert gate is not None
+    return jax.nn.silu(gate) * up
+
+
+def plain(gate: Array | None, up: Array) -> Array:
+    assert gate is None
+    return jax.nn.relu(up)
+
+
+def made_up(count: int, gated: bool, biased: bool) -> Experts:
+    rng = np.random.default_rng(count)
+
+    def projection(outputs: int, inputs: int) -> Projection:
+        weight, bias = rng.normal(size=(count, outputs, inputs)), rng.normal(size=(count, outputs))
+        return Projection(
+            jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32) if biased else None
+        )
+
+    gate = projection(WIDTH, HIDDEN) if gated else None
+    activation = silu_gated if gated else plain
+    return Experts(gate, projection(WIDTH, HIDDEN), projection(HIDDEN, WIDTH), activation)
+
+
+def numpy_mixture(x: Array, chosen: Floats, weights: Floats, experts: Experts) -> Floats:
+    def project(projection: Projection, e: int, row: Floats) -> Floats:
+        weight, bias = projection
+        return linear(row, weight[e], None if bias is None else bias[e])
+
+    def expert(e: int, row: Floats) -> Floats:
+        up = project(experts.up, e, row)
+        if experts.gate is None:
+            return project(experts.down, e, relu(up))
+        return project(experts.down, e, silu(project(experts.gate, e, row)) * up)
+
+    routed = [dict(zip(c, w, strict=True)) for c, w in zip(chosen, weights, strict=True)]
+    return numpy_moe.mixture(np.asarray(x, np.float64), routed, expert)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_choice(data: st.DataObject) -> None:
+    """Rows from 1 on, so that blocks have 1, 8 and 16 rows, are full, cut, or not there at all."""
+    count = data.draw(st.sampled_from([1, 2, 5]), "experts")
+    top_k = data.draw(st.integers(1, count), "top_k")
+    rows = data.draw(st.sampled_from([1, 2, 9, 40]), "rows")
+    favourites = data.draw(st.integers(top_k, count), "experts that are chosen at all")
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    chosen = np.stack([rng.permutation(favourites)[:top_k] for _ in range(rows)])
+    weights = rng.normal(size=(rows, top_k)).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(rows, HIDDEN)), jnp.float32)
+    gated, biased = data.draw(st.sampled_from([(True, False), (True, True), (False, True)]))
+    experts = made_up(count, gated, biased)
+    wanted = numpy_mixture(x, chosen, weights, experts)
+    for function in (mixture_reference, mixture):
+        got = function(x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), experts)
+        assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_one_expert_gets_everything(function: object, rows: int) -> None:
+    """300 rows are more than the largest block."""
+    experts = made_up(4, True, False)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, HIDDEN)), jnp.float32)
+    chosen = np.full((rows, 1), 2)
+    wanted = numpy_mixture(x, chosen, np.ones((rows, 1)), experts)
+    assert callable(function)
+    got = function(x, jnp.asarray(chosen, jnp.int32), jnp.ones((rows, 1), jnp.float32), experts)
+    assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+def test_bfloat16_is_summed_in_float32(function: object) -> None:
+    """A large and a small weight: the sum of the rounded parts, rounded once."""
+    experts = jax.tree.map(lambda a: a.astype(jnp.bfloat16), made_up(3, True, False)[:3])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(12, HIDDEN)), jnp.bfloat16)
+    chosen = jnp.asarray(np.tile([2, 0], (12, 1)), jnp.int32)
+    assert callable(function)
+
+    def run(*weights: float) -> Floats:
+        given = jnp.asarray(np.tile(weights, (12, 1)), jnp.float32)
+        got = function(x, chosen, given, Experts(*experts, silu_gated))
+        assert got.dtype == jnp.bfloat16
+        return np.asarray(got, np.float64)
+
+    wanted = 1.0 * run(1, 0) + 0.01 * run(0, 1)
+    assert_allclose(run(1, 0.01), wanted, rtol=2**-8, atol=1e-6)

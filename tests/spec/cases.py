@@ -1,0 +1,128 @@
+"""Checkpoints that the families are resolved for: those of the golden files, and made-up ones."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.checkpoint import open_checkpoint
+from jinfer.model import build
+from jinfer.spec.files import families, find_family, read_toml
+from jinfer.spec.model import ModelSpec
+from jinfer.spec.resolve import Facts
+
+from .helpers import facts, gguf_facts
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+LLAMA = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 256,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
+# Keys of a config.json for families of which there is no golden.
+MADE_UP: dict[str, dict[str, Any]] = {
+    "cohere": LLAMA | {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
+    "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
+    "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
+    "gpt_neo": {
+        "vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 16,
+        "attention_layers": ["global", "local"], "activation_function": "gelu_new",
+    },
+    "gpt_oss": LLAMA | MOE | {"sliding_window": 16, "head_dim": 16},
+    "gptj": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "granite": LLAMA | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    "granite_moe": LLAMA | MOE | {"residual_multiplier": 0.4, "logits_scaling": 1.7},
+    "internlm2": LLAMA | {"bias": False},
+    "mpt": {
+        "vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "no_bias": True,
+        "attn_config": {"alibi": True, "clip_qkv": 4.0, "kv_n_heads": 1},
+    },
+    "nemotron": LLAMA | {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "olmo": LLAMA | {"clip_qkv": 8.0},
+    "olmoe": LLAMA | MOE | {"norm_topk_prob": False},
+    "phi3_5_moe": LLAMA | MOE | {"router_jitter_noise": 0.01, "lm_head_bias": True},
+    "qwen2_moe": LLAMA | MOE | {"moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    "smollm3": LLAMA | {"no_rope_layers": [1, 1, 1, 0]},
+    "stablelm": LLAMA | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
+}  # fmt: skip
+GGUF = {
+    "vocab_size": 320, "embedding_length": 64, "block_count": 2, "attention.head_count": 4,
+    "feed_forward_length": 128, "context_length": 256, "attention.layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+GGUF_MOE = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
+LLAMA2C = {
+    "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
+    "max_seq_len": 256, "shared_classifier": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint: its name, the family that serves it, what it says of itself and its names."""
+
+    name: str
+    family: str
+    facts: Facts
+    architectures: tuple[str, ...]
+
+
+def golden_folders(file: str = "config.json") -> list[str]:
+    return sorted(path.parent.name for path in GOLDENS.glob(f"*/{file}"))
+
+
+@cache
+def golden(folder: str, file: str = "config.json") -> Case:
+    """A golden checkpoint, as one of its config files describes it."""
+    config = json.loads((GOLDENS / folder / file).read_text())
+    known = facts(config, tuple(open_checkpoint(GOLDENS / folder).tensors))
+    family = find_family(known, config["architectures"], Path(folder)).stem
+    return Case(folder, family, known, tuple(config["architectures"]))
+
+
+def architectures(family: str) -> tuple[str, ...]:
+    """The names by which checkpoints ask for a family."""
+    return tuple(read_toml(families()[family]).get("match", {}).get("architectures", ()))
+
+
+def made_up(family: str) -> Case:
+    """The made-up checkpoint of a family."""
+    return Case(family, family, facts(MADE_UP[family]), architectures(family)[:1])
+
+
+def cases() -> list[Case]:
+    """Every golden with a config.json, and the made-up ones."""
+    return [*map(golden, golden_folders()), *map(made_up, MADE_UP)]
+
+
+def gguf_like(architecture: str, **more: Any) -> Facts:
+    """The least metadata of a GGUF file of any architecture."""
+    metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
+    return gguf_facts({"general.architecture": architecture, **metadata}, {"output.weight": None})
+
+
+def gguf_cases() -> Iterator[Case]:
+    """The least GGUF file of every family that has a name there."""
+    for family, path in families().items():
+        table = read_toml(path)
+        for architecture in table["match"].get("gguf", []):
+            more = GGUF_MOE if "experts" in table.get("dims", {}) else {}
+            known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
+            yield Case(f"{family} {architecture}", family, known, (architecture,))
+
+
+def parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """The names of a model's parameters."""
+    return build(spec, jnp.float32).names
+
+
+def tensor_names(spec: ModelSpec) -> set[str]:
+    """Every name that the parameters of a model may have in its checkpoint."""
+    places = (spec.tensors.place(parameter) for parameter in parameters(spec))
+    return {name for place in places if place is not None for name in place.names}
