@@ -117,11 +117,11 @@ class Engine:
     def shapes(self, request: Request) -> list[Shape]:
         """The programs that a request will need if it comes alone."""
         logprobs = request.sampling.logprobs is not None
-        length, encoded = self._length(request.limit), self._encoded(len(request.encoder))
-        chunks = {size for _, _, size in self._chunks(0, len(request.prompt), length)}
+        length, encoded = self.padded_length(request.limit), self.padded_encoder(request.encoder)
+        chunks = {size for _, _, size in self.chunks(0, len(request.prompt), length)}
         shapes = [Shape("prefill", 1, length, encoded, c, logprobs) for c in sorted(chunks)]
         if encoded:
-            shapes.append(Shape("fill", 1, length, encoded, self._encoded(len(request.encoder))))
+            shapes.append(Shape("fill", 1, length, encoded, self.padded_encoder(request.encoder)))
         return [Shape("decode", 1, length, encoded, 1, logprobs), *shapes]
 
     @property
@@ -178,8 +178,10 @@ class Engine:
     def _make_room(self) -> _Slots:
         """Slots for what is waiting: those there are, if they are many and long enough."""
         count = self._slot_count(len(self._waiting))
-        length = self._length(max((request.limit for request in self._waiting), default=1))
-        encoded = self._encoded(max((len(r.encoder) for r in self._waiting), default=0))
+        length = self.padded_length(max((request.limit for request in self._waiting), default=1))
+        encoded = self.padded_encoder(
+            max((request.encoder for request in self._waiting), key=len, default=())
+        )
         if (old := self._slots) is not None:
             if old.count >= count and old.length >= length and old.encoded >= encoded:
                 return old
@@ -203,7 +205,7 @@ class Engine:
             held = []  # what the decoder kept belongs to another text
         reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
         reused -= reused % SMALLEST_CHUNK
-        for start, count, size in self._chunks(reused, len(prompt), slots.length):
+        for start, count, size in self.chunks(reused, len(prompt), slots.length):
             tokens = np.zeros(size, np.int32)
             tokens[:count] = prompt[start : start + count]
             program = self.programs.get(
@@ -218,7 +220,7 @@ class Engine:
         slots.requests[slot], slots.held[slot] = request, list(prompt)
 
     def _fill(self, slots: _Slots, slot: int, encoder: tuple[int, ...]) -> None:
-        tokens, lengths = _padded([encoder], self._encoded(len(encoder)))
+        tokens, lengths = padded([encoder], self.padded_encoder(encoder))
         shape = Shape("fill", slots.count, slots.length, slots.encoded, tokens.shape[1])
         program = self.programs.get(shape)
         slots.cache = program(self.leaves, slots.cache, tokens, lengths, np.int32(slot))
@@ -243,7 +245,7 @@ class Engine:
                 slots.held[slot].append(int(ids[row]))
                 yield _token(launched.sampled, row, int(ids[row]), request)
 
-    def _chunks(self, start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
+    def chunks(self, start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(first token, tokens, padded size) of each piece of a prompt.
 
         Sizes are powers of two, few programs for all lengths; a piece never reaches beyond the
@@ -263,32 +265,32 @@ class Engine:
         """A power of two, at most `max_slots`."""
         return min(1 << max(0, wanted - 1).bit_length(), self.max_slots)
 
-    def _length(self, tokens: int) -> int:
+    def padded_length(self, tokens: int) -> int:
         """A power of two, at most the context, a multiple of the smallest chunk."""
         length = max(SMALLEST_CACHE, 1 << (tokens - 1).bit_length())
         whole = -(-self.context // SMALLEST_CHUNK) * SMALLEST_CHUNK
         return min(length, whole)
 
-    def _encoded(self, tokens: int) -> int:
+    def padded_encoder(self, text: Sequence[int]) -> int:
         """A padded length for an encoder's text; 0 where a decoder reads none."""
         if not self.model.has_cross_attention:
             return 0
-        return max(SMALLEST_CHUNK, 1 << max(0, tokens - 1).bit_length())
+        return max(SMALLEST_CHUNK, 1 << max(0, len(text) - 1).bit_length())
 
     def forward(
         self, prompt: Sequence[int], want: Literal["logits", "hidden"], encoder: Sequence[int] = ()
     ) -> Float[np.ndarray, "tokens width"]:
         """Logits or last hidden states of every token of a decoder's prompt."""
-        length, encoded = self._length(len(prompt)), self._encoded(len(encoder))
+        length, encoded = self.padded_length(len(prompt)), self.padded_encoder(encoder)
         cache = kv_cache.empty(self.model.caches, 1, length, encoded, self.programs.dtype)
         lengths = np.array([len(encoder)], np.int32)
         if encoded:
-            texts, lengths = _padded([encoder], encoded)
+            texts, lengths = padded([encoder], encoded)
             fill = self.programs.get(Shape("fill", 1, length, encoded, encoded))
             cache = fill(self.leaves, cache, texts, lengths, np.int32(0))
         parts = []
-        for start, count, size in self._chunks(0, len(prompt), length):
-            tokens, _ = _padded([prompt[start : start + count]], size)
+        for start, count, size in self.chunks(0, len(prompt), length):
+            tokens, _ = padded([prompt[start : start + count]], size)
             program = self.programs.get(Shape("forward", 1, length, encoded, size, want=want))
             cache, out = program(self.leaves, cache, tokens, np.int32(start), lengths)
             parts.append(np.asarray(out)[:count])
@@ -311,8 +313,8 @@ class Engine:
         for begin in range(0, len(texts), rows):
             batch = list(texts[begin : begin + rows])
             empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
-            tokens, lengths = _padded([*batch, *empty], size)
-            token_types, _ = _padded([*types[begin : begin + rows], *empty], size)
+            tokens, lengths = padded([*batch, *empty], size)
+            token_types, _ = padded([*types[begin : begin + rows], *empty], size)
             program = self.programs.get(Shape("encode", rows, tokens=size, want=want))
             out = np.asarray(program(self.leaves, {}, tokens, token_types, lengths))
             results += [
@@ -325,7 +327,7 @@ def _fits(request: Request, slots: _Slots) -> bool:
     return request.limit <= slots.length and len(request.encoder) <= slots.encoded
 
 
-def _padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of ids padded with zeros to `size`, and their lengths."""
     padded = np.zeros((len(rows), size), np.int32)
     for i, row in enumerate(rows):

@@ -126,6 +126,11 @@ class Generation:
             self.tokenizer.detokenizer(self.request.prompt) if self.tokenizer else None
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether its last token has come."""
+        return self.finish_reason is not None
+
     def push(self, token: Token) -> None:
         """Takes a new token in; sets `finish_reason` if it is the last one."""
         self.last = time.perf_counter()

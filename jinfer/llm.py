@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,29 +15,16 @@ from jaxtyping import Float
 
 from jinfer import load
 from jinfer.compilation import use_persistent_cache
-from jinfer.conversation import Conversation, Message
-from jinfer.embedding import Pooling, cut, find_pooling, pool
+from jinfer.conversation import Message
+from jinfer.embedding import Pooling, cut, pool
 from jinfer.engine import Engine, Request
-from jinfer.generation import (
-    Chunk,
-    Completion,
-    Generation,
-    RequestError,
-    TokenLogprob,
-    Usage,
-    completion,
-)
+from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
 from jinfer.model import build
+from jinfer.opened import open_model, sampling_params
 from jinfer.programs import Programs
-from jinfer.recognize import Recognized, recognize
+from jinfer.running import Running
 from jinfer.sampling import SamplingParams
-from jinfer.spec.blocks import Rope
-from jinfer.spec.bounds import DEFAULT_CONTEXT
-from jinfer.spec.errors import SpecError, nearest
-from jinfer.spec.files import nested
-from jinfer.spec.model import ModelSpec, StackSpec
-from jinfer.spec.resolve import merge
-from jinfer.tokenizer import Tokenizer, load_tokenizer
+from jinfer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -51,7 +37,6 @@ class LLM:
         tokenizer: None where the checkpoint has none; token ids are served all the same.
         context: tokens a sequence may have, prompt included.
         load_seconds: time the weights took.
-        last_usage: tokens and seconds of the request that ended last.
     """
 
     def __init__(
@@ -78,31 +63,24 @@ class LLM:
                 line that names the file, the key or tensor, and what to do.
         """
         use_persistent_cache()
-        found = recognize(source, _tables(overrides))
-        self.spec = found.spec
-        self.tokenizer = _tokenizer(found)
-        self._conversation = Conversation.of(found.spec, found.tokenizer, found.config)
-        self._defaults = _generation_defaults(found)
-        self._decoder_prefix = decoder_prefix(found)
-        self._pooling = find_pooling(found)
-        self._end_ids = self.tokenizer.eos_ids if self.tokenizer else _end_ids(found.config)
-        dtype = jnp.dtype(_dtype(found.spec.dtype))
-        self.context = _context(found)
+        self._opened = opened = open_model(source, overrides)
+        self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
+        dtype = jnp.dtype(opened.dtype)
         self._engine = Engine(
-            Programs(build(found.spec, dtype), dtype),
+            Programs(build(opened.spec, dtype), dtype),
             (),
-            context=self.context,
-            max_slots=found.spec.engine.slots,
-            prefill_chunk=found.spec.engine.prefill_chunk,
+            context=opened.context,
+            max_slots=opened.spec.engine.slots,
+            prefill_chunk=opened.spec.engine.prefill_chunk,
         )
+        self._running = Running(self._engine, opened.tokenizer)
         self._ids = count()
-        self._running: dict[int, Generation] = {}
-        self.last_usage = Usage(0, 0, 0.0, 0.0)
         if first is not None:
-            self._announce(self._request(first(self), None))
+            request = self._request(first(self), None)
+            self._engine.programs.announce(self._engine.shapes(request))
         begun = time.perf_counter()
         self._engine.leaves = load.load(
-            self._engine.model, found.checkpoint, found.spec.tensors, progress=progress
+            self._engine.model, opened.checkpoint, opened.spec.tensors, progress=progress
         )
         self.load_seconds = time.perf_counter() - begun
 
@@ -110,6 +88,11 @@ class LLM:
     def compile_seconds(self) -> float:
         """Time that requests have waited for programs to be compiled."""
         return self._engine.programs.waited
+
+    @property
+    def last_usage(self) -> Usage:
+        """Tokens and seconds of the request that ended last."""
+        return self._running.last_usage
 
     @property
     def compilations(self) -> int:
@@ -146,18 +129,13 @@ class LLM:
             raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters")
         prefix = list(decoder_prefix)
         if language is not None:
-            start = prefix or self._decoder_prefix[:1]
+            start = prefix or self._opened.decoder_prefix[:1]
             prefix = [*start, self._text_tokenizer().language_id(language)]
         requests = [
             self._request(self.encode(prompt), chosen, prefix)
             for prompt, chosen in zip(listed, each, strict=True)
         ]
-        running = [self._submit(request) for request in requests]
-        try:
-            chunks = [list(self._chunks(generation)) for generation in running]
-        finally:
-            self._abandon(running)
-        return [completion(g, part) for g, part in zip(running, chunks, strict=True)]
+        return self._running.complete(requests)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
@@ -166,7 +144,10 @@ class LLM:
 
         Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
         """
-        return self._stream(self._submit(self._request(self.encode(prompt), params)))
+        request = self._request(self.encode(prompt), params)
+        if request.sampling.strategy == "beam":
+            raise RequestError("a beam search knows its answer only at the end; use generate")
+        return self._stream(request)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -239,10 +220,10 @@ class LLM:
                 decoder.
             normalize: to length 1; None: as the checkpoint says, else yes.
         """
-        limit = min(self.context, self._pooling.max_tokens or self.context)
+        limit = min(self.context, self._opened.pooling.max_tokens or self.context)
         ids = [cut(self.encode(text), limit) for text in _as_list(texts)]
         hidden = self._forward(ids, "hidden", None, token_type_ids)
-        take, unit = pooling or self._pooling.take, self._pooling.normalize
+        take, unit = pooling or self._opened.pooling.take, self._opened.pooling.normalize
         return pool(hidden, take, unit if normalize is None else normalize)
 
     def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
@@ -258,21 +239,15 @@ class LLM:
         places = [place for place, id in enumerate(ids) if id == tokenizer.mask_id]
         if not places:
             raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
-        logits = self.logits([ids])[0][places].astype(np.float64)
-        logprobs = (
-            logits
-            - np.log(np.sum(np.exp(logits - logits.max(-1, keepdims=True)), -1, keepdims=True))
-            - logits.max(-1, keepdims=True)
-        )
+        logprobs = jax.nn.log_softmax(self.logits([ids])[0][places], axis=-1)
         return [
-            [
-                TokenLogprob(
-                    int(id), tokenizer.decode([int(id)], skip_special=False), float(row[id])
-                )
-                for id in np.argsort(-row, kind="stable")[:top]
-            ]
-            for row in logprobs
+            [self._likely(int(id), float(row[id])) for id in np.argsort(-row)[:top]]
+            for row in np.asarray(logprobs)
         ]
+
+    def _likely(self, id: int, logprob: float) -> TokenLogprob:
+        text = self._text_tokenizer().decode([id], skip_special=False)
+        return TokenLogprob(id, text, logprob)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
@@ -293,16 +268,20 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
-        return self._conversation.encode(self._text_tokenizer(), messages, **variables)
+        return self._opened.conversation.encode(self._text_tokenizer(), messages, **variables)
 
     @property
     def can_chat(self) -> bool:
         """Whether there is a tokenizer and a chat template."""
-        return self.tokenizer is not None and self._conversation.has_template
+        return self.tokenizer is not None and self._opened.conversation.has_template
 
     def params(self, **changes: Any) -> SamplingParams:
         """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
-        return _sampling_params({**self._defaults, **changes}, self.spec.path)
+        return sampling_params({**self._opened.defaults, **changes}, self.spec.path)
+
+    def _repr_html_(self) -> str:
+        """The model as a notebook shows it: its wiring and sizes."""
+        return self.spec._repr_html_()
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -319,7 +298,7 @@ class LLM:
             raise RequestError("the model has no decoder; use embed, fill_mask, logits or hidden")
         encoder: tuple[int, ...] = ()
         if self._engine.model.has_cross_attention:
-            encoder, ids = tuple(ids), list(prefix or self._decoder_prefix)
+            encoder, ids = tuple(ids), list(prefix or self._opened.decoder_prefix)
             self._check_text(encoder)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -332,49 +311,15 @@ class LLM:
             raise RequestError("stop texts need a tokenizer; use stop_token_ids")
         most = self.context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
         limit = min(most, self.context)
-        return Request(next(self._ids), tuple(ids), sampling, limit, self._end_ids, encoder)
+        return Request(next(self._ids), tuple(ids), sampling, limit, self._opened.end_ids, encoder)
 
-    def _announce(self, request: Request) -> None:
-        """Starts to compile what a request will need."""
-        self._engine.programs.announce(self._engine.shapes(request))
-
-    def _submit(self, request: Request) -> Generation:
-        generation = Generation(request, self.tokenizer)
-        self._running[request.id] = generation
-        self._engine.submit(request)
-        return generation
-
-    def _stream(self, generation: Generation) -> Generator[Chunk]:
+    def _stream(self, request: Request) -> Generator[Chunk]:
+        # Submitted only here: a generator that is never started would keep its slot for ever.
+        generation = self._running.submit(request)
         try:
-            yield from self._chunks(generation)
+            yield from self._running.chunks(generation)
         finally:
-            self._abandon([generation])
-
-    def _chunks(self, generation: Generation) -> Iterator[Chunk]:
-        """A generation's pieces as they come; other running generations advance with it."""
-        while True:
-            # While a piece is out, other streams may have advanced this one to its end.
-            while pieces := generation.take():
-                yield from pieces
-            if generation.finish_reason is not None:
-                return
-            before = self.compile_seconds
-            tokens = self._engine.step()
-            for running in self._running.values():
-                if not running.count:
-                    running.waited += self.compile_seconds - before
-            for token in tokens:
-                running = self._running[token.request]
-                if running.finish_reason is None:  # two tokens may come at once
-                    running.push(token)
-                if running.finish_reason is not None:
-                    self._engine.finish(token.request)
-
-    def _abandon(self, generations: Sequence[Generation]) -> None:
-        for generation in generations:
-            self.last_usage = generation.usage()
-            self._engine.finish(generation.request.id)
-            self._running.pop(generation.request.id, None)
+            self._running.abandon([generation])
 
     def _forward(
         self,
@@ -387,7 +332,7 @@ class LLM:
         for ids in texts:
             self._check_text(ids)
         if self.spec.decoder is None:
-            if want not in results_of(self.spec.stacks[0]):
+            if want not in {"hidden", *self.spec.stacks[0].head.results}:
                 raise RequestError(f"the model has no head that gives {want}")
             types = token_type_ids or [[0] * len(ids) for ids in texts]
             if [len(row) for row in types] != [len(ids) for ids in texts]:
@@ -414,87 +359,7 @@ class LLM:
             )
 
 
-def _tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
-    for key, value in overrides.items():
-        tables = merge(tables, nested(key, value))
-    return tables
-
-
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
         return [prompts]
     return list(prompts)
-
-
-def _tokenizer(found: Recognized) -> Tokenizer | None:
-    checkpoint = found.checkpoint
-    metadata = checkpoint.metadata if checkpoint.format == "gguf" else None
-    if found.tokenizer != checkpoint.path:
-        metadata = None
-    return load_tokenizer(
-        found.tokenizer, metadata=metadata, vocab_size=found.spec.dims.get("vocab")
-    )
-
-
-def _dtype(name: str) -> str:
-    if name != "auto":
-        return name
-    # One-row products in bfloat16 convert all weights first on XLA:CPU, and take five times longer.
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _context(found: Recognized) -> int:
-    trained = found.spec.dims.get("context")
-    asked = found.spec.engine.context
-    if asked and trained and asked > trained * _stretch(found.spec):
-        raise SpecError(
-            found.spec.path,
-            "engine.context",
-            f"{asked} is above the {trained} tokens the model was made for; "
-            f"if its positions allow more, set dims.context too",
-        )
-    return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-
-
-def _stretch(spec: ModelSpec) -> float:
-    """How many times longer than trained sequences may be: "dynamic" scaling adapts itself."""
-    layers = (layer for stack in spec.stacks for layer in stack.layers)
-    ropes = (getattr(block, "position", None) for layer in layers for _, block in layer.modules)
-    scalings = (rope.scaling for rope in ropes if isinstance(rope, Rope) and rope.scaling)
-    return max((s.factor for s in scalings if s.rope_type == "dynamic"), default=1.0)
-
-
-def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = config.get("eos_token_id", config.get("tokenizer.ggml.eos_token_id"))
-    listed = ids if isinstance(ids, list) else [ids]
-    return tuple(id for id in listed if isinstance(id, int))
-
-
-def decoder_prefix(found: Recognized) -> tuple[int, ...]:
-    """What the answer of an encoder-decoder starts from."""
-    keys = ("decoder_start_token_id", "forced_bos_token_id")
-    ids = (found.config.get(key) for key in keys)
-    return tuple(id for id in ids if isinstance(id, int))
-
-
-def results_of(stack: StackSpec) -> set[str]:
-    """The results that the head of an encoder gives."""
-    return {"hidden", *stack.head.results}
-
-
-def _generation_defaults(found: Recognized) -> dict[str, Any]:
-    defaults = dict(found.spec.generation)
-    _sampling_params(defaults, found.spec.path)
-    return defaults
-
-
-def _sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
-    allowed = [field.name for field in fields(SamplingParams)]
-    for name in values:
-        if name not in allowed:
-            raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
-    try:
-        return SamplingParams(**values)
-    except ValueError as error:
-        raise SpecError(path, "generation", str(error)) from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,16 @@ class Origin:
             values[e] = self._read_one(file, shapes)
         return values
 
+    def check(self, shapes: Shapes) -> None:
+        """Raises `LoadError` if a tensor has another shape than the specification says."""
+        for file in self.files:
+            self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
+
     def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
-        values = file.read()
+        return self._arranged(file, file.read(), shapes)
+
+    def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+        """A tensor's values as the parameter has them."""
         # An entry for a module is for its bias as well, which has no inputs to change places with.
         if self.place.transpose and values.ndim > 1 and not self.parameter.endswith(".bias"):
             values = values.swapaxes(-1, -2)
@@ -105,6 +114,38 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Without axes of length 1 in front, which some files have and others leave out."""
     first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
     return shape[first:]
+
+
+def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
+    """The file's tensors by their names, also without a prefix and with the usual suffix."""
+    files = dict(checkpoint.tensors)
+    for prefix in tensors.prefixes:
+        for name, tensor in checkpoint.tensors.items():
+            if name.startswith(prefix):
+                files.setdefault(name.removeprefix(prefix), tensor)
+    for suffix, usual in tensors.suffixes:
+        for name, tensor in list(files.items()):
+            if name.endswith(f".{suffix}"):
+                files.setdefault(name.removesuffix(suffix) + usual, tensor)
+    return files
+
+
+def unused(
+    parameters: Iterable[str],
+    tensors: TensorMap,
+    files: Mapping[str, Tensor],
+    origins: Iterable[Origin],
+) -> list[str]:
+    """Tensors of the file that are no parameter's, not ignored and no copy of a tied head."""
+    used = {file.name for origin in origins for file in origin.files}
+    if "logits.weight" not in parameters and (place := tensors.place("logits.weight")):
+        used |= {files[name].name for name in place.names if name in files}
+    ignored = {
+        file.name
+        for name, file in files.items()  # a pattern may be written with the prefix or without
+        if any(fnmatchcase(name, pattern) for pattern in tensors.ignore)
+    }
+    return sorted({file.name for file in files.values()} - used - ignored)
 
 
 def find_origin(

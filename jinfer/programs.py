@@ -54,8 +54,9 @@ class Shape:
     """What a compiled program depends on.
 
     Attributes:
-        kind: "prefill" and "decode" choose tokens; "forward" is the decoder's pass alone, "fill"
-            puts an encoder's output into the cache, "encode" is the encoder's pass over texts.
+        kind: "prefill" and "decode" choose tokens; "beam" is a step of beam search; "forward" is
+            the decoder's pass alone; "fill" puts an encoder's output into the cache; "encode" is
+            the encoder's pass over texts.
         slots: rows of the cache, or texts.
         length, encoded: tokens of the decoder and the encoder that the cache has room for.
         tokens: new tokens of a row.
@@ -63,7 +64,7 @@ class Shape:
         want: the result of "forward" and "encode".
     """
 
-    kind: Literal["prefill", "decode", "forward", "fill", "encode"]
+    kind: Literal["prefill", "decode", "beam", "forward", "fill", "encode"]
     slots: int
     length: int = 0
     encoded: int = 0
@@ -168,6 +169,37 @@ def fill(
     return module.fill(encoded["hidden"], cache, slot)
 
 
+def beam(
+    model: AbstractModel,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    parents: Int[Array, " beams"],
+    tokens: Int[Array, " beams"],
+    position: Int[Array, ""],
+    encoded: Int[Array, " beams"],
+    scores: Float[Array, " beams"],
+) -> tuple[Cache, Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
+    """One step of a beam search: the likeliest continuations of all beams together.
+
+    Args:
+        parents: the row of the cache that each beam continues.
+        tokens: the last token of each beam, which stands at `position`.
+        scores: sum of the log-probabilities of each beam.
+
+    Returns:
+        The cache; beam, token and score of twice as many candidates as beams, best first.
+    """
+    cache = jax.tree.map(lambda rows: rows[parents], cache)
+    count = tokens.shape[0]
+    step = Step(jnp.broadcast_to(position, (count, 1)), jnp.int32(0), encoded=encoded)
+    first = jnp.zeros(count, jnp.int32)
+    logits, cache = model.module(leaves).decode(tokens[:, None], step, first, cache, "last")
+    sums = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1) + scores[:, None]
+    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
+    best, at = jax.lax.optimization_barrier(jax.lax.top_k(sums.reshape(-1), 2 * count))
+    return cache, at // sums.shape[1], at % sums.shape[1], best
+
+
 def encode(
     model: AbstractModel,
     want: Want,
@@ -242,6 +274,10 @@ class Programs:
                 sampler = _shapes(empty_sampler(1))
                 at = (_int32(shape.tokens), number, number, number)
                 return partial(prefill, model, shape.logprobs), (leaves, cache, state, *at, sampler)
+            case "beam":
+                beams = _int32(shape.slots)
+                scores = jax.ShapeDtypeStruct((shape.slots,), jnp.float32)
+                return partial(beam, model), (leaves, cache, beams, beams, number, beams, scores)
             case "forward":
                 return partial(forward, model, shape.want), (leaves, cache, tokens, number, row)
             case "fill":

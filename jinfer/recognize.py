@@ -38,12 +38,48 @@ class Recognized:
     tokenizer: Path
 
 
-def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
-    """Opens a specification with its weights, or weights whose family is found by their words.
+@dataclass(frozen=True)
+class Opened:
+    """A source with its checkpoint opened, before it is known how the model is built.
 
-    Args:
-        source: a specification (.toml), or anything `sources.locate` understands.
-        overrides: tables laid over the specification.
+    Attributes:
+        path: what the user points at.
+        own: the tables of a specification; empty for bare weights.
+        weights: the checkpoint's folder or file.
+        checkpoint, config: as in `Recognized`.
+    """
+
+    path: Path
+    own: Mapping[str, Any]
+    weights: Path
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+
+    @property
+    def architectures(self) -> list[str]:
+        """What the checkpoint calls itself."""
+        return _architectures(self.checkpoint, self.config)
+
+    @property
+    def describes_model(self) -> bool:
+        """Whether the specification says how the model is built, or names who does."""
+        return "family" in self.own or any(stack in self.own for stack in STACKS)
+
+    def family(self) -> str:
+        """The family that matches the checkpoint. Raises `SpecError` if none does, or several."""
+        facts = _facts(self.checkpoint, self.config, self.weights)
+        return str(find_family(facts, self.architectures, self.path))
+
+    def spec(self, overrides: Mapping[str, Any]) -> ModelSpec:
+        """How the model is built. Raises `SpecError`."""
+        own = self.own if self.describes_model else {**self.own, "family": self.family()}
+        tables = [*with_families(dict(own), self.path), overrides]
+        facts = _facts(self.checkpoint, self.config, self.weights)
+        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+
+
+def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
+    """Opens what a user points at, without asking whether any family fits it.
 
     Raises:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
@@ -59,17 +95,25 @@ def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
             path, "weights", "is missing: which checkpoint? set it there or with --set weights=..."
         )
     checkpoint = open_checkpoint(weights)
-    config = _config(weights, checkpoint)
-    facts = _facts(checkpoint, config, weights)
     if "family" in overrides:
         own = {**own, "family": overrides["family"]}
-    if "family" not in own and not any(stack in own for stack in STACKS):
-        own = {**own, "family": str(find_family(facts, _architectures(checkpoint, config), path))}
-    tables = [*with_families(own, path), overrides]
-    spec = resolve(tables, str(path), facts, format_table(checkpoint.format))
-    return Recognized(
-        spec, checkpoint, config, _location("tokenizer", own, overrides, path) or weights
-    )
+    return Opened(path, own, weights, checkpoint, _config(weights, checkpoint))
+
+
+def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
+    """Opens a specification with its weights, or weights whose family is found by their words.
+
+    Args:
+        source: a specification (.toml), or anything `sources.locate` understands.
+        overrides: tables laid over the specification.
+
+    Raises:
+        SourceError, SpecError, CheckpointError: one line with the file and what to do.
+    """
+    opened = open_source(source, overrides)
+    spec = opened.spec(overrides)
+    tokenizer = _location("tokenizer", opened.own, overrides, opened.path)
+    return Recognized(spec, opened.checkpoint, opened.config, tokenizer or opened.weights)
 
 
 def _location(
@@ -137,4 +181,4 @@ def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[st
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-__all__ = ["CheckpointError", "Recognized", "read_json", "recognize"]
+__all__ = ["CheckpointError", "Opened", "Recognized", "open_source", "read_json", "recognize"]

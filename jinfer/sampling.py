@@ -21,11 +21,12 @@ from jaxtyping import Bool, Float, Int, UInt
 MAX_STOP_IDS = 16  # ids that a request may name
 MAX_END_IDS = 64  # ids that end a request, the model's own included, for `min_tokens` to forbid
 MAX_LOGPROBS = 20
+MAX_BEAMS = 64
 MAX_TEMPERATURE = 1_000_000  # every token is as likely as the next long before
 MAX_SEED = 2**64 - 1
 MAX_INDEX = 2**31 - 1  # counts and token ids are 32-bit on the device
 
-Strategy = Literal["auto", "greedy", "sample", "top_k", "top_p", "min_p"]
+Strategy = Literal["auto", "greedy", "sample", "top_k", "top_p", "min_p", "beam"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class SamplingParams:
         strategy: "greedy" takes the likeliest token; "sample" draws, with every filter given;
             "top_k", "top_p", "min_p" draw and insist on that filter; "auto" draws if a
             temperature above 0 or a filter is given, and is greedy otherwise.
+        beams, length_penalty: of the strategy "beam", which keeps the `beams` likeliest sequences
+            and takes the one with the greatest log-probability / length ** length_penalty.
         temperature: logits are divided by it; 0 is greedy; None: 1 when drawing.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
@@ -55,6 +58,8 @@ class SamplingParams:
     """
 
     strategy: Strategy = "auto"
+    beams: int = 4
+    length_penalty: float = 1.0
     temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
@@ -80,6 +85,8 @@ class SamplingParams:
         temperature = 0.0 if self.temperature is None else self.temperature
         cool = _number(temperature, 0, MAX_TEMPERATURE)
         yield "temperature", cool, f"from 0 to {MAX_TEMPERATURE}"
+        yield "beams", _whole(self.beams, 1, MAX_BEAMS), f"a whole number from 1 to {MAX_BEAMS}"
+        yield "length_penalty", _number(self.length_penalty, -100, 100), "from -100 to 100"
         yield "top_k", _whole(self.top_k, 0), f"a whole number from 0 (all) to {MAX_INDEX}"
         yield "top_p", _number(self.top_p, 0, 1) and self.top_p > 0, "above 0, and at most 1"
         yield "min_p", _number(self.min_p, 0, 1), "from 0 to 1"

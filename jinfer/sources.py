@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from jinfer.spec.errors import nearest
+
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
 HUB_WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]
 
@@ -19,7 +21,8 @@ def locate(source: str, beside: Path) -> Path:
 
     Args:
         source: a path, `package://module/file` (a file that an installed package carries; the
-            package is found without running any of its code), or `hf://owner/name`.
+            package is found without running any of its code), or `hf://owner/name`, of which
+            `hf://owner/name/file` fetches one file of weights only.
         beside: the folder that a relative path is relative to.
 
     Raises:
@@ -72,9 +75,13 @@ def _in_package(rest: str, source: str) -> Path:
 
 
 def _on_hub(rest: str, source: str) -> Path:
-    name, _, revision = rest.partition("@")
-    if name.count("/") != 1 or not all(name.split("/")):
-        raise SourceError(f"{source}: write hf://owner/name or hf://owner/name@revision")
+    path, _, revision = rest.partition("@")
+    parts = path.split("/")
+    if len(parts) < 2 or not all(parts):
+        raise SourceError(
+            f"{source}: write hf://owner/name, hf://owner/name/file or hf://owner/name@revision"
+        )
+    name, file = "/".join(parts[:2]), "/".join(parts[2:])
     try:
         from huggingface_hub import list_repo_files, snapshot_download
     except ImportError as error:
@@ -86,9 +93,11 @@ def _on_hub(rest: str, source: str) -> Path:
         files = list_repo_files(name, revision=revision or None)
         # The same weights often lie there in several formats: only the safest is fetched.
         weights = next((w for w in HUB_WEIGHTS if any(Path(f).match(w) for f in files)), "*.bin")
-        return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=[*HUB_FILES, weights])
-        )
+        if file and file not in files:
+            raise SourceError(f"there is no {file} in {name}; {nearest(file, files)}")
+        patterns = [*(p for p in HUB_FILES if p not in HUB_WEIGHTS), file or weights]
+        folder = snapshot_download(name, revision=revision or None, allow_patterns=patterns)
+        return Path(folder) / file
     except Exception as error:  # the hub's library raises its own, its HTTP library's and OSError
         reason = str(error).strip() or type(error).__name__
         raise SourceError(f"{source}: {reason.splitlines()[0]}") from error

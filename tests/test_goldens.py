@@ -24,11 +24,11 @@ CAUSAL = {
         *("aquila2", "baichuan2_7b", "baichuan2_13b", "chatglm2", "falcon40b", "gemma"),
         *("gpt_bigcode", "gpt_neox", "internlm", "minicpm", "openllama", "opt13b", "opt350m"),
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
-        *("mixtral", "deepseek_moe", "qwen3_moe"),
+        *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
+        *("qwen3", "gguf_qwen3", "olmo2", "gemma2"),
     )
 }
-# The same models with the names of older files, and as converted to GGUF.
-CAUSAL |= {f"{name}__legacy": name for name in ("bloom", "gpt2", "opt350m")}
+# The same models as converted to GGUF.
 CAUSAL |= {
     f"gguf_{name}": name
     for name in (
@@ -39,7 +39,7 @@ CAUSAL |= {
 # What a file says wrongly: this converter wrote 4 * hidden, whatever the width was.
 OVERRIDES: dict[str, dict[str, Any]] = {"gguf_phi2": {"dims.intermediate": 128}}
 # Its hidden states are narrower than its layers, and were left out of the values.
-NO_HIDDEN = ("opt350m", "opt350m__legacy")
+NO_HIDDEN = ("opt350m",)
 
 
 @cache

@@ -183,7 +183,18 @@ def test_a_revision(install: Callable[[Any], None], tmp_path: Path) -> None:
     assert hub.asked == [("owner/name", "v2")] * 2
 
 
-@pytest.mark.parametrize("rest", ["", "name", "owner/", "/name", "a/b/c"])
+def test_one_file_of_a_repository(install: Callable[[Any], None], tmp_path: Path) -> None:
+    hub = Hub(["a.safetensors", "tiny/m.bin", "tokenizer.json"], tmp_path)
+    install(hub)
+    assert locate("hf://owner/name/tiny/m.bin@v2", Path()) == tmp_path / "tiny/m.bin"
+    assert hub.asked == [("owner/name", "v2")] * 2
+    assert {"tiny/m.bin", "*.json"} <= set(hub.patterns)
+    assert "*.safetensors" not in hub.patterns
+    text = error_of("hf://owner/name/tiny/n.bin")
+    assert "there is no tiny/n.bin in owner/name; did you mean 'tiny/m.bin'?" in text
+
+
+@pytest.mark.parametrize("rest", ["", "name", "owner/", "/name", "a/b/", "a//c"])
 def test_a_hub_source_that_is_not_one(rest: str) -> None:
     assert "write hf://owner/name" in error_of(f"hf://{rest}")
 

@@ -24,14 +24,16 @@ LEVELS = [
     {
         *("spec", "checkpoint", "quant", "cache", "sampling", "scheduler"),
         *("tokenizer", "template", "constrain", "sources", "distributed"),
-        *("compilation", "conversation", "origin", "recognize", "stopping"),
+        *("compilation", "conversation", "embedding", "opened", "origin"),
+        *("recognize", "stopping"),
     },
     {"ops"},
     {"nn"},
     {"model"},
     {"partition", "load", "programs"},
     {"engine", "speculate"},
-    {"generation"},
+    {"beam", "generation"},
+    {"running"},
     {"errors", "llm"},
     {"jinfer", "server", "generate", "serve", "tools"},
 ]

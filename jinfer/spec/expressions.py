@@ -10,8 +10,10 @@ so it cannot take long either.
 from __future__ import annotations
 
 import ast
+import keyword
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -61,6 +63,8 @@ ALL: Nodes = (
     *(ast.Not, ast.And, ast.Or),
     *_COMPARE,
 )
+# Words of Python that are no names, nor operators here.
+_RESERVED = {*keyword.kwlist} - {"and", "or", "not", "in", "if", "else", "True", "False", "None"}
 # Parts of an expression that have no text of their own.
 _OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
 
@@ -103,7 +107,10 @@ def syntax_tree(text: str, mode: Literal["eval", "exec"]) -> Any:
         with warnings.catch_warnings(action="ignore"):  # of strange but legal syntax
             return ast.parse(text, mode=mode)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"cannot be read as an expression: {show(text)}") from error
+        reason = f"cannot be read as an expression: {show(text)}"
+        if reserved := sorted(set(re.findall(r"\w+", text)) & _RESERVED):
+            reason += f"; {reserved[0]!r} can only stand in quotes"
+        raise ExpressionError(reason) from error
 
 
 def check(tree: ast.AST, allowed: Nodes) -> None:

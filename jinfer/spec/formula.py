@@ -44,6 +44,11 @@ class Formula:
     constants: tuple[tuple[str, float], ...]
 
     @property
+    def statements(self) -> tuple[tuple[str, ast.expr], ...]:
+        """Its lines: the name assigned or "", and the expression's syntax tree."""
+        return _statements(self.text)
+
+    @property
     def results(self) -> frozenset[str]:
         """The names it assigns; "logits" stands for the value of a line that assigns none."""
         return frozenset(target or "logits" for target, _ in _statements(self.text))

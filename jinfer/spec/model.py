@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.spec.blocks import Block
+from jinfer.spec.blocks import Block, Rope
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
 from jinfer.spec.tensors import TensorMap
@@ -93,3 +93,23 @@ class ModelSpec:
     @property
     def decoder(self) -> StackSpec | None:
         return next((stack for stack in self.stacks if stack.name == "decoder"), None)
+
+    @property
+    def type(self) -> str:
+        """One of decoder-only, encoder-only and encoder-decoder."""
+        names = sorted((stack.name for stack in self.stacks), reverse=True)
+        return "-".join(names) if len(names) > 1 else f"{names[0]}-only"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the sizes and a drawing of the wiring."""
+        from jinfer.spec.html import spec_html
+
+        return spec_html(self)
+
+    @property
+    def stretch(self) -> float:
+        """How many times longer than trained sequences may be: "dynamic" scaling adapts itself."""
+        layers = (layer for stack in self.stacks for layer in stack.layers)
+        ropes = (getattr(block, "position", None) for layer in layers for _, block in layer.modules)
+        scalings = (rope.scaling for rope in ropes if isinstance(rope, Rope) and rope.scaling)
+        return max((s.factor for s in scalings if s.rope_type == "dynamic"), default=1.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from jinfer.spec.blocks import Block
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
@@ -86,7 +87,7 @@ def resolve(
     tensors = read_tensor_map(
         [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
     )
-    _check_dims(tables, whole, values)
+    _check_dims(tables, base, values)
     if "context" in values.dims:
         values.dim("context", "dims")
     return ModelSpec(
@@ -132,25 +133,26 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
 
 
 def _check_dims(
-    tables: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], values: Values
+    tables: Sequence[Mapping[str, Any]], base: Mapping[str, Any], values: Values
 ) -> None:
-    """A dimension that nothing names is most likely a misspelt one.
+    """A dimension that nothing names is most likely misspelt, unless it is one that blocks have.
 
-    What a family has from a family of its own may be left unused: another block needs other sizes.
+    What one table names counts for all: a family's family may have sizes for other blocks.
     """
-    named = {"context", *values.used}
-    texts = [
-        text for key in whole if key not in ("dims", "description") for text in texts_in(whole[key])
-    ]
-    texts += [text for name in values.used for text in texts_in(whole["dims"].get(name))]
+    named = {"layers", *values.used}
+    for block in get_args(Block):
+        known = [field.metadata.get("dim") for field, _ in fields(block).values()]
+        named |= {name for name in known if name is not None}
+    dims = [table.get("dims", {}) for table in (base, *tables)]
+    texts = [text for table in dims for name in named for text in texts_in(table.get(name))]
+    for table in (base, *tables):
+        parts = [table[key] for key in table if key not in ("dims", "description")]
+        texts += [text for part in parts for text in texts_in(part)]
     while texts:
         words = {w for text in texts for w in re.findall(r"\w+", re.sub(KEY, "", text))} - named
         named |= words
-        texts = [text for word in words for text in texts_in(whole["dims"].get(word))]
-    for table in tables[-3:]:  # the family, the specification, what the user sets
-        for name in table.get("dims", {}):
-            if name not in named:
-                known = named & values.dims.keys()
-                raise SpecError(
-                    values.path, f"dims.{name}", f"is used nowhere; {nearest(name, known)}"
-                )
+        texts = [text for word in words for table in dims for text in texts_in(table.get(word))]
+    for name in (name for table in tables for name in table.get("dims", {})):
+        if name not in named:
+            allowed = nearest(name, named & values.dims.keys())
+            raise SpecError(values.path, f"dims.{name}", f"is used nowhere; {allowed}")

@@ -116,14 +116,14 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     for layer in layers:
         own = []
         for name, written in _table_of(layer, format, values.path).items():
-            key = f"{where}.{name}" if name in listed else f"{where}.{name!r}"
             if name in listed:
-                listed[name] += check_texts(written, values.path, key)
+                listed[name] += check_texts(written, values.path, f"{where}.{name}")
             elif name == "suffixes":
-                table = as_table(written, values.path, f"{where}.suffixes")
-                suffixes |= {k: check_text(v, values.path, key) for k, v in table.items()}
+                for suffix, usual in as_table(written, values.path, f"{where}.suffixes").items():
+                    key = f"{where}.suffixes.{suffix}"
+                    suffixes[suffix] = check_text(usual, values.path, key)
             else:
-                own.append((name, _read_entry(name, written, values, key)))
+                own.append((name, _read_entry(name, written, values, f"{where}.{name!r}")))
         entries = own + entries
     return TensorMap(
         tuple(entries),

@@ -22,6 +22,7 @@ from tests.reference.numpy_moe import Routed
 from tests.reference.numpy_positions import (
     Floats,
     rope,
+    rope_frequencies,
     yarn_attention_factor,
     yarn_frequencies,
 )
@@ -93,9 +94,15 @@ def routed(x: Floats, t: Tensors, router: str, rule: Callable[[Floats], Routed])
     return [rule(row) for row in dense(x, t, router)]
 
 
-@pytest.mark.parametrize("dense_layers", [[], [1]])
-def test_qwen2_moe(tmp_path: Path, dense_layers: list[int]) -> None:
-    """Shares of all experts, not made to sum to 1; a shared expert with a gate of its own."""
+QWEN2 = MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": SHARED, "norm_topk_prob": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "use_sliding_window": False, "sliding_window": 16,
+    "max_window_layers": 1,
+}  # fmt: skip
+
+
+def qwen2_shapes(dense_layers: list[int]) -> Shapes:
     names: Shapes = affine("mlp.gate", EXPERTS, HIDDEN)
     names |= one_by_one("mlp.experts", WIDTH, "gate_proj", "up_proj", "down_proj")
     names |= affine("mlp.shared_expert.gate_proj", SHARED, HIDDEN)
@@ -106,6 +113,12 @@ def test_qwen2_moe(tmp_path: Path, dense_layers: list[int]) -> None:
     for i in dense_layers:
         shapes = {n: s for n, s in shapes.items() if f"layers.{i}.mlp." not in n}
         shapes |= {n: s for n, s in llama_shapes().items() if f"layers.{i}.mlp." in n}
+    return shapes
+
+
+@pytest.mark.parametrize("dense_layers", [[], [1]])
+def test_qwen2_moe(tmp_path: Path, dense_layers: list[int]) -> None:
+    """Shares of all experts, not made to sum to 1; a shared expert with a gate of its own."""
     parts = ("gate_proj", "up_proj", "down_proj")
 
     def block(x: Floats, t: Tensors) -> Floats:
@@ -118,13 +131,8 @@ def test_qwen2_moe(tmp_path: Path, dense_layers: list[int]) -> None:
         shared = swiglu(x, within(t, "mlp.shared_expert."), *parts)
         return out + sigmoid(dense(x, t, "mlp.shared_expert_gate")) * shared
 
-    config = MOE | {
-        "architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": WIDTH,
-        "shared_expert_intermediate_size": SHARED, "norm_topk_prob": False,
-        "decoder_sparse_step": 1, "mlp_only_layers": dense_layers, "use_sliding_window": False,
-        "sliding_window": 16, "max_window_layers": 1,
-    }  # fmt: skip
-    check(tmp_path, config, shapes, lambda t: decoder(t, block, turned))
+    config = QWEN2 | {"mlp_only_layers": dense_layers}
+    check(tmp_path, config, qwen2_shapes(dense_layers), lambda t: decoder(t, block, turned))
 
 
 def turned(x: Floats, t: Tensors, layer: int) -> Floats:
@@ -158,15 +166,24 @@ def test_olmoe(tmp_path: Path) -> None:
     check(tmp_path, config, moe_shapes(names), lambda t: decoder(t, block, attended))
 
 
+GRANITE = LOCAL | {
+    "architectures": ["GraniteMoeForCausalLM"], "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
+GRANITE_SHAPES = moe_shapes(
+    {
+        "block_sparse_moe.router.layer.weight": (EXPERTS, HIDDEN),
+        "block_sparse_moe.input_linear.weight": (EXPERTS, 2 * INNER, HIDDEN),
+        "block_sparse_moe.output_linear.weight": (EXPERTS, HIDDEN, INNER),
+    }
+)
+
+
 def test_granite_moe(tmp_path: Path) -> None:
     """The softmax of the chosen scores; all experts in two tensors, gate before up; scalings."""
-    prefix = "block_sparse_moe"
-    names: Shapes = affine(f"{prefix}.router.layer", EXPERTS, HIDDEN)
-    names[f"{prefix}.input_linear.weight"] = (EXPERTS, 2 * INNER, HIDDEN)
-    names[f"{prefix}.output_linear.weight"] = (EXPERTS, HIDDEN, INNER)
 
     def block(x: Floats, t: Tensors) -> Floats:
-        t = within(t, f"{prefix}.")
+        t = within(t, "block_sparse_moe.")
 
         def expert(e: int, row: Floats) -> Floats:
             gate, up = np.split(linear(row, t["input_linear.weight"][e]), 2)
@@ -175,21 +192,37 @@ def test_granite_moe(tmp_path: Path) -> None:
         rule = routed(x, t, "router.layer", lambda row: numpy_moe.top_k_then_softmax(row, TOP_K))
         return numpy_moe.mixture(x, rule, expert)
 
-    config = LOCAL | {
-        "architectures": ["GraniteMoeForCausalLM"], "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0,
-    }  # fmt: skip
+    def attended(x: Floats, t: Tensors, layer: int) -> Floats:
+        return attend(x, t, turn(), scale=0.2)
+
+    scales = (3.0, 0.4, 0.5)
     check(
-        tmp_path, config, moe_shapes(names),
-        lambda t: decoder(
-            t, block, lambda x, t, layer: attend(x, t, turn(), scale=0.2), scales=(3, 0.4, 0.5)
-        ),
-    )  # fmt: skip
+        tmp_path,
+        GRANITE,
+        GRANITE_SHAPES,
+        lambda t: decoder(t, block, attended, scales=scales),
+    )
 
 
 @pytest.mark.parametrize("jitter", [0.01, 0.4])
 def test_phi3_5_moe(tmp_path: Path, jitter: float) -> None:
-    """Experts picked one by one; layer norms under rms_norm_eps; biases but on the experts."""
+    """Experts picked one by one; layer norms under rms_norm_eps; biases but on the experts.
+
+    The context, 128, is longer than trained: longrope's long factors and their mscale hold.
+    """
+    long = [1.0, 1.3, 2.0, 4.0]
+    longrope = {
+        "type": "longrope", "short_factor": [1.0] * 4, "long_factor": long, "short_mscale": 1.2,
+        "long_mscale": 1.2, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    frequencies = rope_frequencies(DIM, 5000.0) / np.array(long)
+
+    def attended(x: Floats, t: Tensors, layer: int) -> Floats:
+        positions = np.arange(LENGTH)
+        return attend(
+            x, t, lambda y: rope(y, positions, inv_freq=frequencies, attention_factor=1.2)
+        )
+
     prefix = "block_sparse_moe"
     names: Shapes = affine(f"{prefix}.gate", EXPERTS, HIDDEN)
     names |= one_by_one(f"{prefix}.experts", INNER, "w1", "w3", "w2")
@@ -206,23 +239,39 @@ def test_phi3_5_moe(tmp_path: Path, jitter: float) -> None:
     config = LOCAL | {
         "architectures": ["PhiMoEForCausalLM"], "num_experts_per_tok": 2, "attention_bias": True,
         "lm_head_bias": True, "router_jitter_noise": jitter, "sliding_window": 128,
+        "rope_scaling": longrope,
     }  # fmt: skip
-    check(tmp_path, config, shapes, lambda t: decoder(t, block, turned, centre))
+    check(tmp_path, config, shapes, lambda t: decoder(t, block, attended, centre))
+
+
+TRAINED, FACTOR, WINDOW = 16, 4.0, 5
+GPT_OSS: dict[str, Any] = LOCAL | {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": FACTOR, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": TRAINED, "truncate": False,
+    },
+}  # fmt: skip
+GPT_OSS_SHAPES = moe_shapes(
+    affine("mlp.router", EXPERTS, HIDDEN, bias=True)
+    | {
+        "mlp.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * INNER),
+        "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * INNER),
+        "mlp.experts.down_proj": (EXPERTS, INNER, HIDDEN),
+        "mlp.experts.down_proj_bias": (EXPERTS, HIDDEN),
+        "self_attn.sinks": (HEADS,),
+    },
+    bias="qkvo",
+)
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
     """Gates and ups in turn, clamped; sinks; a window on the first layer; YaRN between pairs."""
-    trained, factor, window = 16, 4.0, 5
-    names: Shapes = affine("mlp.router", EXPERTS, HIDDEN, bias=True)
-    names["mlp.experts.gate_up_proj"] = (EXPERTS, HIDDEN, 2 * INNER)
-    names["mlp.experts.gate_up_proj_bias"] = (EXPERTS, 2 * INNER)
-    names["mlp.experts.down_proj"] = (EXPERTS, INNER, HIDDEN)
-    names["mlp.experts.down_proj_bias"] = (EXPERTS, HIDDEN)
-    names["self_attn.sinks"] = (HEADS,)
-    frequencies = yarn_frequencies(DIM, 5000.0, factor, trained, truncate=False)
+    frequencies = yarn_frequencies(DIM, 5000.0, FACTOR, TRAINED, truncate=False)
 
     def rotate(x: Floats) -> Floats:
-        scale = yarn_attention_factor(factor)
+        scale = yarn_attention_factor(FACTOR)
         return rope(x, np.arange(LENGTH), inv_freq=frequencies, attention_factor=scale)
 
     def attended(x: Floats, t: Tensors, layer: int) -> Floats:
@@ -231,7 +280,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
         q, k, v = (heads(dense(x, t, f"{n}_proj"), count) for n, count in counts)
         k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (rotate(k), v))
         scores = np.einsum("qhd,khd->hqk", rotate(q), k) / np.sqrt(DIM)
-        seen = mask(LENGTH, LENGTH, window=None if layer % 2 else window)
+        seen = mask(LENGTH, LENGTH, window=None if layer % 2 else WINDOW)
         sinks = np.broadcast_to(t["sinks"][:, None, None], (HEADS, LENGTH, 1))
         shares = softmax(np.concatenate([np.where(seen, scores, -np.inf), sinks], axis=-1))
         return dense(merged(np.einsum("hqk,khd->qhd", shares[..., :-1], v)), t, "o_proj")
@@ -247,13 +296,4 @@ def test_gpt_oss(tmp_path: Path) -> None:
         rule = routed(x, t, "router", lambda row: numpy_moe.top_k_then_softmax(row, TOP_K))
         return numpy_moe.mixture(x, rule, expert)
 
-    config: dict[str, Any] = LOCAL | {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "sliding_window": window,
-        "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": factor, "beta_fast": 32.0, "beta_slow": 1.0,
-            "original_max_position_embeddings": trained, "truncate": False,
-        },
-    }  # fmt: skip
-    shapes = moe_shapes(names, bias="qkvo")
-    check(tmp_path, config, shapes, lambda t: decoder(t, block, attended))
+    check(tmp_path, GPT_OSS, GPT_OSS_SHAPES, lambda t: decoder(t, block, attended))

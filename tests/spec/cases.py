@@ -30,6 +30,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "cohere": LLAMA | {"logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
+    "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "gpt_neo": {
         "vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 16,

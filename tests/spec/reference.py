@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.spec.blocks import ACTIVATION_ALIASES, Alibi, Block, Rope, Scaling
+from jinfer.spec.blocks import ACTIVATION_ALIASES, Alibi, Block, QKNorm, Relative, Rope, Scaling
 from jinfer.spec.model import EngineSpec, PromptSpec
 from jinfer.spec.reader import fields, union
 
@@ -21,7 +21,8 @@ def reference() -> dict[str, str]:
     """Every generated part of the page, by the name in its markers."""
     return {
         "blocks": "\n\n".join(_section(cls) for cls in get_args(Block)),
-        "positions": "\n\n".join(_section(cls) for cls in (Rope, Alibi)),
+        "positions": "\n\n".join(_section(cls) for cls in (Rope, Alibi, Relative)),
+        "qk_norm": _table(QKNorm),
         "scaling": _table(Scaling),
         "engine": _table(EngineSpec),
         "prompt": _table(PromptSpec),
@@ -104,7 +105,8 @@ def _option(option: Any) -> str:
         return "a list of numbers"
     if dataclasses.is_dataclass(option):
         kind = get_type_hints(option).get("kind")
-        return f"`{get_args(kind)[0]}` table" if kind else "a table, see below"
+        kinds = " or ".join(f"`{word}`" for word in get_args(kind))
+        return f"{kinds} table" if kind else "a table, see below"
     return "`none`" if option is type(None) else _PLAIN[option]
 
 

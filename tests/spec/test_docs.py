@@ -18,7 +18,7 @@ from jinfer.spec.tables import merge
 from .cases import gguf_like, tensor_names
 from .helpers import PATH, error_of, facts
 from .reference import PAGE, rewritten
-from .test_families import attention
+from .test_families import attention, unplaced
 
 TEXT = PAGE.read_text(encoding="utf-8")
 CONFIG = {
@@ -40,7 +40,7 @@ def tables_of(block: dict[str, Any]) -> list[dict[str, Any]]:
     """A block with its family, alone, or laid over the example, as the page says."""
     if "family" in block:
         return with_families(block, Path(PATH))
-    return [block] if "head" in block.get("decoder", {}) else [EXAMPLE, block]
+    return [block] if "match" in block and "dims" in block else [EXAMPLE, block]
 
 
 def resolved_block(block: dict[str, Any], config: dict[str, Any]) -> ModelSpec:
@@ -55,15 +55,16 @@ def test_the_page_has_its_examples() -> None:
 @pytest.mark.parametrize("number", range(len(TOML) - 1))
 def test_every_block_resolves(number: int) -> None:
     spec = resolved_block(TOML[number], CONFIG)
-    assert spec.decoder is not None
-    assert len(spec.decoder.layers) == 3
+    assert {len(stack.layers) for stack in spec.stacks} == {3}
+    if TOML[number].keys() & {"tensors", "family"}:
+        assert unplaced(spec) == []
 
 
 @pytest.mark.parametrize("number", range(len(TOML) - 1))
 def test_every_block_resolves_for_gguf(number: int) -> None:
     known = gguf_like("small", block_count=3, sliding_window=32)
     spec = resolve(tables_of(TOML[number]), PATH, known, format_table("gguf"))
-    assert spec.decoder is not None
+    assert {len(stack.layers) for stack in spec.stacks} == {3}
 
 
 def test_what_the_page_says_of_its_examples() -> None:
@@ -81,6 +82,32 @@ def test_what_the_page_says_of_its_examples() -> None:
     calls = [layer.wiring.calls for layer in scaled.decoder.layers]
     assert "post_norm" in calls[1]
     assert "post_norm" not in calls[0] + calls[2]
+
+
+def test_what_the_page_says_of_its_encoder() -> None:
+    (block,) = (block for block in OTHERS if "encoder" in block and "dims" in block)
+    known = (("cls.bias", "pooler.weight"), ("pooler.weight",), ())
+    results = []
+    for tensors in known:
+        spec = resolve([block], PATH, facts(CONFIG, tensors), {})
+        assert unplaced(spec) == []
+        results.append(spec.stacks[0].head.results)
+    assert results == [{"hidden", "pooled", "logits"}, {"hidden", "pooled"}, {"hidden"}]
+
+
+def test_what_the_page_says_of_when() -> None:
+    (block,) = (
+        b for b in OTHERS if "when" in b.get("decoder", {}).get("modules", {}).get("norm", {})
+    )
+    every = facts(CONFIG | {"word_embed_proj_dim": 32}, ("model.embed_positions.weight",))
+    none = facts(CONFIG | {"no_final_norm": True})
+    for known, calls in (
+        (every, ("embed", "project_in", "position", "norm", "logits")),
+        (none, ("embed", "logits")),
+    ):
+        decoder = resolve([EXAMPLE, block], PATH, known, {}).decoder
+        assert decoder is not None
+        assert (*decoder.stem.calls, *decoder.head.calls) == calls
 
 
 def test_the_worked_example() -> None:

@@ -18,6 +18,7 @@ from jinfer.spec.files import (
     with_families,
 )
 from jinfer.spec.resolve import Facts
+from jinfer.spec.values import lookup_in
 
 from .helpers import PATH, facts, one_line
 

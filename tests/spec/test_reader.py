@@ -6,7 +6,16 @@ from typing import Any, Literal
 import pytest
 
 from jinfer.spec import blocks
-from jinfer.spec.blocks import Attention, Block, Rope, Scaling
+from jinfer.spec.blocks import (
+    Attention,
+    Block,
+    LatentAttention,
+    MixtureOfExperts,
+    QKNorm,
+    Relative,
+    Rope,
+    Scaling,
+)
 from jinfer.spec.bounds import Count, Layers, NotNegative, Positive, Size
 from jinfer.spec.errors import SpecError
 from jinfer.spec.reader import read
@@ -170,6 +179,12 @@ def test_missing_dimension_names_who_asks() -> None:
 
 ROPE = {"kind": "rope"}
 ATTENTION = {"kind": "attention"}
+RELATIVE = {"kind": "relative"}
+EXPERTS = {"kind": "moe", "experts": 8, "top_k": 2, "width": 16}
+LATENT = {
+    "kind": "latent_attention", "latent_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8,
+    "position": {"kind": "rope", "dim": 4},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -191,10 +206,67 @@ ATTENTION = {"kind": "attention"}
         ({"kind": "sinusoidal_positions", "width": 2}, "some.key.width: 2 is not an even number"),
         ({"kind": "learned_positions", "offset": -1}, "some.key.offset: -1 is not a whole number"),
         ({"kind": "mlp", "activation": "clamped_swiglu"}, "some.key.activation: 'clamped_swiglu'"),
+        ({"kind": "head", "tied": True, "normalize": True}, "some.key.normalize: cannot be true"),
+        (ATTENTION | {"qk_norm": {"kind": "rsm"}}, "qk_norm.kind: unknown kind 'rsm'; did you"),
+        (ATTENTION | {"qk_norm": {}}, "some.key.qk_norm.kind: is missing; allowed: layer, rms"),
+        (ATTENTION | {"qk_norm": {"kind": "rms", "over": "all"}}, "qk_norm.over: 'all' is not one"),
+        (ATTENTION | {"qk_norm": {"kind": "rms", "eps": -1}}, "qk_norm.eps: -1 is not a number"),
+        (ATTENTION | {"softcap": 0}, "some.key.softcap: 0 is not a number above 0 or none"),
+        (ATTENTION | {"clip": -1}, "some.key.clip: -1 is not a number above 0 or none"),
+        (ATTENTION | {"sinks": 1}, "some.key.sinks: 1 is not true or false"),
+        (ATTENTION | {"position": RELATIVE | {"buckets": 30}}, "position.buckets: must be a"),
+        (ATTENTION | {"position": RELATIVE | {"max_distance": 32}}, "position.buckets: must be a "
+         "multiple of 4 below max_distance"),
+        (ATTENTION | {"position": {"kind": "alibi", "factor": 0}}, "position.factor: 0 is not"),
+        (LATENT | {"position": {"kind": "alibi"}}, "some.key.position.kind: unknown kind 'alibi'"),
+        (LATENT | {"position": "none"}, "some.key.position: None (none) is not a table"),
+        (LATENT | {"position": {"kind": "rope", "dim": 8}}, "position.dim: 8 is not rope_dim = 4"),
+        (LATENT | {"query_rank": 0}, "some.key.query_rank: 0 is not a whole number from 1"),
+        ({"kind": "latent_attention", "position": ROPE}, "needs dims.latent_rank, which is not"),
+        ({"kind": "moe", "experts": 8, "top_k": 2}, "needs dims.expert_intermediate, which is not"),
+        (EXPERTS | {"top_k": 9}, "some.key.top_k: 9 is more than the 8 experts to choose from"),
+        (EXPERTS | {"groups": 3}, "some.key.groups: 3 does not divide experts = 8"),
+        (EXPERTS | {"groups": 4, "top_k": 3}, "some.key.top_k: 3 is more than the 2 experts to ch"),
+        (EXPERTS | {"top_k_groups": 2}, "some.key.top_k_groups: 2 is more than groups = 1"),
+        (EXPERTS | {"groups": 8, "top_k_groups": 4, "group_score": "top_2"}, "some.key.group_score:"
+         " top_2 needs groups of two experts or more"),
+        (EXPERTS | {"scoring": "sparsemixer", "correction_bias": True}, "some.key.scoring: sparse"),
+        (EXPERTS | {"gated": False, "activation": "clamped_swiglu"}, "some.key.activation: clam"),
     ],
 )  # fmt: skip
 def test_fields_that_do_not_fit_each_other(table: dict[str, Any], reason: str) -> None:
     assert reason in refusal(Block, table)
+
+
+def test_norms_of_queries_and_keys() -> None:
+    norm = {"kind": "layer", "over": "heads", "eps": 1e-5, "bias": True}
+    attention: Attention = reading(Block, ATTENTION | {"qk_norm": norm})
+    assert attention.qk_norm == QKNorm(kind="layer", over="heads", eps=1e-5, bias=True)
+    rms = reading(Block, ATTENTION | {"qk_norm": {"kind": "rms"}})
+    assert rms.qk_norm == QKNorm(kind="rms", over="head", eps=1e-6)
+    assert reading(Block, ATTENTION | {"qk_norm": "none"}).qk_norm is None
+
+
+def test_relative_positions_have_defaults() -> None:
+    attention: Attention = reading(Block, ATTENTION | {"position": RELATIVE})
+    assert attention.position == Relative(kind="relative", buckets=32, max_distance=128)
+
+
+def test_a_latent_attention_takes_its_sizes_from_the_dimensions() -> None:
+    dims = DIMS | {"latent_rank": 24, "nope_dim": 12, "rope_dim": 4, "value_dim": 16}
+    table = {"kind": "latent_attention", "position": {"kind": "rope", "dim": "rope_dim"}}
+    block = read(Block, table, values(dims), "some.key")
+    assert block == LatentAttention(
+        kind="latent_attention", inputs=32, heads=4, latent_rank=24, query_rank=None, nope_dim=12,
+        rope_dim=4, value_dim=16, position=Rope(kind="rope", dim=4),
+    )  # fmt: skip
+    assert read(Block, table | {"query_rank": 20}, values(dims), "some.key").query_rank == 20
+
+
+def test_a_mixture_of_experts_takes_its_sizes_from_the_dimensions() -> None:
+    dims = DIMS | {"experts": 8, "top_k": 2, "expert_intermediate": 16}
+    block = read(Block, {"kind": "moe"}, values(dims), "some.key")
+    assert block == MixtureOfExperts(kind="moe", inputs=32, experts=8, top_k=2, width=16)
 
 
 def scaled(scaling: Any) -> Scaling | None:

@@ -163,6 +163,11 @@ def test_an_empty_table_laid_over_a_module_changes_nothing() -> None:
         ("[full][i]", "'[full][i]' has no value: list index out of range"),
         ("windowed if i > 1 else none", "layer 0 would be None"),
         ("full if x else windowed", "unknown name 'x'"),
+        (
+            "global if i % 2 else full",
+            "cannot be read as an expression: 'global if i % 2 else full'"
+            "; 'global' can only stand in quotes",
+        ),
     ],
 )
 def test_pattern_refused(pattern: Any, reason: str) -> None:

@@ -90,14 +90,18 @@ def test_every_format_has_its_own_table() -> None:
 
 
 def test_the_most_specific_table_wins_and_lists_add_up() -> None:
-    base = {"gguf": {"embed": "base", "decoder.{i}.attn.q": "base.{i}", "norm": "base"}}
-    family = {"gguf": {"decoder.{i}.attn.{q,k,v}": "family.{i}", "ignore": ["a"]}}
-    spec = {"gguf": {"embed": ["spec", "other"], "ignore": ["b", "c"]}}
+    base: dict[str, Any] = {
+        "gguf": {"embed": "base", "decoder.{i}.attn.q": "base.{i}", "norm": "base"}
+    }
+    family: dict[str, Any] = {"gguf": {"decoder.{i}.attn.{q,k,v}": "family.{i}", "ignore": ["a"]}}
+    family["gguf"]["suffixes"] = {"gamma": "weight", "beta": "bias"}
+    spec = {"gguf": {"embed": ["spec", "other"], "ignore": ["b", "c"], "suffixes": {"b": "bias"}}}
     tensors = tensor_map(base, family, spec, format="gguf")
     assert names(tensors, "embed.weight") == ("spec.weight", "other.weight")
     assert names(tensors, "decoder.0.attn.q.weight") == ("family.0.weight",)
     assert names(tensors, "norm.weight") == ("base.weight",)
     assert tensors.ignore == ("a", "b", "c")
+    assert tensors.suffixes == (("gamma", "weight"), ("beta", "bias"), ("b", "bias"))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +133,8 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"prefix": 3}, "tensors.prefix: 3 is not a text or a list of texts"),
         ({"ignore": {}}, "tensors.ignore: {} is not a text or a list of texts"),
         ({"ignore": [3]}, "tensors.ignore: [3] is not a text or a list of texts"),
+        ({"suffixes": "gamma"}, "tensors.suffixes: 'gamma' is not a table"),
+        ({"suffixes": {"gamma": 3}}, "tensors.suffixes.gamma: 3 is not a text"),
     ],
 )
 def test_tensors_refused(table: Any, reason: str) -> None:
