@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from jinfer import catalogue
 from jinfer.errors import USER_ERRORS
 from jinfer.generation import Chunk, RequestError, Usage
 from jinfer.llm import LLM
@@ -24,7 +25,10 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an a
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.source is None and not options.list:
+        parser.error("the following arguments are required: source")
     try:
         return _run(options)
     except USER_ERRORS as error:
@@ -45,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Generates text. Without a prompt, in a terminal: a chat.",
     )
     add = parser.add_argument
-    add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
+    add(
+        "source",
+        nargs="?",
+        help="a spec (.toml), a checkpoint folder or file, package://..., hf://...",
+    )
+    add("--list", action="store_true", help="show the models whose specs come with jinfer")
     add("--prompt", help="what to answer; - reads it from standard input")
     add("--ids", help='token ids to continue instead of a text, such as "1 15043"')
     add("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -64,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.list:
+        print(catalogue.table())
+        return 0
     prompt = _prompt(options)
     changes = _changes(options)
     overrides: dict[str, Any] = {}

@@ -131,8 +131,8 @@ class Generation:
         """Whether its last token has come."""
         return self.finish_reason is not None
 
-    def push(self, token: Token) -> None:
-        """Takes a new token in; sets `finish_reason` if it is the last one."""
+    def push(self, token: Token) -> bool:
+        """Takes a new token in; True if it is the last one."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.count += 1
@@ -155,6 +155,7 @@ class Generation:
             text += self._rest()
         logprobs = (self._logprob(token),) if token.logprob is not None else ()
         self.chunks.append(Chunk(text, (token.id,), logprobs, self.finish_reason))
+        return self.ended
 
     def _rest(self) -> str:
         if self._detokenizer is None or self._stops.found:

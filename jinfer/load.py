@@ -44,24 +44,34 @@ def load(
             f"{checkpoint.path}: the specification has no place for {shown}; "
             f"map them in [tensors], or list them under tensors.ignore"
         )
+    for origin in origins.values():  # before any of them is read
+        origin.check(shapes)
+    # What several layers share is one array on the device as well.
+    sources = {
+        name: (origins[name].source(shapes), p.dtype, name in model.normalized)
+        for name, p in zip(model.names, model.parameters, strict=True)
+    }
+    firsts = {source: name for name, source in reversed(sources.items())}
     bar = tqdm(
-        total=sum(origin.nbytes for origin in origins.values()),
+        total=sum(origins[name].nbytes for name in firsts.values()),
         desc="loading", unit="B", unit_scale=True, leave=False, disable=not progress,
     )  # fmt: skip
     lock = threading.Lock()
 
-    def one(name: str, abstract: jax.ShapeDtypeStruct) -> Array:
-        values = origins[name].read(shapes, abstract.dtype)
+    def one(name: str) -> Array:
+        dtype = sources[name][1]
+        values = origins[name].read(shapes, dtype)
         if name in model.normalized:
             values = _unit_rows(values)
-        array = jax.device_put(_convert(values, abstract.dtype))
+        array = jax.device_put(_convert(values, dtype))
         array.block_until_ready()
         with lock:
             bar.update(origins[name].nbytes)
         return array
 
     with bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return tuple(pool.map(one, model.names, model.parameters))
+        arrays = dict(zip(firsts, pool.map(one, firsts.values()), strict=True))
+    return tuple(arrays[sources[name]] for name in model.names)
 
 
 def _unit_rows(values: np.ndarray) -> np.ndarray:

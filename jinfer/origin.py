@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.spec.errors import nearest
 from jinfer.spec.tensors import Place, TensorMap
 
 type Shapes = Mapping[str, tuple[int, ...]]
@@ -42,6 +43,18 @@ class Origin:
     def nbytes(self) -> int:
         """This parameter's share of what the tensors take in the file."""
         return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
+
+    def source(self, shapes: Shapes) -> tuple[Any, ...]:
+        """What `read` depends on: parameters of which this is equal have equal values."""
+        parts = self.place.parts
+        return (
+            tuple(file.name for file in self.files),
+            self.stacked,
+            shapes[self.parameter],
+            (self.place.groups, self.place.axis, self.place.transpose),
+            tuple(shapes.get(part) for part in parts),
+            parts.index(self.parameter) if parts else None,
+        )
 
     def read(self, shapes: Shapes, dtype: Any) -> np.ndarray:
         """The parameter's values; what has to be put together is in `dtype` already.
@@ -81,7 +94,8 @@ class Origin:
         if values.shape != wanted:
             raise LoadError(
                 f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
-                f"but the specification says {list(wanted)}"
+                f"but the specification says {list(wanted)}; "
+                "correct [dims], or how [tensors] maps it"
             )
         return values
 
@@ -169,6 +183,32 @@ def find_origin(
         raise LoadError(
             f"{checkpoint.path}: the specification's [tensors] has no name for {parameter}; add one"
         )
+    found, missing = look_for(parameter, shape, place, files, checkpoint)
+    if found is None:
+        raise LoadError(
+            f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
+            f"loaded from; {_alike(missing[0], files)}map it to another in [tensors], "
+            "or see whether a file is missing"
+        )
+    return found
+
+
+def _alike(name: str, files: Iterable[str]) -> str:
+    """The tensor whose name is nearest, if it is one of the same layer: a clause for an error."""
+    numbers = re.findall(r"\d+", name)
+    same = [file for file in files if re.findall(r"\d+", file) == numbers]
+    close = get_close_matches(name, same, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def look_for(
+    parameter: str,
+    shape: tuple[int, ...],
+    place: Place,
+    files: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+) -> tuple[Origin | None, tuple[str, ...]]:
+    """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
     missing = []
     for name in place.names:
         stacked = "{e}" in name
@@ -176,9 +216,6 @@ def find_origin(
         absent = [each for each in wanted if each not in files]
         if not absent:
             found = tuple(files[each] for each in wanted)
-            return Origin(parameter, found, stacked, place, checkpoint.path)
+            return Origin(parameter, found, stacked, place, checkpoint.path), ()
         missing.append(absent[0])
-    raise LoadError(
-        f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be loaded "
-        f"from; {nearest(missing[0], files)}"
-    )
+    return None, tuple(missing)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.checkpoint.scaled import decode_scaled, read_block
 from jinfer.sources import SourceError, locate
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import find_family, format_table, read_toml, with_families
@@ -39,7 +40,7 @@ class Recognized:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Located:
     """A source with its checkpoint opened, before it is known how the model is built.
 
     Attributes:
@@ -78,7 +79,7 @@ class Opened:
         return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
 
 
-def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
+def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     """Opens what a user points at, without asking whether any family fits it.
 
     Raises:
@@ -97,7 +98,9 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
     checkpoint = open_checkpoint(weights)
     if "family" in overrides:
         own = {**own, "family": overrides["family"]}
-    return Opened(path, own, weights, checkpoint, _config(weights, checkpoint))
+    config = _config(weights, checkpoint)
+    checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
+    return Located(path, own, weights, checkpoint, config)
 
 
 def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
@@ -130,8 +133,12 @@ def _location(
 def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
-    path = (weights if weights.is_dir() else weights.parent) / "config.json"
+    path = _config_path(weights)
     return read_json(path) if path.exists() else {}
+
+
+def _config_path(weights: Path) -> Path:
+    return (weights if weights.is_dir() else weights.parent) / "config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -181,4 +188,4 @@ def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[st
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-__all__ = ["CheckpointError", "Opened", "Recognized", "open_source", "read_json", "recognize"]
+__all__ = ["CheckpointError", "Located", "Recognized", "open_source", "read_json", "recognize"]

@@ -51,10 +51,9 @@ class Running:
                 generation.waited += self.engine.programs.waited - before
         for token in tokens:
             generation = self._generations[token.request]
-            if not generation.ended:  # two tokens may come at once
-                generation.push(token)
-                if generation.ended:
-                    self.engine.finish(token.request)
+            # Two tokens may come at once, the second after the end.
+            if not generation.ended and generation.push(token):
+                self.engine.finish(token.request)
 
     def abandon(self, generations: Sequence[Generation]) -> None:
         """Ends requests, done or not."""

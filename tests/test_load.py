@@ -487,7 +487,7 @@ def test_an_expert_of_another_shape() -> None:
     text = mixture_error(lambda file: file.update({name: np.zeros((1, WIDTH))}))
     assert text == (
         f"{name} is [1, {WIDTH}] for decoder.0.ffn.experts.down.weight, "
-        f"but the specification says [{HIDDEN}, {WIDTH}]"
+        f"but the specification says [{HIDDEN}, {WIDTH}]; correct [dims], or how [tensors] maps it"
     )
 
 

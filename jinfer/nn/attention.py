@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.cache import LayerCache, write
+from jinfer.nn.disentangled import DisentangledBias
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
@@ -53,6 +54,8 @@ class Attention(nnx.Module):
             self.rope = Rotary(block.position, dtype)
         if isinstance(block.position, blocks.Relative):
             self.relative = RelativeBias(block.position, block.heads)
+        if isinstance(block.position, blocks.Disentangled):
+            self.relative = DisentangledBias(block.position, block.inputs, dtype)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -64,7 +67,7 @@ class Attention(nnx.Module):
         Without a cache the batch is whole texts, in which every token sees every other.
         """
         q, k, v = self._project(x, step.positions)
-        sight = self._sight(causal=cache is not None)
+        sight = self._sight(q, k, step.positions, causal=cache is not None)
         if cache is None:
             assert step.lengths is not None, "whole texts need lengths"
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -92,16 +95,27 @@ class Attention(nnx.Module):
             q, k = self.rope(q, positions), self.rope(k, positions)
         return q, k, v
 
-    def _sight(self, causal: bool) -> Sight:
+    def _sight(self, q: Array, k: Array, positions: Array, causal: bool) -> Sight:
         block = self.block
+        scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
+        if isinstance(block.position, blocks.Disentangled):
+            bias: Bias | None = self._disentangled(q, k, positions, scale)
+        else:
+            bias = self._bias(causal)
         return Sight(
-            scale=block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim),
+            scale=scale,
             softcap=block.softcap,
-            bias=self._bias(causal),
+            bias=bias,
             window=block.window,
             ahead=None if causal else block.window,
             sinks=self.sinks[...] if block.sinks else None,
         )
+
+    def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
+        """The bias, from the projections of the distances' vectors."""
+        vectors = self.relative.vectors()[None]
+        to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
+        return self.relative.bias(q, k, to_q[0], to_k[0], positions, scale)
 
     def _bias(self, causal: bool) -> Bias | None:
         if isinstance(self.block.position, blocks.Alibi):

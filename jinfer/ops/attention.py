@@ -72,7 +72,7 @@ def attend(
     slot: Int[Array, ""],
     sight: Sight,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """Attention; key j of a row has position j.
+    """Attention; key j of a row has position j. A query that sees no key gets zeros.
 
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
@@ -100,7 +100,7 @@ def attend(
         return merge(so_far, part)
 
     done = lax.fori_loop(first, count, step, _before(rows, values.shape[3], sight, q))
-    return _unrows(done.out / done.total[..., None], q)
+    return _unrows(done.out / jnp.where(done.total > 0, done.total, 1.0)[..., None], q)
 
 
 def attend_reference(
@@ -129,8 +129,10 @@ def attend_reference(
     if sight.sinks is not None:
         sinks = jnp.broadcast_to(sight.sinks[None, :, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
     weights = weights[..., : keys.shape[2]]
     out = jnp.einsum("bhtl,bhld->bthd", weights, v.astype(jnp.float32))
     return out.astype(q.dtype)

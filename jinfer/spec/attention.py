@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.spec.bounds import NotNegative, Positive, Size, dim
-from jinfer.spec.positions import Alibi, Relative, Rope
+from jinfer.spec.positions import Alibi, Disentangled, Relative, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Attention:
     heads: int = dim("heads")
     kv_heads: int = dim("kv_heads")
     head_dim: int = dim("head_dim")
-    position: Rope | Alibi | Relative | None = None
+    position: Rope | Alibi | Relative | Disentangled | None = None
     bias: bool | str = False
     window: Size | None = None
     scale: Positive | None = None

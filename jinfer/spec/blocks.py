@@ -24,6 +24,7 @@ from jinfer.spec.feed_forward import (
 )
 from jinfer.spec.positions import (
     Alibi,
+    Disentangled,
     LearnedPositions,
     Relative,
     Rope,
@@ -41,6 +42,7 @@ __all__ = [
     "Attention",
     "Block",
     "CrossAttention",
+    "Disentangled",
     "Embedding",
     "GatedActivation",
     "GatedMLP",

@@ -25,7 +25,7 @@ class StackSpec:
     """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
 
     Attributes:
-        name: "decoder" (causal).
+        name: "decoder" (causal) or "encoder" (of whole texts).
         modules: modules of the stem and the head.
     """
 
@@ -74,7 +74,7 @@ class ModelSpec:
         path: the specification's file, or the checkpoint if a family was found for it.
         dims: the dimensions that were asked for, by name.
         shared: modules that belong to no stack: the token embedding, the vocabulary head.
-        stacks: the decoder.
+        stacks: the encoder, the decoder, or both.
         tensors: the file's names for the parameters.
         dtype: of the computation; "auto": float32 on a CPU, bfloat16 elsewhere.
         generation: defaults of `SamplingParams`.

@@ -136,6 +136,30 @@ class Relative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disentangled:
+    """Vectors of distances that queries and keys attend to beside each other (arXiv 2006.03654).
+
+    To the score of query q and key k are added q . K(r) and Q(r) . k, where r is the vector of
+    their distance, `attn.relative`, after a layer norm, `attn.relative.norm`, and K and Q are the
+    attention's own projections. Only for an encoder.
+
+    buckets: distances told apart on either side, half of them exactly, the rest by logarithm.
+    max_distance: all distances from here on share a bucket.
+    eps: of the norm.
+    """
+
+    kind: Literal["disentangled"]
+    buckets: Size = 256
+    max_distance: int = dim("context")
+    eps: NotNegative = 1e-7
+
+    def check(self) -> tuple[str, str] | None:
+        if self.buckets % 2 or self.max_distance <= self.buckets:
+            return "buckets", "must be even and below max_distance"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
     """A learned table of positions: `position(positions)`.
 

@@ -13,7 +13,14 @@ from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
 from jinfer.spec.reader import fields, read
 from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
-from jinfer.spec.tables import as_table, check_keys, check_plain, check_text, texts_in
+from jinfer.spec.tables import (
+    as_table,
+    check_count,
+    check_keys,
+    check_plain,
+    check_text,
+    texts_in,
+)
 from jinfer.spec.tables import merge as merge
 from jinfer.spec.tensors import FORMATS, read_tensor_map
 from jinfer.spec.values import KEY, Missing, Values
@@ -21,7 +28,8 @@ from jinfer.spec.values import KEY, Missing, Values
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
-_TOP = (*_TEXTS, *_BUILT, *FORMATS, "match", "tensors", "dtype", "prompt", "engine", "generation")
+_SETTINGS = ("dtype", "prompt", "engine", "generation")
+_TOP = (*_TEXTS, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,7 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
     check_match(table.get("match", {}), path)
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)
+    check_count(table.get("parameters", "1B"), path, "parameters")
     for name, text in check_keys(
         table.get("prompt", {}), fields(PromptSpec), path, "prompt"
     ).items():

@@ -12,6 +12,7 @@ from jinfer.spec.blocks import (
     Attention,
     Block,
     CrossAttention,
+    Disentangled,
     Embedding,
     Head,
     LatentAttention,
@@ -229,6 +230,8 @@ def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
         return f"an attention, {times} times, but it has one cache: declare a module for each call"
     if isinstance(block, LatentAttention) and stack != "decoder":
         return "a latent attention, which only a decoder can: it needs a cache"
+    if isinstance(getattr(block, "position", None), Disentangled) and stack != "encoder":
+        return "an attention with disentangled positions, which only an encoder can"
     if isinstance(block, Head) and part != "head":
         return "a vocabulary head, which only the head formula can"
     if isinstance(block, Pool) and (stack, part) != ("encoder", "head"):

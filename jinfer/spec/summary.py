@@ -93,6 +93,8 @@ def _words(name: str, value: Any) -> str:
             return "alibi"
         case blocks.Relative():
             return "relative positions"
+        case blocks.Disentangled():
+            return "disentangled positions"
         case blocks.QKNorm():
             return f"{value.kind} norm of q, k per {value.over}"
         case float() | int():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,14 @@ def check_text(written: Any, path: object, key: str) -> str:
     if not isinstance(written, str):
         raise SpecError(path, key, f"{show(written)} is not a text")
     return written
+
+
+def check_count(written: Any, path: object, key: str) -> int:
+    """The number that a text such as "6.7B" or "135M" says. Raises `SpecError`."""
+    found = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([KMBT])", check_text(written, path, key))
+    if not found:
+        raise SpecError(path, key, f'{show(written)} is not a count, such as "6.7B" or "135M"')
+    return round(float(found[1]) * 10 ** (3 * " KMBT".index(found[2])))
 
 
 def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:

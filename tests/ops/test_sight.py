@@ -70,6 +70,16 @@ def test_looking_ahead(form: Callable[..., Array]) -> None:
 
 
 @FORMS
+def test_what_sees_nothing_is_zero(form: Callable[..., Array]) -> None:
+    """A token of the padding, with the text out of its window: it must not spoil the others."""
+    q = random(27, 1, 12, 2, HEAD_DIM)
+    keys, values = random(28, 2, 1, 2, 12, HEAD_DIM)
+    got = run(form, q, keys, values, 0, np.array([[6]]), window=4, ahead=4)
+    assert_allclose(got[0, 10:], 0)
+    assert np.abs(got[0, :10]).min() > 0
+
+
+@FORMS
 def test_values_of_another_width(form: Callable[..., Array]) -> None:
     q = random(23, 1, 3, 4, HEAD_DIM)
     keys, values = random(24, 1, 1, 40, HEAD_DIM), random(25, 1, 1, 40, 3)

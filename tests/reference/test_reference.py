@@ -32,7 +32,7 @@ def check_logits(folder: Path, logits: Callable[[Floats], Floats]) -> None:
         length = mask.sum()
         assert_allclose(logits(ids[:length]), wanted[:length], rtol=0, atol=TOLERANCE)
     actual = logits(expected["long_input_ids"][0])
-    assert_allclose(actual, expected["long_logits"][0], rtol=0, atol=TOLERANCE)
+    assert_allclose(actual[3::4], expected["long_logits"][0], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama2c_v0", "llama2c_v0_tied"])
@@ -65,7 +65,7 @@ def test_hidden_states_of_llama(goldens: Path) -> None:
     model = Llama(layers=3, heads=4, kv_heads=4, inv_freq=rope_frequencies(16))
     expected = np.load(goldens / "llama2/expected.npz")
     states = model.hidden(read_safetensors(goldens / "llama2"), expected["input_ids"][0])
-    assert_allclose(np.stack(states), expected["hidden_states_row0"], rtol=0, atol=TOLERANCE)
+    assert_allclose(states[-1:], expected["hidden_states_row0"], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.spec.blocks import ACTIVATION_ALIASES, Alibi, Block, QKNorm, Relative, Rope, Scaling
+from jinfer.spec.blocks import ACTIVATION_ALIASES, Attention, Block, QKNorm, Scaling
 from jinfer.spec.model import EngineSpec, PromptSpec
 from jinfer.spec.reader import fields, union
 
@@ -21,7 +21,7 @@ def reference() -> dict[str, str]:
     """Every generated part of the page, by the name in its markers."""
     return {
         "blocks": "\n\n".join(_section(cls) for cls in get_args(Block)),
-        "positions": "\n\n".join(_section(cls) for cls in (Rope, Alibi, Relative)),
+        "positions": "\n\n".join(_section(cls) for cls in _positions()),
         "qk_norm": _table(QKNorm),
         "scaling": _table(Scaling),
         "engine": _table(EngineSpec),
@@ -30,6 +30,11 @@ def reference() -> dict[str, str]:
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),
     }
+
+
+def _positions() -> list[Any]:
+    """The tables that can be the position of an attention."""
+    return [cls for cls in union(fields(Attention)["position"][1]) if dataclasses.is_dataclass(cls)]
 
 
 def rewritten(page: str) -> str:

@@ -155,6 +155,8 @@ def test_encoder_refused(changes: dict[str, Any], reason: str) -> None:
         ({"decoder__head": "logits(cross(norm(x), encoded))"}, "decoder.head: unknown name 'enc"),
         ({"decoder__head": "logits(pool(norm(x)))", "decoder__modules__pool": {"kind": "pool"}},
          "decoder.head: calls pool, a pool, which only the head formula of an encoder can"),
+        ({"decoder__modules__attn__position": {"kind": "disentangled", "buckets": 8}},
+         "decoder.layer: calls attn, an attention with disentangled positions, which only an enc"),
         ({"decoder__modules__cross__bias": "x"}, "decoder.modules.cross.bias: 'x' is not true, "
          "false or letters of 'qkvo'"),
         ({"decoder__modules__cross__window": 8}, "decoder.modules.cross.window: unknown key"),

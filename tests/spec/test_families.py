@@ -17,7 +17,6 @@ from .cases import (
     MADE_UP,
     Case,
     architectures,
-    cases,
     gguf_cases,
     gguf_like,
     golden,
@@ -83,9 +82,9 @@ def test_every_family_with_a_gguf_name_resolves(case: Case) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    """With a golden or a made-up checkpoint here, or by name in the tests of whole families."""
+    """Its values are compared: with a golden's, or in the tests of families, which name it."""
     elsewhere = "".join(path.read_text() for path in TESTED_ELSEWHERE.glob("test_*.py"))
-    here = {case.family for case in cases()}
+    here = {golden(folder).family for folder in golden_folders()}
     assert [
         family
         for family in sorted(families().keys() - here)

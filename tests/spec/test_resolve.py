@@ -78,6 +78,8 @@ def test_settings_are_read() -> None:
         ({"weights": 3}, "weights: 3 is not a text"),
         ({"description": []}, "description: [] is not a text"),
         ({"tokenizer": {}}, "tokenizer: {} is not a text"),
+        ({"parameters": 7}, "parameters: 7 is not a text"),
+        ({"parameters": "7"}, "parameters: '7' is not a count, such as \"6.7B\" or \"135M\""),
         ({"family": 3}, "family: 3 is not a text"),
         ({"match": []}, "match: [] is not a table"),
         ({"match__arch": []}, "match.arch: unknown key; allowed: architectures, gguf, llama2c"),
@@ -141,6 +143,22 @@ def test_dims_may_be_used_by_anything() -> None:
          "decoder__pattern": "a"},
     ):  # fmt: skip
         assert resolved(model(dims__size=2, **changes)).dims["hidden"] == 32
+
+
+def test_another_block_may_leave_sizes_of_a_family_unused() -> None:
+    family = model(dims__theta=5e5, decoder__modules__attn__position__theta="theta")
+    sizes = {"latent_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    rope = {"kind": "rope", "dim": "rope_dim"}
+    attn = {"kind": "latent_attention", "position": rope}
+    over = {"dims": sizes, "decoder": {"modules": {"attn": attn}}}
+    assert not {"theta", "kv_heads"} & resolve([family, over], PATH, Facts(), {}).dims.keys()
+    for misspelt in ({"thet": 1}, {"latent_rnk": 8}):
+        for tables in (
+            [merge(family, {"dims": misspelt}), over],
+            [family, over, {"dims": misspelt}],
+        ):
+            with pytest.raises(SpecError, match=r"dims\.(thet|latent_rnk): is used nowhere"):
+                resolve(tables, PATH, Facts(), {})
 
 
 def test_another_format_overrides_only_itself() -> None:

@@ -1,0 +1,174 @@
+"""Encoders that rotate queries and keys, against forward passes in NumPy.
+
+Tensor names and config files are those of published checkpoints; each test computes the results
+of two texts, as the family's code or paper says.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference.numpy_blocks import (
+    attention,
+    gelu_erf,
+    gelu_tanh,
+    layer_norm,
+    rms_norm,
+    silu,
+)
+from tests.reference.numpy_positions import Floats, rope
+from tests.reference.numpy_tensors import Tensors, centre, dense, heads, merged
+
+from .bert_line import BERT, EPS
+from .tiny import (
+    DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    TEXTS,
+    TYPES,
+    VOCAB,
+    Shapes,
+    close,
+    layers_of,
+    linear,
+    norm,
+    served,
+)
+
+
+def test_modernbert(tmp_path: Path) -> None:
+    """Layers 0 and 3 see the whole text, the others 4 tokens to either side; no first norm."""
+    shapes: Shapes = {"model.embeddings.tok_embeddings.weight": (VOCAB, HIDDEN)}
+    shapes |= norm("model.embeddings.norm", bias=False) | norm("model.final_norm", bias=False)
+    for i in range(4):
+        layer = f"model.layers.{i}."
+        shapes |= norm(layer + "attn_norm", bias=False) if i else {}
+        shapes |= linear(layer + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
+        shapes |= linear(layer + "attn.Wo", HIDDEN, HIDDEN, False)
+        shapes |= norm(layer + "mlp_norm", bias=False)
+        shapes |= linear(layer + "mlp.Wi", 2 * INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.Wo", HIDDEN, INNER, False)
+    shapes |= linear("head.dense", HIDDEN, HIDDEN, False) | norm("head.norm", bias=False)
+    shapes |= {"decoder.bias": (VOCAB,)}
+    config = {
+        "architectures": ["ModernBertForMaskedLM"], "vocab_size": VOCAB, "hidden_size": HIDDEN,
+        "intermediate_size": INNER, "num_hidden_layers": 4, "num_attention_heads": HEADS,
+        "max_position_embeddings": 64, "hidden_activation": "gelu", "norm_eps": 1e-5,
+        "norm_bias": False, "attention_bias": False, "mlp_bias": False, "decoder_bias": True,
+        "classifier_activation": "gelu", "classifier_bias": False, "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "local_attention": 8,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    llm, t = served(tmp_path, config, shapes)
+    for hidden, logits, text in zip(llm.hidden(TEXTS), llm.logits(TEXTS), TEXTS, strict=True):
+        at = np.arange(len(text))
+        x = t["model.embeddings.tok_embeddings.weight"][text]
+        x = layer_norm(x, t["model.embeddings.norm.weight"])
+        for i, layer in enumerate(layers_of(t, "model.layers.")):
+            n = layer_norm(x, layer["attn_norm.weight"]) if i else x
+            q, k, v = np.split(heads(dense(n, layer, "attn.Wqkv"), 3 * HEADS), 3, axis=1)
+            theta, window = (1e4, 5) if i % 3 else (1.6e5, None)
+            q, k = rope(q, at, theta), rope(k, at, theta)
+            out = attention(q, k, v, causal=False, window=window)
+            x = x + dense(merged(out), layer, "attn.Wo")
+            n = dense(layer_norm(x, layer["mlp_norm.weight"]), layer, "mlp.Wi")
+            active, gate = np.split(n, 2, axis=-1)
+            x = x + dense(gelu_erf(active) * gate, layer, "mlp.Wo")
+        x = layer_norm(x, t["model.final_norm.weight"])
+        close(hidden, x)
+        out = layer_norm(gelu_erf(dense(x, t, "head.dense")), t["head.norm.weight"])
+        words = t["model.embeddings.tok_embeddings.weight"]
+        close(logits, out @ words.T + t["decoder.bias"])
+
+
+@pytest.mark.parametrize("dialect", ["gpt2", "bert"])
+def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (VOCAB, HIDDEN),
+        "embeddings.token_type_embeddings.weight": (2, HIDDEN),
+    }
+    shapes |= norm("emb_ln")
+    for i in range(2):
+        layer = f"encoder.layers.{i}."
+        shapes |= linear(layer + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
+        shapes |= linear(layer + "attn.out_proj", HIDDEN, HIDDEN, False)
+        shapes |= linear(layer + "mlp.fc11", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.fc12", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.fc2", HIDDEN, INNER, False)
+        shapes |= norm(layer + "norm1") | norm(layer + "norm2")
+    own: dict[str, Any] = {
+        "n_embd": HIDDEN, "n_head": HEADS, "n_layer": 2, "n_inner": INNER, "n_positions": 64,
+        "layer_norm_epsilon": EPS, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False, "qkv_proj_bias": False, "mlp_fc1_bias": False,
+        "activation_function": "swiglu",
+    }  # fmt: skip
+    config = {"vocab_size": VOCAB, "type_vocab_size": 2} | own if dialect == "gpt2" else BERT
+    llm, t = served(tmp_path, config | {"architectures": ["NomicBertModel"]}, shapes)
+    got = llm.hidden(TEXTS, token_type_ids=TYPES)
+    for hidden, text, types in zip(got, TEXTS, TYPES, strict=True):
+        at = np.arange(len(text))
+        x = t["embeddings.word_embeddings.weight"][text]
+        x = centre(x + t["embeddings.token_type_embeddings.weight"][types], t, "emb_ln", EPS)
+        for layer in layers_of(t, "encoder.layers."):
+            q, k, v = np.split(heads(dense(x, layer, "attn.Wqkv"), 3 * HEADS), 3, axis=1)
+            out = attention(rope(q, at, 1000.0), rope(k, at, 1000.0), v, causal=False)
+            x = centre(x + dense(merged(out), layer, "attn.out_proj"), layer, "norm1", EPS)
+            inner = dense(x, layer, "mlp.fc11") * silu(dense(x, layer, "mlp.fc12"))
+            x = centre(x + dense(inner, layer, "mlp.fc2"), layer, "norm2", EPS)
+        close(hidden, x)
+
+
+def test_embedding_gemma(tmp_path: Path) -> None:
+    """A window of 8 tells a token of those at most 4 away; every third layer has none."""
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    shapes: Shapes = {"embed_tokens.weight": (VOCAB, HIDDEN)} | norm("norm", bias=False)
+    for i in range(3):
+        layer = f"layers.{i}."
+        for part, count in (("q", HEADS), ("k", 1), ("v", 1)):
+            shapes |= linear(f"{layer}self_attn.{part}_proj", count * DIM, HIDDEN, False)
+        shapes |= linear(layer + "self_attn.o_proj", HIDDEN, HEADS * DIM, False)
+        for part in "qk":
+            shapes |= norm(f"{layer}self_attn.{part}_norm", DIM, False)
+        for name in norms:
+            shapes |= norm(f"{layer}{name}_layernorm", bias=False)
+        shapes |= linear(layer + "mlp.gate_proj", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.up_proj", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.down_proj", HIDDEN, INNER, False)
+    config = {
+        "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True,
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 3,
+        "num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": DIM,
+        "intermediate_size": INNER, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 5,
+        "sliding_window": 8, "_sliding_window_pattern": 3,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    llm, t = served(tmp_path, config, shapes)
+
+    def plus_one(x: Floats, tensors: Tensors, name: str) -> Floats:
+        return rms_norm(x, 1 + tensors[f"{name}.weight"], 1e-6)
+
+    for vector, text in zip(llm.embed(TEXTS), TEXTS, strict=True):
+        at = np.arange(len(text))
+        x = t["embed_tokens.weight"][text] * np.sqrt(HIDDEN)
+        for i, layer in enumerate(layers_of(t, "layers.")):
+            n = plus_one(x, layer, "input_layernorm")
+            q, k, v = (
+                heads(dense(n, layer, f"self_attn.{part}_proj"), count)
+                for part, count in (("q", HEADS), ("k", 1), ("v", 1))
+            )
+            theta, window = (1e6, None) if i == 2 else (1e4, 5)
+            q = rope(plus_one(q, layer, "self_attn.q_norm"), at, theta)
+            k = rope(plus_one(k, layer, "self_attn.k_norm"), at, theta)
+            out = attention(q, k, v, scale=5**-0.5, causal=False, window=window)
+            out = dense(merged(out), layer, "self_attn.o_proj")
+            x = x + plus_one(out, layer, "post_attention_layernorm")
+            n = plus_one(x, layer, "pre_feedforward_layernorm")
+            inner = gelu_tanh(dense(n, layer, "mlp.gate_proj")) * dense(n, layer, "mlp.up_proj")
+            out = dense(inner, layer, "mlp.down_proj")
+            x = x + plus_one(out, layer, "post_feedforward_layernorm")
+        mean = plus_one(x, t, "norm").mean(axis=0)
+        close(vector, mean / np.linalg.norm(mean))

@@ -1,0 +1,137 @@
+"""A checkpoint laid beside a specification: which tensor is which parameter, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import Tensor
+from jinfer.model import AbstractModel, build
+from jinfer.origin import LoadError, Origin, by_name, look_for, unused
+from jinfer.recognize import Located, open_source
+from jinfer.sizes import Sizes, sizes_of
+from jinfer.spec.errors import SpecError
+from jinfer.spec.model import ModelSpec
+
+
+@dataclass
+class Row:
+    """A tensor of the file.
+
+    Attributes:
+        parameters: what it holds; "name[3]" is an index of a parameter's first axis.
+        note: "", "unused", "ignored" or "wrong shape".
+    """
+
+    tensor: Tensor
+    parameters: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A parameter without a tensor; `names` are those that were looked for, none if unmapped."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that is known of a checkpoint.
+
+    Attributes:
+        family: its name; "" if none is known.
+        how: how the family was found.
+        problem: why there is no specification.
+        wrong: tensors of a wrong shape, one clause each.
+    """
+
+    opened: Located
+    family: str
+    how: str
+    problem: str = ""
+    spec: ModelSpec | None = None
+    sizes: Sizes | None = None
+    rows: tuple[Row, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def unused(self) -> list[Tensor]:
+        """Tensors that the specification has no place for."""
+        return [row.tensor for row in self.rows if row.note == "unused"]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can be loaded."""
+        return bool(self.spec) and not (self.unused or self.missing or self.wrong)
+
+
+def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
+    """Describes a checkpoint as far as it is understood.
+
+    Raises:
+        SourceError, CheckpointError, SpecError: there is no checkpoint that can be opened.
+    """
+    opened = open_source(source, overrides)
+    bare = tuple(Row(tensor) for tensor in opened.checkpoint.tensors.values())
+    family, how = "", ""
+    try:
+        family, how = _family(opened, overrides)
+        spec = opened.spec(overrides)
+    except SpecError as error:
+        return Description(opened, family, how, str(error), rows=bare)
+    model = build(spec, "float32")
+    rows, missing, wrong = _match(opened, spec, model)
+    sizes = sizes_of(spec, model)
+    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong)
+
+
+def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
+    if "family" in overrides:
+        return Path(str(overrides["family"])).stem, "named on the command line"
+    if "family" in opened.own:
+        return Path(str(opened.own["family"])).stem, "named by the specification"
+    if opened.describes_model:
+        return opened.path.stem, "written out in the specification"
+    found = Path(opened.family()).stem
+    if opened.checkpoint.format == "llama2c":
+        return found, "the family of llama2.c files"
+    key = "general.architecture" if opened.checkpoint.format == "gguf" else "architectures"
+    return found, f"found by {key} = {', '.join(opened.architectures)}"
+
+
+def _match(
+    opened: Located, spec: ModelSpec, model: AbstractModel
+) -> tuple[tuple[Row, ...], tuple[Missing, ...], tuple[str, ...]]:
+    checkpoint = opened.checkpoint
+    rows = {name: Row(tensor) for name, tensor in checkpoint.tensors.items()}
+    files = by_name(checkpoint, spec.tensors)
+    shapes = {n: p.shape for n, p in zip(model.names, model.parameters, strict=True)}
+    origins: list[Origin] = []
+    missing: list[Missing] = []
+    wrong: list[str] = []
+    for name, shape in shapes.items():
+        place = spec.tensors.place(name)
+        origin, absent = look_for(name, shape, place, files, checkpoint) if place else (None, ())
+        if origin is None:
+            missing.append(Missing(name, shape, absent))
+            continue
+        origins.append(origin)
+        for e, file in enumerate(origin.files):
+            rows[file.name].parameters.append(f"{name}[{e}]" if origin.stacked else name)
+        try:
+            origin.check(shapes)
+        except LoadError as error:
+            wrong.append(str(error).removeprefix(f"{checkpoint.path}: "))
+            for file in origin.files:
+                rows[file.name].note = "wrong shape"
+    left = set(unused(model.names, spec.tensors, files, origins))
+    for name, row in rows.items():
+        if not row.parameters:
+            row.note = "unused" if name in left else "ignored"
+    return tuple(rows.values()), tuple(missing), tuple(wrong)

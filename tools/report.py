@@ -1,0 +1,230 @@
+"""A description as text, as JSON and as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from jinfer.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
+from jinfer.spec.drawing import draw, layer_sorts, numbers_text
+from jinfer.spec.html import table as html_table
+from tools.draft import draft
+from tools.folding import fold, fold_names, pattern_of
+from tools.matching import Description
+from tools.roles import Line, propose
+
+_WIDTH_HEADS = ("bits", "stored", "embeddings", "all else", "together")
+_TENSOR_HEADS = ("tensor", "shape", "type", "parameter")
+
+
+def facts(found: Description) -> list[tuple[str, str]]:
+    """What is said first: (word, value)."""
+    opened, tensors = found.opened, found.opened.checkpoint.tensors
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    lines = [("specification", str(opened.path))] if opened.path != opened.weights else []
+    lines += [
+        ("path", str(opened.weights)),
+        ("format", opened.checkpoint.format),
+        ("in the file", f"{len(tensors)} tensors, {bytes_text(stored)}"),
+    ]
+    if any(opened.architectures):
+        lines.append(("calls itself", ", ".join(opened.architectures)))
+    lines.append(("family", f"{found.family} ({found.how})" if found.family else "none"))
+    if found.spec is None or found.sizes is None:
+        return [*lines, ("no specification", found.problem)]
+    sizes = found.sizes
+    tables = f"{sizes.embeddings:,} in embeddings"
+    return [
+        *lines,
+        ("type", found.spec.type),
+        ("dims", ", ".join(f"{name} {value}" for name, value in found.spec.dims.items())),
+        (
+            "parameters",
+            f"{count_text(sizes.parameters)}: {tables}, {sizes.matrices:,} in other matrices, "
+            f"{sizes.vectors:,} in norms and biases",
+        ),
+        *([("KV cache", _cache(found))] if sizes.cache_per_token else []),
+    ]
+
+
+def _cache(found: Description) -> str:
+    assert found.sizes is not None
+    assert found.spec is not None
+    per_token, context = found.sizes.cache_per_token, found.spec.dims.get("context", 0)
+    text = f"at 16 bits {bytes_text(per_token)} a token"
+    text += f", {bytes_text(per_token * context)} for a context of {context}" if context else ""
+    if cross := found.sizes.cross_per_token:
+        text += f"; {bytes_text(cross)} for each token that the encoder reads"
+    return text
+
+
+def memory(found: Description) -> list[tuple[str, ...]]:
+    """A row for each width: bits, bits stored a weight, embeddings, all else, together."""
+    sizes = found.sizes
+    return [
+        (
+            f"{bits:g}",
+            f"{stored_bits(bits):g}",
+            bytes_text(sizes.embedding_bytes(bits)),
+            bytes_text(sizes.other_bytes(bits)),
+            bytes_text(sizes.total_bytes(bits)),
+        )
+        for bits in (WIDTHS if sizes else ())
+        if sizes
+    ]
+
+
+def tensors(found: Description) -> list[tuple[str, ...]]:
+    """The file's tensors, those of equal layers on one line: name, shape, type, what it is."""
+    groups = fold(
+        found.rows,
+        lambda row: row.tensor.name,
+        lambda row: (
+            row.tensor.shape,
+            row.tensor.type,
+            row.note,
+            frozenset(map(pattern_of, row.parameters)),
+        ),
+    )
+    lines: list[tuple[str, ...]] = []
+    for name, rows in groups:
+        held = " + ".join(fold_names(p for row in rows for p in row.parameters))
+        note = f"({rows[0].note})" if rows[0].note else ""
+        shape = " x ".join(map(str, rows[0].tensor.shape)) or "one number"
+        lines.append((name, shape, rows[0].tensor.type, f"{held} {note}".strip()))
+    return lines
+
+
+def wiring(found: Description) -> Iterator[str]:
+    """The formulas of every stack, as the specification has them."""
+    for stack in found.spec.stacks if found.spec else ():
+        parts = [("stem", stack.stem.text)]
+        parts += [(f"layer {numbers_text(n)}", s.wiring.text) for s, n in layer_sorts(stack)]
+        for name, text in [*parts, ("head", stack.head.text)]:
+            yield f"{stack.name} {name}:"
+            yield from (f"    {line.strip()}" for line in text.strip().splitlines())
+
+
+def missing(found: Description) -> list[str]:
+    """Parameters without a tensor, folded, with what was looked for."""
+    groups = fold(
+        found.missing,
+        lambda each: each.parameter,
+        lambda each: (each.shape, tuple(map(pattern_of, each.names))),
+    )
+    lines = []
+    for name, group in groups:
+        looked = " or ".join(fold_names(n for each in group for n in each.names))
+        reason = f"looked for {looked}" if looked else "[tensors] has no name for it"
+        lines.append(f"{name} {list(group[0].shape)}: {reason}")
+    return lines
+
+
+def proposals(found: Description) -> list[Line]:
+    """Lines of `[tensors]` that would give missing parameters a tensor."""
+    return propose(found.unused, found.missing) if found.spec else []
+
+
+def to_text(found: Description) -> str:
+    """The whole report."""
+    width = max(len(word) for word, _ in facts(found))
+    parts = ["\n".join(f"{word:<{width}}  {value}" for word, value in facts(found))]
+    if found.spec:
+        parts.append(
+            f"Memory ({WIDTHS_NOTE}):\n{_columns(_WIDTH_HEADS, memory(found), right=True)}"
+        )
+        parts.append("Wiring:\n" + "\n".join(f"  {line}" for line in wiring(found)))
+    parts.append(f"Tensors:\n{_columns(_TENSOR_HEADS, tensors(found))}")
+    parts += [
+        f"{heading}:\n" + "\n".join(f"  {line}" for line in lines)
+        for heading, lines in _problems(found).items()
+        if lines
+    ]
+    if found.spec is None:
+        parts.append(f"A first draft, to save as a .toml:\n\n{draft(found.opened)}".rstrip())
+    elif found.fits:
+        parts.append("Every parameter has its tensor, and every tensor its place.")
+    # Names come from the file, and what a terminal obeys has no place in them.
+    text = "\n\n".join(parts)
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def _problems(found: Description) -> dict[str, list[str]]:
+    unplaced = fold_names(tensor.name for tensor in found.unused)
+    return {
+        "Tensors without a place (map them in [tensors], or list them under ignore)": unplaced,
+        "Parameters without a tensor": missing(found),
+        "Tensors of a wrong shape": list(found.wrong),
+        "Likely lines for [tensors]": [f"{line}  # {line.reason}" for line in proposals(found)],
+    }
+
+
+def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]], right: bool = False) -> str:
+    """A table as text; all but the last column padded, to the right if they are numbers."""
+    widths = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
+    mark = ">" if right else "<"
+    lines = []
+    for row in [heads, *rows]:
+        cells = [f"{cell:{mark}{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def to_json(found: Description) -> dict[str, Any]:
+    """The whole report as plain values, nothing folded."""
+    spec, sizes = found.spec, found.sizes
+    return {
+        "path": str(found.opened.weights),
+        "format": found.opened.checkpoint.format,
+        "architectures": found.opened.architectures,
+        "family": found.family or None,
+        "found": found.how or None,
+        "problem": found.problem or None,
+        "type": spec.type if spec else None,
+        "dims": dict(spec.dims) if spec else {},
+        "bytes_in_file": sum(t.nbytes for t in found.opened.checkpoint.tensors.values()),
+        "parameters": sizes.parameters if sizes else None,
+        "cache_bytes_per_token": sizes.cache_per_token if sizes else None,
+        "memory": {f"{bits:g}": sizes.total_bytes(bits) for bits in WIDTHS} if sizes else {},
+        "wiring": list(wiring(found)),
+        "tensors": [
+            {
+                "name": row.tensor.name,
+                "shape": list(row.tensor.shape),
+                "type": row.tensor.type,
+                "parameters": row.parameters,
+                "note": row.note or None,
+            }
+            for row in found.rows
+        ],
+        "unused": [tensor.name for tensor in found.unused],
+        "missing": [
+            {"parameter": m.parameter, "shape": list(m.shape), "looked_for": list(m.names)}
+            for m in found.missing
+        ],
+        "wrong_shape": list(found.wrong),
+        "proposed": [str(line) for line in proposals(found)],
+        "draft": None if spec else draft(found.opened),
+    }
+
+
+def to_html(found: Description) -> str:
+    """The whole report as a page of its own."""
+    parts = [html_table(("", ""), facts(found))]
+    if found.spec:
+        parts += [draw(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]
+        parts.append(html_table(_WIDTH_HEADS, memory(found)))
+        parts.append(f"<h2>Wiring</h2><pre>{escape(chr(10).join(wiring(found)))}</pre>")
+    parts += ["<h2>Tensors</h2>", html_table(_TENSOR_HEADS, tensors(found))]
+    for heading, lines in _problems(found).items():
+        if lines:
+            parts.append(f"<h2>{escape(heading)}</h2><pre>{escape(chr(10).join(lines))}</pre>")
+    if found.spec is None:
+        parts.append(f"<h2>A first draft</h2><pre>{escape(draft(found.opened))}</pre>")
+    title = escape(str(found.opened.path.name))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<body style="font-family:system-ui,sans-serif;color-scheme:light dark;margin:24px">'
+        f"<h1>{title}</h1>{''.join(parts)}</body></html>\n"
+    )

@@ -1,0 +1,171 @@
+"""What a tensor most likely is, by the words of its name: q_proj, fc1, ln_f, ..."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from jinfer.checkpoint import Tensor
+from tools.folding import numbered
+from tools.matching import Missing
+
+# Where in a layer a module stands, by a word anywhere in its name; the first that fits.
+_AREAS = {
+    "cross": r"encoder_attn|encdecattention|cross_?att",
+    "attn": r"attn|attention|\.sa_|^sa_",
+    "after": r"^output\.",
+    "ffn": r"mlp|ffn|feed_?forward|dense_?relu|intermediate|moe|experts|\bfc|lin[12]$",
+}
+# The last words of names, by what they are; those of `attn` stand for `cross` as well.
+_IN_LAYER = {
+    "attn": {
+        "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj",
+        "attn.q_norm": r"q_norm|q_layernorm|query_norm|attn_q_norm",
+        "attn.k_norm": r"k_norm|k_layernorm|key_norm|attn_k_norm",
+        "attn.q": r"q|wq|q_proj|query|q_lin|attn_q",
+        "attn.k": r"k|wk|k_proj|key|k_lin|attn_k",
+        "attn.v": r"v|wv|v_proj|value|v_lin|attn_v",
+        "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj",
+        "attn_norm": r".*norm.*|ln.*",
+    },
+    "ffn": {
+        "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj",
+        "ffn.gate": r"gate_proj|w1|wi_0|ffn_gate|linear_1",
+        "ffn.up": r"up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|dense_h_to_4h|lin1|linear_v|dense|up",
+        "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj",
+        "ffn.router": r"gate|router|ffn_gate_inp",
+        "ffn_norm": r".*norm.*|ln.*",
+    },
+    "after": {"ffn.down": r"dense", "ffn_norm": r".*norm.*"},
+    "": {},
+}
+# Norms that stand in the layer itself say by their own words which they are.
+_NORMS = {
+    "cross_norm": r"(encoder_attn|cross).*norm",
+    "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm"
+    r"|(pre_)?(self_)?att(n|ention)?_.*norm",
+    "ffn_norm": r"post_attention_layernorm|ln_?2|norm_?2|(final|output)_layer_?norm"
+    r"|(pre_)?(ffn|mlp|feed_?forward)_(layer)?_?norm",
+}
+_OUTSIDE = {
+    "position": r"wpe|embed_positions|position_embeddings|position_embd|pos_emb.*",
+    "token_type": r"token_type_embeddings|token_types",
+    "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm",
+    "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*",
+    "logits": r"lm_head|embed_out|output|head|proj_out",
+    "norm": r".*norm.*|ln_f|ln_out",
+}
+_IGNORED = re.compile(r"(.*\.)?(inv_freq|masked_bias|position_ids|causal_mask)")
+_LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a `[tensors]` table.
+
+    Attributes:
+        parameter: jinfer's name, with {i}.
+        source: the file's name, with {i} and {e}.
+        transpose: the file has the matrix as [inputs, outputs].
+        reason: why it is proposed.
+    """
+
+    parameter: str
+    source: str
+    transpose: bool = False
+    reason: str = "by its words"
+
+    def __str__(self) -> str:
+        plain = json.dumps(self.source, ensure_ascii=False)  # quoted as TOML does
+        turned = f"{{ from = {plain}, transpose = true }}"
+        return f'"{self.parameter}" = {turned if self.transpose else plain}'
+
+
+def module_of(tensor: Tensor) -> str:
+    """A tensor's name without weight or bias, its first number {i} and its second {e}."""
+    return numbered(_LEAF.sub("", tensor.name), "ie")
+
+
+def is_ignorable(tensor: Tensor) -> bool:
+    """Whether it is a buffer that no model needs, such as a causal mask."""
+    return bool(_IGNORED.fullmatch(tensor.name)) or (
+        len(tensor.shape) == 4 and tensor.name.endswith(".bias")
+    )
+
+
+def role_of(tensor: Tensor, names: Collection[str]) -> str:
+    """What a tensor most likely is, such as "decoder.{i}.attn.q"; "" if that is not plain.
+
+    Args:
+        names: all modules of the file: with w1 but no w3, w1 is the first of two matrices.
+    """
+    module = module_of(tensor)
+    stack = _stack(module, names)
+    last = module.rpartition(".")[2].lower()
+    if "{i}" not in module:
+        role = _word(_OUTSIDE, last)
+        if role == "norm" and "embeddings." in module:
+            role = "embed_norm"
+        if role == "norm" and "predictions." in module:
+            return ""
+        return role if role in ("embed", "logits", "") else f"{stack}.{role}"
+    inner = module.partition("{i}.")[2]
+    area = next((a for a, words in _AREAS.items() if re.search(words, inner.lower())), "")
+    if "." not in inner and (norm := _word(_NORMS, last)):
+        return f"{stack}.{{i}}.{norm}"
+    role = _word(_IN_LAYER["attn" if area == "cross" else area], last)
+    if role == "ffn.gate" and last == "w1" and f"{module[:-2]}w3" not in names:
+        role = "ffn.up"
+    if "{e}" in module:
+        role = role.replace("ffn.", "ffn.experts.")
+    if area == "cross":
+        role = role.replace("attn", "cross")
+    return f"{stack}.{{i}}.{role}" if role else ""
+
+
+def _stack(module: str, names: Collection[str]) -> str:
+    """The stack a module is in; where only one is named, all that names none is in that one."""
+    for stack in ("encoder", "decoder"):
+        if re.match(rf"(\w+\.)*?{stack}\.", module):
+            return stack
+    named = {stack for stack in ("encoder", "decoder") for n in names if f"{stack}." in n}
+    return "encoder" if named == {"encoder"} else "decoder"
+
+
+def _word(table: Mapping[str, str], word: str) -> str:
+    return next((role for role, words in table.items() if re.fullmatch(words, word)), "")
+
+
+def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
+    """Lines for tensors that fit a missing parameter, by their words or else by their shape."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for each in missing:
+        wanted.setdefault(numbered(_LEAF.sub("", each.parameter), "i"), each.shape)
+    modules: dict[str, Tensor] = {}
+    for tensor in unused:
+        modules.setdefault(module_of(tensor), tensor)
+    lines: dict[str, Line] = {}
+    for module, tensor in modules.items():
+        role = role_of(tensor, modules)
+        if role in wanted and (fit := _fits(tensor, wanted[role], "{e}" in module)):
+            lines[role] = Line(role, module, fit == "transposed")
+    by_shape: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for parameter, shape in wanted.items():
+        if parameter not in lines:
+            by_shape.setdefault((shape, "{i}" in parameter), []).append(parameter)
+    taken = {line.source for line in lines.values()}
+    free = {module: tensor for module, tensor in modules.items() if module not in taken}
+    for (shape, in_layer), parameters in by_shape.items():
+        alike = [m for m, t in free.items() if t.shape == shape and ("{i}" in m) == in_layer]
+        if len(alike) == len(parameters) == 1:
+            lines[parameters[0]] = Line(parameters[0], alike[0], reason="by its shape")
+    return list(lines.values())
+
+
+def _fits(tensor: Tensor, wanted: tuple[int, ...], stacked: bool) -> str:
+    wanted = wanted[1:] if stacked else wanted
+    if tensor.shape == wanted:
+        return "as it is"
+    return "transposed" if tensor.shape == wanted[::-1] else ""
