@@ -121,7 +121,7 @@ def test_a_context_of_any_length() -> None:
 
 
 def test_a_context_above_the_models() -> None:
-    with pytest.raises(SpecError, match="engine.context: 512 is above the 256 tokens"):
+    with pytest.raises(SpecError, match=r"engine.context: 512 is above the 256 tokens"):
         open_model(**{"engine.context": 512})
     longer = open_model(**{"engine.context": 512, "dims.context": 512})
     assert longer.context == 512

@@ -123,7 +123,10 @@ def _match(
             continue
         origins.append(origin)
         for e, file in enumerate(origin.files):
-            rows[file.name].parameters.append(f"{name}[{e}]" if origin.stacked else name)
+            held = [part for part in origin.place.parts or (name,) if part in shapes]
+            held = [f"{part}[{e}]" for part in held] if origin.stacked else held
+            row = rows[file.name]
+            row.parameters += [part for part in held if part not in row.parameters]
         try:
             origin.check(shapes)
         except LoadError as error:

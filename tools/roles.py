@@ -84,8 +84,9 @@ class Line:
 
 
 def module_of(tensor: Tensor) -> str:
-    """A tensor's name without weight or bias, its first number {i} and its second {e}."""
-    return numbered(_LEAF.sub("", tensor.name), "ie")
+    """A tensor's name without weight or bias, the layer's number as {i} and an expert's as {e}."""
+    name = _LEAF.sub("", tensor.name)
+    return numbered(name, "ie" if re.search(r"experts?\.\d+(\.|$)", name) else "i")
 
 
 def is_ignorable(tensor: Tensor) -> bool:

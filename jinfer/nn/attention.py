@@ -55,7 +55,7 @@ class Attention(nnx.Module):
         if isinstance(block.position, blocks.Relative):
             self.relative = RelativeBias(block.position, block.heads)
         if isinstance(block.position, blocks.Disentangled):
-            self.relative = DisentangledBias(block.position, block.inputs, dtype)
+            self.distances = DisentangledBias(block.position, block.inputs, dtype)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -113,9 +113,9 @@ class Attention(nnx.Module):
 
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
         """The bias, from the projections of the distances' vectors."""
-        vectors = self.relative.vectors()[None]
+        vectors = self.distances.vectors()[None]
         to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
-        return self.relative.bias(q, k, to_q[0], to_k[0], positions, scale)
+        return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 
     def _bias(self, causal: bool) -> Bias | None:
         if isinstance(self.block.position, blocks.Alibi):

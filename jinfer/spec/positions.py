@@ -140,8 +140,8 @@ class Disentangled:
     """Vectors of distances that queries and keys attend to beside each other (arXiv 2006.03654).
 
     To the score of query q and key k are added q . K(r) and Q(r) . k, where r is the vector of
-    their distance, `attn.relative`, after a layer norm, `attn.relative.norm`, and K and Q are the
-    attention's own projections. Only for an encoder.
+    their distance, `attn.distances`, after a layer norm, `attn.distances.norm`, and K and Q are
+    the attention's own projections. Only for an encoder.
 
     buckets: distances told apart on either side, half of them exactly, the rest by logarithm.
     max_distance: all distances from here on share a bucket.

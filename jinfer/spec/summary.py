@@ -32,7 +32,7 @@ def shortened(line: str, limit: int = _MAX_LINE) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def _sizes(block: Block) -> tuple[list[str], set[str]]:
+def _sizes(block: Any) -> tuple[list[str], set[str]]:
     """Lines with the block's sizes, and the fields that they say."""
     match block:
         case blocks.Embedding() | blocks.LearnedPositions():

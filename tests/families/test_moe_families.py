@@ -227,7 +227,8 @@ def test_phi3_5_moe(tmp_path: Path, jitter: float) -> None:
     names: Shapes = affine(f"{prefix}.gate", EXPERTS, HIDDEN)
     names |= one_by_one(f"{prefix}.experts", INNER, "w1", "w3", "w2")
     norms = {"input_layernorm": True, "post_attention_layernorm": True}
-    shapes = moe_shapes(names, bias="qkvo", norms=norms) | {"lm_head.bias": (LLAMA["vocab_size"],)}
+    shapes: Shapes = moe_shapes(names, bias="qkvo", norms=norms)
+    shapes |= {"lm_head.bias": (int(LLAMA["vocab_size"]),)}
 
     def block(x: Floats, t: Tensors) -> Floats:
         t = within(t, f"{prefix}.")

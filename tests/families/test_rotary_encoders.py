@@ -44,13 +44,13 @@ def test_modernbert(tmp_path: Path) -> None:
     shapes: Shapes = {"model.embeddings.tok_embeddings.weight": (VOCAB, HIDDEN)}
     shapes |= norm("model.embeddings.norm", bias=False) | norm("model.final_norm", bias=False)
     for i in range(4):
-        layer = f"model.layers.{i}."
-        shapes |= norm(layer + "attn_norm", bias=False) if i else {}
-        shapes |= linear(layer + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
-        shapes |= linear(layer + "attn.Wo", HIDDEN, HIDDEN, False)
-        shapes |= norm(layer + "mlp_norm", bias=False)
-        shapes |= linear(layer + "mlp.Wi", 2 * INNER, HIDDEN, False)
-        shapes |= linear(layer + "mlp.Wo", HIDDEN, INNER, False)
+        block = f"model.layers.{i}."
+        shapes |= norm(block + "attn_norm", bias=False) if i else {}
+        shapes |= linear(block + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
+        shapes |= linear(block + "attn.Wo", HIDDEN, HIDDEN, False)
+        shapes |= norm(block + "mlp_norm", bias=False)
+        shapes |= linear(block + "mlp.Wi", 2 * INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.Wo", HIDDEN, INNER, False)
     shapes |= linear("head.dense", HIDDEN, HIDDEN, False) | norm("head.norm", bias=False)
     shapes |= {"decoder.bias": (VOCAB,)}
     config = {
@@ -92,13 +92,13 @@ def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
     }
     shapes |= norm("emb_ln")
     for i in range(2):
-        layer = f"encoder.layers.{i}."
-        shapes |= linear(layer + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
-        shapes |= linear(layer + "attn.out_proj", HIDDEN, HIDDEN, False)
-        shapes |= linear(layer + "mlp.fc11", INNER, HIDDEN, False)
-        shapes |= linear(layer + "mlp.fc12", INNER, HIDDEN, False)
-        shapes |= linear(layer + "mlp.fc2", HIDDEN, INNER, False)
-        shapes |= norm(layer + "norm1") | norm(layer + "norm2")
+        block = f"encoder.layers.{i}."
+        shapes |= linear(block + "attn.Wqkv", 3 * HIDDEN, HIDDEN, False)
+        shapes |= linear(block + "attn.out_proj", HIDDEN, HIDDEN, False)
+        shapes |= linear(block + "mlp.fc11", INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.fc12", INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.fc2", HIDDEN, INNER, False)
+        shapes |= norm(block + "norm1") | norm(block + "norm2")
     own: dict[str, Any] = {
         "n_embd": HIDDEN, "n_head": HEADS, "n_layer": 2, "n_inner": INNER, "n_positions": 64,
         "layer_norm_epsilon": EPS, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
@@ -126,17 +126,17 @@ def test_embedding_gemma(tmp_path: Path) -> None:
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     shapes: Shapes = {"embed_tokens.weight": (VOCAB, HIDDEN)} | norm("norm", bias=False)
     for i in range(3):
-        layer = f"layers.{i}."
+        block = f"layers.{i}."
         for part, count in (("q", HEADS), ("k", 1), ("v", 1)):
-            shapes |= linear(f"{layer}self_attn.{part}_proj", count * DIM, HIDDEN, False)
-        shapes |= linear(layer + "self_attn.o_proj", HIDDEN, HEADS * DIM, False)
+            shapes |= linear(f"{block}self_attn.{part}_proj", count * DIM, HIDDEN, False)
+        shapes |= linear(block + "self_attn.o_proj", HIDDEN, HEADS * DIM, False)
         for part in "qk":
-            shapes |= norm(f"{layer}self_attn.{part}_norm", DIM, False)
+            shapes |= norm(f"{block}self_attn.{part}_norm", DIM, False)
         for name in norms:
-            shapes |= norm(f"{layer}{name}_layernorm", bias=False)
-        shapes |= linear(layer + "mlp.gate_proj", INNER, HIDDEN, False)
-        shapes |= linear(layer + "mlp.up_proj", INNER, HIDDEN, False)
-        shapes |= linear(layer + "mlp.down_proj", HIDDEN, INNER, False)
+            shapes |= norm(f"{block}{name}_layernorm", bias=False)
+        shapes |= linear(block + "mlp.gate_proj", INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.up_proj", INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.down_proj", HIDDEN, INNER, False)
     config = {
         "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True,
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 3,

@@ -41,7 +41,7 @@ def made_up(count: int, gated: bool, biased: bool) -> Experts:
     return Experts(gate, projection(WIDTH, HIDDEN), projection(HIDDEN, WIDTH), activation)
 
 
-def numpy_mixture(x: Array, chosen: Floats, weights: Floats, experts: Experts) -> Floats:
+def numpy_mixture(x: Array, chosen: np.ndarray, weights: np.ndarray, experts: Experts) -> Floats:
     def project(projection: Projection, e: int, row: Floats) -> Floats:
         weight, bias = projection
         return linear(row, weight[e], None if bias is None else bias[e])
@@ -92,14 +92,15 @@ def test_one_expert_gets_everything(function: object, rows: int) -> None:
 @BOTH
 def test_bfloat16_is_summed_in_float32(function: object) -> None:
     """A large and a small weight: the sum of the rounded parts, rounded once."""
-    experts = jax.tree.map(lambda a: a.astype(jnp.bfloat16), made_up(3, True, False)[:3])
+    gate, up, down, _ = made_up(3, True, False)
+    matrices = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (gate, up, down))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(12, HIDDEN)), jnp.bfloat16)
     chosen = jnp.asarray(np.tile([2, 0], (12, 1)), jnp.int32)
     assert callable(function)
 
     def run(*weights: float) -> Floats:
         given = jnp.asarray(np.tile(weights, (12, 1)), jnp.float32)
-        got = function(x, chosen, given, Experts(*experts, silu_gated))
+        got = function(x, chosen, given, Experts(matrices[0], matrices[1], matrices[2], silu_gated))
         assert got.dtype == jnp.bfloat16
         return np.asarray(got, np.float64)
 

@@ -32,8 +32,8 @@ def run(
     """Attention of q [batch, tokens, heads, dim] from position `start` on."""
     positions = np.broadcast_to(start + np.arange(q.shape[1], dtype=np.int32), q.shape[:2])
     arrays = (jnp.asarray(x, jnp.float32) for x in (q, keys, values))
-    last = positions if last is None else np.broadcast_to(last, positions.shape)
-    at = (jnp.asarray(positions), jnp.asarray(last, jnp.int32), jnp.int32(0))
+    seen = np.broadcast_to(positions if last is None else last, positions.shape)
+    at = (jnp.asarray(positions), jnp.asarray(seen, jnp.int32), jnp.int32(0))
     return np.asarray(form(*arrays, *at, Sight(SCALE, **sight)), np.float64)
 
 

@@ -24,12 +24,25 @@ LLAMA = {
     "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 256,
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
 }  # fmt: skip
+BERT = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "max_position_embeddings": 256,
+}  # fmt: skip
+BART = {
+    "vocab_size": 320, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128, "max_position_embeddings": 256, "scale_embedding": True,
+}  # fmt: skip
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
 # Keys of a config.json for families of which there is no golden.
 MADE_UP: dict[str, dict[str, Any]] = {
+    "albert": BERT | {"embedding_size": 32},
     "cohere": LLAMA | {"logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
+    "deberta_v2": BERT | {"position_buckets": 32, "type_vocab_size": 0},
+    "electra": BERT | {"embedding_size": 32},
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
+    "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
     "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "gpt_neo": {
@@ -41,17 +54,26 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "granite": LLAMA | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
     "granite_moe": LLAMA | MOE | {"residual_multiplier": 0.4, "logits_scaling": 1.7},
     "internlm2": LLAMA | {"bias": False},
+    "marian": BART | {"activation_function": "swish"},
+    "mbart": BART,
+    "modernbert": BERT | {"local_attention": 16},
     "mpt": {
         "vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "no_bias": True,
         "attn_config": {"alibi": True, "clip_qkv": 4.0, "kv_n_heads": 1},
     },
     "nemotron": LLAMA | {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "nomic_bert": BERT | {"rotary_emb_base": 1000},
     "olmo": LLAMA | {"clip_qkv": 8.0},
     "olmoe": LLAMA | MOE | {"norm_topk_prob": False},
+    "pegasus": BART,
     "phi3_5_moe": LLAMA | MOE | {"router_jitter_noise": 0.01, "lm_head_bias": True},
     "qwen2_moe": LLAMA | MOE | {"moe_intermediate_size": 32, "mlp_only_layers": [0]},
     "smollm3": LLAMA | {"no_rope_layers": [1, 1, 1, 0]},
     "stablelm": LLAMA | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
+    "umt5": {
+        "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 GGUF = {
     "vocab_size": 320, "embedding_length": 64, "block_count": 2, "attention.head_count": 4,
