@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from jinfer.checkpoint import open_checkpoint
 from jinfer.recognize import Recognized, read_json, read_json_value
 from jinfer.sources import SourceError
 
@@ -21,6 +22,32 @@ _MODES: dict[str, Pooling] = {
 }
 
 
+_FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A dense layer after the pooling, in float32.
+
+    Attributes:
+        weight: [outputs, inputs].
+        bias: [outputs], or None.
+        function: what is applied to the sum.
+    """
+
+    weight: Float[np.ndarray, "outputs inputs"]
+    bias: Float[np.ndarray, " outputs"] | None
+    function: Callable[[np.ndarray], np.ndarray]
+
+    def __call__(self, x: Float[np.ndarray, "texts inputs"]) -> Float[np.ndarray, "texts outputs"]:
+        """The layer's output."""
+        y = x @ self.weight.T
+        return self.function(y if self.bias is None else y + self.bias)
+
+
 @dataclass(frozen=True)
 class PoolingSpec:
     """What a checkpoint says of its embeddings.
@@ -29,11 +56,13 @@ class PoolingSpec:
         take: which tokens count.
         normalize: vectors are brought to length 1.
         max_tokens: longer texts are cut to this; None: to the model's context.
+        projections: dense layers that follow, before the length is changed.
     """
 
     take: Pooling
     normalize: bool = True
     max_tokens: int | None = None
+    projections: tuple[Projection, ...] = ()
 
 
 def find_pooling(found: Recognized) -> PoolingSpec:
@@ -41,24 +70,42 @@ def find_pooling(found: Recognized) -> PoolingSpec:
 
     Raises:
         SourceError: it asks for something that is not known.
+        CheckpointError: the weights of a dense layer are broken.
     """
     path = found.checkpoint.path
     folder = path if path.is_dir() else path.parent
     default: Pooling = "mean" if found.spec.decoder is None else "last"
     if not (folder / "modules.json").exists() or found.spec.decoder is not None:
         return PoolingSpec(default)
-    take, normalize = default, False
+    take, normalize, projections = default, False, list[Projection]()
     for module in _modules(folder / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             take = _mode(read_json(folder / str(module.get("path", "")) / "config.json"), folder)
+        elif kind == "Dense":
+            projections.append(_projection(folder / str(module.get("path", ""))))
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
             raise SourceError(f"{folder / 'modules.json'}: a module of kind {kind!r} is not known")
     settings = folder / "sentence_bert_config.json"
     longest = read_json(settings).get("max_seq_length") if settings.exists() else None
-    return PoolingSpec(take, normalize, longest if isinstance(longest, int) else None)
+    most = longest if isinstance(longest, int) else None
+    return PoolingSpec(take, normalize, most, tuple(projections))
+
+
+def _projection(folder: Path) -> Projection:
+    """A dense layer of sentence-transformers."""
+    name = str(read_json(folder / "config.json").get("activation_function", "Identity"))
+    function = _FUNCTIONS.get(name.rpartition(".")[2])
+    if function is None:
+        raise SourceError(f"{folder / 'config.json'}: the activation_function {name} is not known")
+    tensors = open_checkpoint(folder).tensors
+    if "linear.weight" not in tensors:
+        raise SourceError(f"{folder}: has no tensor linear.weight")
+    bias = tensors["linear.bias"].read() if "linear.bias" in tensors else None
+    weight = tensors["linear.weight"].read().astype(np.float32)
+    return Projection(weight, None if bias is None else bias.astype(np.float32), function)
 
 
 def _modules(path: Path) -> Sequence[Mapping[str, Any]]:
@@ -84,11 +131,16 @@ def cut(ids: list[int], limit: int) -> list[int]:
 
 
 def pool(
-    hidden: Sequence[Float[np.ndarray, "tokens hidden"]], take: Pooling, normalize: bool
+    hidden: Sequence[Float[np.ndarray, "tokens hidden"]],
+    take: Pooling,
+    normalize: bool,
+    projections: Sequence[Projection] = (),
 ) -> Float[np.ndarray, "texts hidden"]:
     """One vector for each text."""
     pick = {"mean": lambda x: x.mean(axis=0), "first": lambda x: x[0], "last": lambda x: x[-1]}
     vectors = np.stack([pick[take](x) for x in hidden])
+    for project in projections:
+        vectors = project(vectors)
     if normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return vectors.astype(np.float32)

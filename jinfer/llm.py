@@ -223,8 +223,9 @@ class LLM:
         limit = min(self.context, self._opened.pooling.max_tokens or self.context)
         ids = [cut(self.encode(text), limit) for text in _as_list(texts)]
         hidden = self._forward(ids, "hidden", None, token_type_ids)
-        take, unit = pooling or self._opened.pooling.take, self._opened.pooling.normalize
-        return pool(hidden, take, unit if normalize is None else normalize)
+        own = self._opened.pooling
+        unit = own.normalize if normalize is None else normalize
+        return pool(hidden, pooling or own.take, unit, own.projections)
 
     def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
         """The likeliest tokens at each mask of a text, likeliest first.

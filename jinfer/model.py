@@ -216,6 +216,7 @@ class AbstractModel:
         axes: their logical axes, in the same order.
         normalized: those whose rows are given length 1 when they are loaded.
         caches: name of each attention -> what it keeps of each token.
+        never: tokens that are never chosen.
     """
 
     definition: Any
@@ -225,6 +226,7 @@ class AbstractModel:
     axes: tuple[tuple[str, ...], ...]
     normalized: frozenset[str]
     caches: dict[str, CacheShape]
+    never: tuple[int, ...] = ()
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
@@ -257,6 +259,7 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
         axes=tuple(metadata[name]["axes"] for name in names),
         normalized=frozenset(name for name in names if metadata[name]["normalize"]),
         caches=dict(_cache_shapes(spec)),
+        never=_never(spec),
     )
 
 
@@ -269,6 +272,12 @@ def _name(path: tuple[Any, ...]) -> str:
     """("stacks", "decoder", "layers", 3, "modules", "attn", "q", "weight") -> "decoder.3...."."""
     structure = ("shared", "stacks", "layers", "modules", "value", None)
     return ".".join(str(part) for part in path if part not in structure)
+
+
+def _never(spec: ModelSpec) -> tuple[int, ...]:
+    own = spec.decoder.modules if spec.decoder else ()
+    heads = (block for _, block in (*spec.shared, *own) if isinstance(block, blocks.Head))
+    return tuple(token for head in heads for token in head.never or ())
 
 
 def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:

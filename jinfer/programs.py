@@ -102,7 +102,7 @@ def prefill(
     encoded = jax.lax.dynamic_slice_in_dim(state.encoded, slot, 1)
     step = Step(positions[None], slot, encoded=encoded)
     logits, cache = model.module(leaves).decode(tokens[None], step, count[None] - 1, cache, "last")
-    sampled, row = sample(logits, row, logprobs=logprobs)
+    sampled, row = sample(_allowed(logits, model), row, logprobs=logprobs)
     new = State(sampled.tokens, (start + count)[None], encoded, row)
     state = jax.tree.map(
         lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, 0), state, new
@@ -128,10 +128,19 @@ def decode(
     step = Step(at[:, None], jnp.int32(0), encoded=state.encoded)
     first = jnp.zeros_like(at)
     logits, cache = model.module(leaves).decode(state.tokens[:, None], step, first, cache, "last")
-    sampled, sampler = sample(logits, state.sampler, logprobs=logprobs)
+    sampled, sampler = sample(_allowed(logits, model), state.sampler, logprobs=logprobs)
     tokens = jnp.where(active, sampled.tokens, state.tokens)
     positions = jnp.where(active, state.positions + 1, state.positions)
     return cache, State(tokens, positions, state.encoded, sampler), sampled
+
+
+def _allowed(
+    logits: Float[Array, "batch vocab"], model: AbstractModel
+) -> Float[Array, "batch vocab"]:
+    """The logits, -inf for tokens that are never chosen."""
+    if not model.never:
+        return logits
+    return logits.at[:, jnp.array(model.never, jnp.int32)].set(-jnp.inf)
 
 
 def forward(
@@ -194,7 +203,8 @@ def beam(
     step = Step(jnp.broadcast_to(position, (count, 1)), jnp.int32(0), encoded=encoded)
     first = jnp.zeros(count, jnp.int32)
     logits, cache = model.module(leaves).decode(tokens[:, None], step, first, cache, "last")
-    sums = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1) + scores[:, None]
+    each = _allowed(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), model)
+    sums = each + scores[:, None]
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, at = jax.lax.optimization_barrier(jax.lax.top_k(sums.reshape(-1), 2 * count))
     return cache, at // sums.shape[1], at % sums.shape[1], best

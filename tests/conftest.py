@@ -1,7 +1,9 @@
 """What every test starts from: JAX's strict settings, a compilation cache, the golden files."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -30,6 +32,16 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_programs_go() -> Iterator[None]:
+    """Each compiled program takes memory maps, of which a process has 65,530 on Linux."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

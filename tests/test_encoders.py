@@ -1,6 +1,7 @@
 """Encoder-only and encoder-decoder models against the values of their references."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,12 @@ TRANSLATORS = ("t5", "flan_t5", "bart", "m2m100")
 @cache
 def model(name: str) -> LLM:
     return LLM(GOLDENS / name, dtype="float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_models_go() -> Iterator[None]:
+    yield
+    model.cache_clear()
 
 
 @cache

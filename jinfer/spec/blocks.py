@@ -117,6 +117,7 @@ class Head:
 
     tied: its weight is that of the module `embed`.
     normalize: the rows of its weight are brought to length 1 when they are loaded.
+    never: tokens that are never chosen, whatever their logits.
     """
 
     kind: Literal["head"]
@@ -125,8 +126,11 @@ class Head:
     bias: bool = False
     tied: bool = False
     normalize: bool = False
+    never: tuple[int, ...] | None = None
 
     def check(self) -> tuple[str, str] | None:
+        if not all(0 <= token < self.outputs for token in self.never or ()):
+            return "never", f"{list(self.never or ())} has a token outside the vocabulary"
         if self.tied and self.normalize:
             return "normalize", "cannot be true of a tied head, whose weight the embedding is"
         return None

@@ -101,7 +101,7 @@ def _words(name: str, value: Any) -> str:
             return f"{name.replace('_', ' ')} {_number(value)}"
         case str():
             return f"{name.replace('_', ' ')} {value}"
-    return name.replace("_", " ")
+    return str(getattr(value, "kind", name)).replace("_", " ")
 
 
 def _number(value: float) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jinfer import SamplingParams
+from jinfer.sampling import Strategy
 from tests.reference.numpy_blocks import (
     attention,
     gelu_erf,
@@ -136,6 +138,19 @@ def test_marian(tmp_path: Path, stored: bool) -> None:
             f"model.{s}.embed_positions.weight": (64, HIDDEN) for s in ("encoder", "decoder")
         }
     check_bart(tmp_path, "MarianMTModel", ("swish", silu), shapes, with_sinusoids, before=False)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beam"])
+def test_marian_never_chooses_the_padding(tmp_path: Path, strategy: Strategy) -> None:
+    """Though its logit is the greatest here; the logits that are asked for stay as they are."""
+    config = BART | {"architectures": ["MarianMTModel"], "activation_function": "swish"}
+    shapes = bart_shapes()
+    llm, _ = served(tmp_path, config, shapes, {"final_logits_bias": np.eye(1, VOCAB, 1) * 50})
+    assert llm.logits([[2]], encoder_ids=TEXTS[:1])[0].argmax() == 1
+    params = SamplingParams(strategy=strategy, max_tokens=8, ignore_eos=True)
+    for answer in llm.generate(TEXTS, params):
+        assert len(answer.token_ids) == 8
+        assert 1 not in answer.token_ids
 
 
 def test_pegasus(tmp_path: Path) -> None:

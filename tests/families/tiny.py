@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights, and what tests of several families share."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,15 @@ def random_tensors(shapes: Shapes, seed: int = 11) -> dict[str, np.ndarray]:
     return tensors
 
 
-def served(folder: Path, config: dict[str, Any], shapes: Shapes) -> tuple[LLM, Tensors]:
-    """A model of random tensors with these shapes, and the tensors."""
-    tensors = random_tensors(shapes)
+def served(
+    folder: Path,
+    config: dict[str, Any],
+    shapes: Shapes,
+    given: Mapping[str, np.ndarray] | None = None,
+) -> tuple[LLM, Tensors]:
+    """A model of random tensors with these shapes, some of them given, and the tensors."""
+    own = {name: values.astype(np.float32) for name, values in (given or {}).items()}
+    tensors = random_tensors(shapes) | own
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     doubles = {name: values.astype(np.float64) for name, values in tensors.items()}

@@ -130,6 +130,10 @@ def test_cross_attention_has_its_own_sizes() -> None:
         ({"encoder__modules__attn": {"kind": "latent_attention", "latent_rank": 8, "nope_dim": 8,
           "rope_dim": 4, "value_dim": 8, "position": {"kind": "rope", "dim": 4}}},
          "encoder.layer: calls attn, a latent attention, which only a decoder can"),
+        ({"encoder__modules__attn__position": {"kind": "disentangled", "buckets": 7}},
+         "encoder.modules.attn.position.buckets: must be even and below max_distance"),
+        ({"encoder__modules__attn__position": {"kind": "disentangled", "buckets": 128}},
+         "encoder.modules.attn.position.buckets: must be even and below max_distance"),
         ({"encoder__modules__attn": {"kind": "cross_attention"}}, "encoder.layer: attn takes 2 "
          "arguments, not 1"),
         ({"modules__cross": {"kind": "cross_attention"}}, "modules.cross: belongs to the layers"),

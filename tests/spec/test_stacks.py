@@ -128,6 +128,9 @@ def test_a_variant_has_its_own_wiring_and_modules() -> None:
          "head, which only the head formula can"),
         ({"decoder__pattern": ["a"]}, "decoder.pattern: chooses among variants, but [variants] "
          "declares none"),
+        ({"decoder__modules__attn__position": {"kind": "disentangled", "buckets": 8}},
+         "decoder.layer: calls attn, an attention with disentangled positions, which only an "),
+        ({"modules__logits__never": [64]}, "modules.logits.never: [64] has a token outside the vo"),
         ({"decoder__variants": 3}, "decoder.variants: 3 is not a table"),
         ({"decoder__variants": {"a": 3}}, "decoder.variants.a: 3 is not a table"),
         ({"decoder__variants": {"a": {"layers": 3}}}, "decoder.variants.a.layers: unknown key; did "

@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from jinfer import LLM
 from jinfer.recognize import recognize
 from jinfer.spec.drawing import CHARACTER, draw
 from jinfer.spec.model import ModelSpec
@@ -98,8 +100,10 @@ def test_variants_are_drawn_once_each() -> None:
     ],
 )
 def test_the_residual_stream_is_the_main_line(layer: str, main: list[str], lanes: int) -> None:
-    mlp = {"decoder__modules__mlp": {"kind": "linear"}} if "mlp" in layer else {}
-    spec = resolved(model(decoder__layer=layer, **mlp))
+    changes: dict[str, Any] = {"decoder__layer": layer}
+    if "mlp" in layer:
+        changes["decoder__modules__mlp"] = {"kind": "linear"}
+    spec = resolved(model(**changes))
     assert spec.decoder is not None
     graph = graph_of(spec.decoder.layers[0].wiring, "x")
     assert [graph.nodes[number].label for number in graph.main] == main
@@ -110,9 +114,10 @@ def test_the_residual_stream_is_the_main_line(layer: str, main: list[str], lanes
 
 
 def test_notebooks_show_the_drawing_and_the_sizes() -> None:
-    spec = spec_of("llama2")
-    shown = spec._repr_html_()
-    assert draw(spec) in shown
+    llm = LLM(GOLDENS / "llama2")
+    shown = llm._repr_html_()
+    assert shown == llm.spec._repr_html_()
+    assert draw(llm.spec) in shown
     assert "decoder-only" in shown
     assert ">intermediate</td>" in shown
     assert ">112</td>" in shown
