@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+CACHE_BYTES = 8 << 30  # the programs that were used least recently go first
+
 
 def use_persistent_cache() -> None:
     """Switches JAX's persistent compilation cache on, unless the user has set one of his own.
@@ -30,6 +32,9 @@ def use_persistent_cache() -> None:
     # Small programs too: their number is what a start waits for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # With a limit JAX also locks the folder, so that processes that start together never read
+    # what another one has half written.
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
 
 
 def _machine() -> str:

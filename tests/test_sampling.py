@@ -61,7 +61,8 @@ def random_logits(seed: int, rows: int = 1) -> Floats:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "beam"}, "strategy must be one of .*'greedy'.*, not 'beam'"),
+        ({"strategy": "best"}, "strategy must be one of .*'greedy'.*, not 'best'"),
+        ({"beams": 0}, "beams must be a whole number from 1 to 64, not 0"),
         ({"temperature": -0.1}, "temperature must be from 0 to 1000000, not -0.1"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": float("inf")}, "temperature must be"),

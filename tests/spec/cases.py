@@ -41,8 +41,15 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
     "deberta_v2": BERT | {"position_buckets": 32, "type_vocab_size": 0},
     "electra": BERT | {"embedding_size": 32},
+    "deepseek_v3": LLAMA | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
     "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
+    "gemma3": LLAMA | {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
     "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "gpt_neo": {
