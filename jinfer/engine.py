@@ -147,7 +147,20 @@ class Engine:
                     requests[slot] = None
 
     def step(self) -> list[Token]:
-        """Admits what fits, launches one decode, and returns the tokens of the step before."""
+        """Admits what fits, launches one decode, and returns the tokens of the step before.
+
+        What interrupts it (Ctrl-C, an error of the device) may leave a cache that was donated and
+        not given back: all requests are then lost, and later ones start with a new cache.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._slots = None
+            self._launched.clear()
+            self._waiting.clear()
+            raise
+
+    def _step(self) -> list[Token]:
         slots = self._admit()
         rows = tuple(
             (slot, request)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -130,7 +131,7 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
     show: Callable[[str], None] = (lambda text: None) if as_json else _show
     with contextlib.closing(llm.stream(ids)) as stream:
         interrupted = _print_answer(stream, chunks, show, llm)
-        usage = llm.last_usage
+    usage = llm.last_usage
     if as_json:
         print(json.dumps(_report(llm, chunks, usage), ensure_ascii=False))
     else:
@@ -143,14 +144,34 @@ def _print_answer(
     stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM
 ) -> bool:
     """Shows an answer while it comes; True if Ctrl-C stopped it."""
-    try:
+    with ctrl_c() as pressed:
         for chunk in stream:
             chunks.append(chunk)
             # Without a tokenizer there is no text: the ids are the answer.
             show(chunk.text if llm.tokenizer else "".join(f"{id} " for id in chunk.token_ids))
-    except KeyboardInterrupt:
-        return True
+            if pressed():
+                return True
     return False
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed, instead of interrupting a step in its middle.
+
+    Pressed a second time, it interrupts whatever goes on.
+    """
+    pressed = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _show(text: str) -> None:
@@ -235,14 +256,13 @@ class Chat:
         try:
             with contextlib.closing(self.llm.stream([*self.messages, asked])) as stream:
                 _print_answer(stream, chunks, _show, self.llm)
-                usage = self.llm.last_usage
         except USER_ERRORS as error:
             print(f"error: {error}", file=sys.stderr)
             return
         text = "".join(chunk.text for chunk in chunks)
         self.messages += [asked, {"role": "assistant", "content": text}]
         print()
-        print(timings(self.llm, usage), file=sys.stderr)
+        print(timings(self.llm, self.llm.last_usage), file=sys.stderr)
 
 
 def _exit() -> NoReturn:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jinfer.beam import beam_search
 from jinfer.engine import Engine, Request, Token
-from jinfer.generation import Chunk, Completion, Generation, Usage, completion
+from jinfer.generation import Chunk, Completion, Generation, RequestError, Usage, completion
 from jinfer.tokenizer import Tokenizer
 
 
@@ -41,6 +41,10 @@ class Running:
                 yield from pieces
             if generation.ended:
                 return
+            if not self.engine.busy:
+                raise RequestError(
+                    "the request was lost when another one was interrupted; repeat it"
+                )
             self._step()
 
     def _step(self) -> None:

@@ -215,3 +215,30 @@ def test_failed_steps_leave_nothing_behind(llm: LLM, alone: list[list[int]]) -> 
     with pytest.raises(RequestError):
         llm.generate([PROMPTS[0], [999]], GREEDY)
     assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_an_interrupted_step_costs_its_requests_only(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """Ctrl-C between a program's launch and the keeping of its result: the cache is gone."""
+    other = llm.stream(PROMPTS[1], GREEDY)
+    next(other)
+    get = llm._engine.programs.get
+
+    def interrupted(shape: Shape) -> Any:
+        compiled = get(shape)
+
+        def run(*arguments: Any) -> Any:
+            compiled(*arguments)
+            raise KeyboardInterrupt
+
+        return run if shape.kind == program else compiled
+
+    monkeypatch.setattr(llm._engine.programs, "get", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:3], GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match="was lost when another one was interrupted"):
+        list(other)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == alone

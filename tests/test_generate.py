@@ -106,7 +106,10 @@ class Terminal:
         while (found := re.search(pattern, self.seen)) is None:
             ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
             assert ready, f"{pattern!r} did not come; the program printed {self.seen!r}"
-            self.seen += os.read(self.file, 4096).decode(errors="replace")
+            try:
+                self.seen += os.read(self.file, 4096).decode(errors="replace")
+            except OSError as error:  # the program has ended
+                raise AssertionError(f"ended without {pattern!r}: {self.seen!r}") from error
         self.seen = self.seen[found.end() :]
         return found
 
