@@ -54,7 +54,7 @@ REGISTRIES = {
     "npmjs": "(org|com)",
     "anaconda": "org",
     "pytorch": "org/whl",
-    "deb.debian": "org",
+    "debian": "org",
     "archive.ubuntu": "com",
     "proxy.golang": "org",
     "crates": "io",
