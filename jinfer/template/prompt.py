@@ -5,8 +5,9 @@
 In braces stands
 
 - `query` or `question`, `_query` or `_question` (with a space before it), `system_prompt`;
-- `res_prefix` or `answer`: the beginning of the answer. Nothing may follow it, and where a template
-  does not have it the beginning of the answer comes at the end all the same;
+- `res_prefix` or `answer`: the answer. Where a template does not have it, it comes at the end;
+- `turn`: what stands before it stands once, at the beginning; what follows it is a turn;
+- `round`: the number of the turn, from 1;
 - `bos`, `eos`, `user_token`, `assistant_token` (generation_config.json's user_token_id and
   assistant_token_id), `#` and an id, or the name of any token of the vocabulary;
 - `\\n` or `\\t`: that character.
@@ -14,13 +15,20 @@ In braces stands
 `{{` and `}}` are braces of the text. The text between two tokens, with what is filled in, is
 tokenized as one; special tokens written in the template's own text become their ids, those in what
 is filled in stay text.
+
+Without `{turn}` the whole template is a turn, nothing may follow its answer, and past turns end
+with EOS. With `{turn}` nothing is added: what follows the answer ends past turns, and their answers
+are written without white space around them. Where there are both `{res_prefix}` and `{answer}`, the
+last turn ends at the former, and past answers stand in place of the latter.
+
+    {bos}{turn}Question {round}: {query}\n\nAnswer: {answer}\n\n
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jinfer.template.errors import TemplateError
@@ -34,8 +42,11 @@ _SLOTS = {
     "_query": "_query",
     "_question": "_query",
     "system_prompt": "system_prompt",
+    "round": "round",
+    "turn": "turn",
+    "res_prefix": "res_prefix",
+    "answer": "answer",
 }
-_ANSWERS = ("res_prefix", "answer")
 _NAMED_IDS = ("bos", "eos", "user_token", "assistant_token")
 _SPACE_LETTERS = ("▁", "Ġ")  # how vocabularies write a space in a token's name
 
@@ -49,7 +60,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for text: "query", "_query" or "system_prompt"."""
+    """A place for text, or a mark between parts: a value of `_SLOTS`."""
 
     name: str
 
@@ -69,14 +80,27 @@ class TokenName:
 
 
 Part = Literal | Slot | TokenId | TokenName
+type _Filled = tuple[Sequence[Part], Mapping[str, str]]
+
+_TURN, _PREFIX, _ANSWER = Slot("turn"), Slot("res_prefix"), Slot("answer")
+_ANSWERS = (_PREFIX, _ANSWER)
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A template that has been read. `source` is for messages."""
+    """A template that has been read.
+
+    Attributes:
+        source: its text, for messages.
+        once: what stands before the first turn.
+        parts: of the last turn, up to its answer.
+        past: of a turn that has been answered.
+    """
 
     source: str
+    once: tuple[Part, ...]
     parts: tuple[Part, ...]
+    past: tuple[Part, ...]
 
     @classmethod
     def parse(cls, text: str) -> PromptTemplate:
@@ -86,17 +110,30 @@ class PromptTemplate:
             piece, name = match[0], match[1]
             if name is None:
                 parts.append(Literal(_literal(text, piece, match.start())))
-            elif name in _ANSWERS:
-                if match.end() != len(text):
-                    raise _error(text, f"nothing may follow {piece}")
             else:
                 parts.append(_part(text, name))
-        return cls(text, tuple(parts))
+        for mark in (_TURN, *_ANSWERS):
+            if parts.count(mark) > 1:
+                raise _error(text, f"has {{{mark.name}}} more than once")
+        if _TURN not in parts:
+            turn, after = _cut(parts, _ANSWERS)
+            if after:
+                raise _error(text, "without {turn}, nothing may follow the answer")
+            return cls(text, (), turn, (*turn, _PREFIX, TokenName("eos")))
+        once, whole = _cut(parts, (_TURN,))
+        if any(mark in once for mark in _ANSWERS):
+            raise _error(text, "the answer must follow {turn}")
+        turn, after = _cut(whole, _ANSWERS)
+        if _ANSWER in whole:
+            past = tuple(part for part in whole if part != _PREFIX)
+        else:
+            past = (*turn, _ANSWER, *after)
+        return cls(text, once, turn, past)
 
     @property
     def has_system_prompt(self) -> bool:
         """Whether there is a place for a system prompt."""
-        return Slot("system_prompt") in self.parts
+        return Slot("system_prompt") in (*self.once, *self.parts)
 
     def encode(
         self,
@@ -111,29 +148,15 @@ class PromptTemplate:
         Raises:
             TemplateError: a token that the vocabulary does not have.
         """
-        values = {"query": query, "_query": " " + query, "system_prompt": system_prompt}
-        sections: list[int | str] = []
-        for part in (*self.parts, Slot("res_prefix")):
-            match part:
-                case Literal(text):
-                    found = tokenizer.split_special(text)
-                case Slot(name):
-                    found = [res_prefix if name == "res_prefix" else values[name]]
-                case TokenId(id):
-                    found = [id]
-                case TokenName(name):
-                    found = [self._id(tokenizer, name)]
-            for piece in found:
-                _append(sections, piece)
-        return tokenizer.encode_parts(sections)
+        values = _values(query, system_prompt, res_prefix, 1)
+        return self._encode(tokenizer, [((*self.once, *self.parts, _PREFIX), values)])
 
     def encode_chat(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation.
 
-        Each turn is the template with its answer at the end; past turns end with EOS. A system
-        message may come first: it fills `{system_prompt}` of the first turn, or, where there is
-        no such place, precedes the first query with an empty line between. A last message of the
-        assistant is the beginning of the answer.
+        A system message may come first: it fills `{system_prompt}` before or in the first turn, or,
+        where there is no such place, precedes the first query with an empty line between. A last
+        message of the assistant is the beginning of the answer.
 
         Args:
             messages: mappings of "role" (system, user, assistant) and "content".
@@ -142,17 +165,32 @@ class PromptTemplate:
             TemplateError: other roles, or roles that do not alternate.
         """
         system, turns = _turns(messages)
-        ids: list[int] = []
-        for number, (query, answer) in enumerate(turns):
-            first = system if number == 0 else ""
-            if first and not self.has_system_prompt:
-                query, first = f"{first}\n\n{query}", ""
-            past = number < len(turns) - 1
-            if past and not tokenizer.eos_ids:
-                raise _error(self.source, "several turns need an EOS token; the tokenizer has none")
-            ids += self.encode(tokenizer, query=query, system_prompt=first, res_prefix=answer)
-            ids += tokenizer.eos_ids[:1] if past else ()
-        return ids
+        if system and not self.has_system_prompt:
+            (query, answer), *rest = turns
+            system, turns = "", [(f"{system}\n\n{query}", answer), *rest]
+        filled: list[_Filled] = [(self.once, _values("", system, "", 1))]
+        for number, (query, answer) in enumerate(turns, 1):
+            parts = self.past if number < len(turns) else (*self.parts, _PREFIX)
+            filled.append((parts, _values(query, system if number == 1 else "", answer, number)))
+        return self._encode(tokenizer, filled)
+
+    def _encode(self, tokenizer: Tokenizer, filled: Iterable[_Filled]) -> list[int]:
+        """Ids of parts that follow each other, each with the values of its slots."""
+        sections: list[int | str] = []
+        for parts, values in filled:
+            for part in parts:
+                match part:
+                    case Literal(text):
+                        found = tokenizer.split_special(text)
+                    case Slot(name):
+                        found = [values[name]]
+                    case TokenId(id):
+                        found = [id]
+                    case TokenName(name):
+                        found = [self._id(tokenizer, name)]
+                for piece in found:
+                    _append(sections, piece)
+        return tokenizer.encode_parts(sections)
 
     def _id(self, tokenizer: Tokenizer, name: str) -> int:
         roles = {
@@ -170,7 +208,7 @@ class PromptTemplate:
         ids = (tokenizer.id(spelling) for spelling in spellings)
         found = next((id for id in ids if id is not None), None)
         if found is None:
-            words = [*_SLOTS, *_ANSWERS, *_NAMED_IDS, *tokenizer.special.control]
+            words = [*_SLOTS, *_NAMED_IDS, *tokenizer.special.control]
             near = difflib.get_close_matches(name, words, 1, cutoff=0.4)
             hint = f"; did you mean {{{near[0]}}}?" if near else ""
             raise _error(self.source, f"the vocabulary has no token {name!r}{hint}")
@@ -201,6 +239,24 @@ def _part(source: str, name: str) -> Part:
             raise _error(source, f"{{{name}}} must be # and an id")
         return TokenId(int(number))
     return TokenName(name)
+
+
+def _cut(parts: Sequence[Part], marks: Sequence[Slot]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """What stands before the first of some marks, and what follows it."""
+    place = next((place for place, part in enumerate(parts) if part in marks), len(parts))
+    return tuple(parts[:place]), tuple(parts[place + 1 :])
+
+
+def _values(query: str, system: str, answer: str, number: int) -> dict[str, str]:
+    """The text for every slot."""
+    return {
+        "query": query,
+        "_query": " " + query,
+        "system_prompt": system,
+        "res_prefix": answer,
+        "answer": answer.strip(),
+        "round": str(number),
+    }
 
 
 def _append(sections: list[int | str], piece: int | str) -> None:

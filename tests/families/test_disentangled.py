@@ -10,10 +10,10 @@ from jinfer.nn.disentangled import rows_of_distances
 from jinfer.spec.blocks import Disentangled
 from tests.reference.numpy_blocks import softmax
 from tests.reference.numpy_positions import Floats
-from tests.reference.numpy_tensors import Tensors, centre, dense, heads, merged, within
+from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within
 
 from .bert_line import BERT, SELF, bert_layer, bert_shapes, embedded, embedding_shapes
-from .tiny import DIM, HEADS, HIDDEN, TEXTS, TYPES, VOCAB, close, layers_of, linear, norm, served
+from .tiny import DIM, HEADS, HIDDEN, TEXTS, TYPES, VOCAB, close, linear, norm, served
 
 EPS = 1e-7
 BUCKETS, FARTHEST = 8, 24

@@ -12,7 +12,7 @@ import pytest
 from jinfer import LLM
 from tests.reference.numpy_blocks import gelu_erf, gelu_tanh
 from tests.reference.numpy_positions import Floats
-from tests.reference.numpy_tensors import Tensors, centre, dense, within
+from tests.reference.numpy_tensors import Tensors, centre, dense, layers_of, within
 
 from .bert_line import (
     BERT,
@@ -32,7 +32,6 @@ from .tiny import (
     VOCAB,
     attend,
     close,
-    layers_of,
     linear,
     norm,
     served,

@@ -3,16 +3,16 @@
 Of these families there is no converted golden. Each must give what its checkpoint gives.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
+
+from .gguf_files import write_gguf
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 320, 30)]
@@ -87,19 +87,6 @@ def renamed(folder: Path, architecture: str) -> Arrays:
     return found
 
 
-def write(path: Path, architecture: str, keys: Mapping[str, Any], arrays: Arrays) -> None:
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in keys.items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add(f"{architecture}.{key}", value)
-    for name, values in arrays.items():
-        writer.add_tensor(name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def keys(
     heads: int, kv_heads: int, layers: int = 3, hidden: int = 64, **more: Any
 ) -> dict[str, Any]:
@@ -145,7 +132,7 @@ def test_phi3(tmp_path: Path, scaled: bool) -> None:
             "short_factor": factors.tolist(),
             "attention_factor": 1.25,
         }
-    write(tmp_path / "m.gguf", "phi3", known, arrays)
+    write_gguf(tmp_path / "m.gguf", "phi3", known, arrays)
     check(tmp_path / "m.gguf", GOLDENS / "phi3_mini_4k", overrides)
 
 
@@ -155,7 +142,9 @@ def test_starcoder2(tmp_path: Path) -> None:
         4, 2, feed_forward_length=160, attention__layer_norm_epsilon=1e-5, context_length=512,
         rope__freq_base=999999.4420358813,
     )  # fmt: skip
-    write(tmp_path / "m.gguf", "starcoder2", known, renamed(GOLDENS / "starcoder2", "starcoder2"))
+    write_gguf(
+        tmp_path / "m.gguf", "starcoder2", known, renamed(GOLDENS / "starcoder2", "starcoder2")
+    )
     check(tmp_path / "m.gguf", GOLDENS / "starcoder2", {"decoder.modules.attn.window": "none"})
 
 
@@ -163,7 +152,9 @@ def test_gpt_bigcode(tmp_path: Path) -> None:
     known = keys(
         4, 1, feed_forward_length=160, attention__layer_norm_epsilon=1e-5, context_length=160
     )
-    write(tmp_path / "m.gguf", "starcoder", known, renamed(GOLDENS / "gpt_bigcode", "starcoder"))
+    write_gguf(
+        tmp_path / "m.gguf", "starcoder", known, renamed(GOLDENS / "gpt_bigcode", "starcoder")
+    )
     check(tmp_path / "m.gguf", GOLDENS / "gpt_bigcode")
 
 
@@ -173,7 +164,7 @@ def test_gpt_neox(tmp_path: Path) -> None:
         rope__dimension_count=4,
     )  # fmt: skip
     arrays = regrouped(renamed(GOLDENS / "gpt_neox", "gptneox"), 4, (1, 1, 1))
-    write(tmp_path / "m.gguf", "gptneox", known, arrays)
+    write_gguf(tmp_path / "m.gguf", "gptneox", known, arrays)
     check(tmp_path / "m.gguf", GOLDENS / "gpt_neox")
 
 
@@ -184,5 +175,5 @@ def test_falcon_40b(tmp_path: Path) -> None:
         context_length=2048,
     )  # fmt: skip
     arrays = regrouped(renamed(GOLDENS / "falcon40b", "falcon"), 2, (4, 1, 1))
-    write(tmp_path / "m.gguf", "falcon", known, arrays)
+    write_gguf(tmp_path / "m.gguf", "falcon", known, arrays)
     check(tmp_path / "m.gguf", GOLDENS / "falcon40b")

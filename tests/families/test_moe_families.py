@@ -26,24 +26,19 @@ from tests.reference.numpy_positions import (
     yarn_attention_factor,
     yarn_frequencies,
 )
-from tests.reference.numpy_tensors import Tensors, centre, dense, heads, merged, within
+from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within
 
-from .test_dense_families import (
-    DIM,
-    HEADS,
-    HIDDEN,
-    INNER,
+from .llama_line import (
     KV_HEADS,
     LLAMA,
     TOKENS,
-    Shapes,
     affine,
     attend,
     check,
-    layers_of,
     llama_shapes,
     turn,
 )
+from .tiny import DIM, HEADS, HIDDEN, INNER, Shapes
 
 EXPERTS, TOP_K, WIDTH, SHARED, EPS = 6, 3, 12, 20, 1e-5
 LENGTH = len(TOKENS)

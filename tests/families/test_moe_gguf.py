@@ -4,19 +4,17 @@ The files are written here as llama.cpp's converter does: experts stacked, gate 
 of length 1 left out, rows of q and k reordered where that architecture's are.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jinfer import LLM
 
-from .test_dense_families import HEADS, INNER, KV_HEADS, LLAMA, TOKENS, random_tensors
+from .gguf_files import write_gguf
+from .llama_line import KV_HEADS, LLAMA, TOKENS
 from .test_moe_families import (
     EXPERTS,
     GPT_OSS,
@@ -29,6 +27,7 @@ from .test_moe_families import (
     WIDTH,
     qwen2_shapes,
 )
+from .tiny import HEADS, INNER, random_tensors, write
 
 type Arrays = dict[str, np.ndarray]
 
@@ -94,8 +93,8 @@ def side_by_side(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, architecture: str, tensors: Arrays, more: dict[str, Any]) -> None:
-    keys = {
+def gguf_keys(more: dict[str, Any]) -> dict[str, Any]:
+    return {
         "block_count": 2, "context_length": LLAMA["max_position_embeddings"],
         "embedding_length": LLAMA["hidden_size"], "feed_forward_length": INNER,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS,
@@ -103,16 +102,6 @@ def write_gguf(path: Path, architecture: str, tensors: Arrays, more: dict[str, A
         "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": EXPERTS,
         "expert_used_count": TOP_K, **more,
     }  # fmt: skip
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in keys.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
-    for name, values in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, str], dict[str, Any]]] = {
@@ -137,14 +126,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, str], dict[str, Any]]] = {
 def test_gguf(tmp_path: Path, architecture: str) -> None:
     config, shapes, names, more = CASES[architecture]
     tensors = random_tensors(shapes, seed=11)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, config, tensors)
     file = converted(tensors, names)
     if architecture == "granitemoe":
         for name, values in file.items():
             if name.endswith(("attn_q.weight", "attn_k.weight")):
                 file[name] = side_by_side(values, HEADS if "attn_q" in name else KV_HEADS)
-    write_gguf(tmp_path / "model.gguf", architecture, file, more)
+    write_gguf(tmp_path / "model.gguf", architecture, gguf_keys(more), file)
     wanted = LLM(tmp_path / "model.safetensors", dtype="float32").logits([TOKENS.tolist()])[0]
     got = LLM(tmp_path / "model.gguf", dtype="float32").logits([TOKENS.tolist()])[0]
     assert wanted.std() > 0.1

@@ -19,7 +19,7 @@ from tests.reference.numpy_blocks import (
     silu,
 )
 from tests.reference.numpy_positions import Floats, rope
-from tests.reference.numpy_tensors import Tensors, centre, dense, heads, merged
+from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged
 
 from .bert_line import BERT, EPS
 from .tiny import (
@@ -32,7 +32,6 @@ from .tiny import (
     VOCAB,
     Shapes,
     close,
-    layers_of,
     linear,
     norm,
     served,

@@ -4,14 +4,12 @@ Latent attention with experts scored by sigmoids has no golden, so it is also co
 in NumPy.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import CheckpointError
@@ -21,18 +19,7 @@ from tests.reference.numpy_blocks import attention, rms_norm
 from tests.reference.numpy_positions import Floats, rope, yarn_frequencies
 from tests.reference.numpy_tensors import Tensors, dense, heads, merged, within
 
-from .test_dense_families import (
-    HEADS,
-    HIDDEN,
-    INNER,
-    TOKENS,
-    VOCAB,
-    Shapes,
-    affine,
-    check,
-    llama_shapes,
-    random_tensors,
-)
+from .llama_line import TOKENS, affine, check, llama_shapes
 from .test_moe_families import (
     EPS,
     EXPERTS,
@@ -45,6 +32,7 @@ from .test_moe_families import (
     one_by_one,
     swiglu,
 )
+from .tiny import HEADS, HIDDEN, INNER, VOCAB, Shapes, random_tensors, write
 
 type Arrays = dict[str, np.ndarray]
 
@@ -138,9 +126,7 @@ def test_sigmoid_experts_and_latent_attention(tmp_path: Path) -> None:
 
 
 def logits(folder: Path, config: dict[str, Any], tensors: Arrays) -> np.ndarray:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, config, tensors)
     return LLM(folder, dtype="float32").logits([TOKENS.tolist()])[0]
 
 

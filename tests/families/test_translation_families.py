@@ -23,7 +23,7 @@ from tests.reference.numpy_blocks import (
     softmax,
 )
 from tests.reference.numpy_positions import Floats, sinusoids_marian
-from tests.reference.numpy_tensors import Tensors, centre, dense, heads, merged
+from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged
 
 from .tiny import (
     DIM,
@@ -35,7 +35,6 @@ from .tiny import (
     Shapes,
     attend,
     close,
-    layers_of,
     linear,
     norm,
     served,

@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights, and what tests of several families share."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from tests.reference.numpy_blocks import attention
-from tests.reference.numpy_tensors import Floats, Tensors, dense, heads, merged, within
+from tests.reference.numpy_tensors import Floats, Tensors, dense, heads, merged
 
 VOCAB, HIDDEN, INNER, HEADS, DIM = 96, 32, 48, 4, 8
 # Of two lengths, so that one row is padded.
@@ -22,14 +22,35 @@ type Shapes = dict[str, tuple[int, ...]]
 
 
 def random_tensors(shapes: Shapes, seed: int = 11) -> dict[str, np.ndarray]:
-    """Weights large enough that a mistake in the wiring shows; vectors called norm around 1."""
+    """Weights large enough that a mistake in the wiring shows; those called norm around 1."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes.items():
-        is_scale = "norm" in name.lower() and name.endswith("weight")
-        width = 1.2 / np.sqrt(shape[-1]) if len(shape) > 1 else 0.3
-        tensors[name] = rng.normal(float(is_scale), width, shape).astype(np.float32)
+        is_norm = "norm" in name.lower()
+        width = 1.2 / np.sqrt(shape[-1]) if len(shape) > 1 and not is_norm else 0.3
+        mean = float(is_norm and name.endswith("weight"))
+        tensors[name] = rng.normal(mean, width, shape).astype(np.float32)
     return tensors
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Writes a checkpoint as Transformers does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def written(
+    folder: Path,
+    config: dict[str, Any],
+    shapes: Shapes,
+    given: Mapping[str, np.ndarray] | None = None,
+) -> Tensors:
+    """Writes a checkpoint of random tensors with these shapes, some of them given; the tensors."""
+    own = {name: values.astype(np.float32) for name, values in (given or {}).items()}
+    tensors = random_tensors(shapes) | own
+    write(folder, config, tensors)
+    return {name: values.astype(np.float64) for name, values in tensors.items()}
 
 
 def served(
@@ -39,12 +60,8 @@ def served(
     given: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[LLM, Tensors]:
     """A model of random tensors with these shapes, some of them given, and the tensors."""
-    own = {name: values.astype(np.float32) for name, values in (given or {}).items()}
-    tensors = random_tensors(shapes) | own
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    doubles = {name: values.astype(np.float64) for name, values in tensors.items()}
-    return LLM(folder, dtype="float32"), doubles
+    tensors = written(folder, config, shapes, given)
+    return LLM(folder, dtype="float32"), tensors
 
 
 def close(got: Any, wanted: Floats, spread: float = 0.1) -> None:
@@ -62,12 +79,6 @@ def linear(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:
 def norm(name: str, size: int = HIDDEN, bias: bool = True) -> Shapes:
     """A norm's shapes."""
     return {f"{name}.{leaf}": (size,) for leaf in ("weight", "bias")[: 1 + bias]}
-
-
-def layers_of(tensors: Tensors, prefix: str) -> Iterator[Tensors]:
-    """Each layer's tensors, by the rest of their names."""
-    count = 1 + max(int(name.split(".")[0]) for name in within(tensors, prefix))
-    return (within(tensors, f"{prefix}{i}.") for i in range(count))
 
 
 def attend(

@@ -5,12 +5,7 @@ from numpy.typing import ArrayLike
 
 from .numpy_blocks import attention, gelu_erf, gelu_tanh
 from .numpy_positions import Floats, alibi_slopes_floor, rope
-from .numpy_tensors import Tensors, centre, dense, heads, merged, within
-
-
-def _layers(tensors: Tensors, prefix: str) -> list[Tensors]:
-    count = 1 + max(int(name.split(".")[0]) for name in within(tensors, prefix))
-    return [within(tensors, f"{prefix}{i}.") for i in range(count)]
+from .numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within
 
 
 def gpt2(tensors: Tensors, tokens: ArrayLike, head_count: int) -> Floats:
@@ -21,7 +16,7 @@ def gpt2(tensors: Tensors, tokens: ArrayLike, head_count: int) -> Floats:
     }
     ids = np.asarray(tokens)
     x = tensors["wte.weight"][ids] + tensors["wpe.weight"][: len(ids)]
-    for t in _layers(tensors, "h."):
+    for t in layers_of(tensors, "h."):
         fused = heads(dense(centre(x, t, "ln_1"), t, "attn.c_attn"), 3 * head_count)
         q, k, v = np.split(fused, 3, axis=1)
         x = x + dense(merged(attention(q, k, v)), t, "attn.c_proj")
@@ -36,7 +31,7 @@ def bloom(tensors: Tensors, tokens: ArrayLike, head_count: int) -> Floats:
     slopes = alibi_slopes_floor(head_count)
     x = tensors["word_embeddings.weight"][np.asarray(tokens)]
     x = centre(x, tensors, "word_embeddings_layernorm")
-    for t in _layers(tensors, "h."):
+    for t in layers_of(tensors, "h."):
         fused = dense(centre(x, t, "input_layernorm"), t, "self_attention.query_key_value")
         q, k, v = np.moveaxis(fused.reshape(len(x), head_count, 3, -1), 2, 0)
         x = x + dense(merged(attention(q, k, v, slopes=slopes)), t, "self_attention.dense")
@@ -50,7 +45,7 @@ def phi2(tensors: Tensors, tokens: ArrayLike, head_count: int, rotary_dim: int) 
     """Phi-2 (2023): logits [length, vocab]; attention and MLP side by side after one norm."""
     x = tensors["model.embed_tokens.weight"][np.asarray(tokens)]
     positions = np.arange(len(x))
-    for t in _layers(tensors, "model.layers."):
+    for t in layers_of(tensors):
         normed = centre(x, t, "input_layernorm")
         q, k, v = (heads(dense(normed, t, f"self_attn.{n}_proj"), head_count) for n in "qkv")
         q, k = (rope(y, positions, rotary_dim=rotary_dim) for y in (q, k))
@@ -59,12 +54,26 @@ def phi2(tensors: Tensors, tokens: ArrayLike, head_count: int, rotary_dim: int) 
     return dense(centre(x, tensors, "model.final_layernorm"), tensors, "lm_head")
 
 
+def gptj(tensors: Tensors, tokens: ArrayLike, head_count: int, rotary_dim: int) -> Floats:
+    """GPT-J (2021): logits [length, vocab]; as Phi-2, but neighbours are rotated."""
+    inner = within(tensors, "transformer.")
+    x = inner["wte.weight"][np.asarray(tokens)]
+    positions = np.arange(len(x))
+    for t in layers_of(inner, "h."):
+        normed = centre(x, t, "ln_1")
+        q, k, v = (heads(dense(normed, t, f"attn.{n}_proj"), head_count) for n in "qkv")
+        q, k = (rope(y, positions, pairs="adjacent", rotary_dim=rotary_dim) for y in (q, k))
+        attended = dense(merged(attention(q, k, v)), t, "attn.out_proj")
+        x = x + attended + dense(gelu_tanh(dense(normed, t, "mlp.fc_in")), t, "mlp.fc_out")
+    return dense(centre(x, inner, "ln_f"), tensors, "lm_head")
+
+
 def falcon7b(tensors: Tensors, tokens: ArrayLike, head_count: int) -> Floats:
     """Falcon-7B (2023): logits [length, vocab]; as Phi-2, with one key head for all."""
     tensors = within(tensors, "transformer.")
     x = tensors["word_embeddings.weight"][np.asarray(tokens)]
     positions = np.arange(len(x))
-    for t in _layers(tensors, "h."):
+    for t in layers_of(tensors, "h."):
         normed = centre(x, t, "input_layernorm")
         fused = heads(dense(normed, t, "self_attention.query_key_value"), head_count + 2)
         q, k, v = fused[:, :-2], fused[:, -2:-1], fused[:, -1:]

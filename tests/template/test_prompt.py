@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -76,7 +77,10 @@ def test_target_language_of_a_translation() -> None:
         ("a{}", "{} has no name"),
         ("{#x}", "{#x} must be # and an id"),
         ("{#1234567890}", "must be # and an id"),
-        ("{answer}.", "nothing may follow {answer}"),
+        ("{answer}.", "without {turn}, nothing may follow the answer"),
+        ("{turn}{query}{turn}", "has {turn} more than once"),
+        ("{turn}{answer}{answer}", "has {answer} more than once"),
+        ("{answer}{turn}{query}", "the answer must follow {turn}"),
     ],
 )
 def test_parse_errors(template: str, words: str) -> None:
@@ -119,6 +123,41 @@ def test_conversations() -> None:
     assert chat("{query}|", system, ("user", "a")) == gpt2("S\n\na|")
 
 
+def test_what_stands_once_and_what_ends_past_turns() -> None:
+    template = "{bos}{turn}[{round}] Q:{query}\n\nA:{answer}\n\n"
+    turns = (("user", "a"), ("assistant", " b\n"), ("user", "c"), ("assistant", "d"), ("user", "e"))
+    first, second = "[1] Q:a\n\nA:b\n\n", "[2] Q:c\n\nA:d\n\n"
+    assert chat(template, *turns) == [0, *gpt2(first + second + "[3] Q:e\n\nA:")]
+    # The beginning of an answer is as it was given.
+    assert chat(template, *turns[:2]) == [0, *gpt2("[1] Q:a\n\nA: b\n")]
+    assert encode(template, "a") == [0, *gpt2("[1] Q:a\n\nA:")]
+
+
+def test_a_turn_without_an_end() -> None:
+    turns = (("user", "a"), ("assistant", "b"), ("user", "c"))
+    expected = [0, *gpt2("S"), 7, *gpt2("a"), 8, *gpt2("b"), 7, *gpt2("c"), 8]
+    for answer in ("", "{res_prefix}", "{answer}"):
+        template = "{bos}{system_prompt}{turn}{#7}{query}{#8}" + answer
+        assert chat(template, ("system", "S"), *turns) == expected
+
+
+def test_past_answers_may_stand_elsewhere_than_the_beginning_of_the_last() -> None:
+    template = "{turn}{#7}{query}{#8}{res_prefix}\n {answer}{#9}"
+    turns = (("user", "a"), ("assistant", "\n b"), ("user", "c"), ("assistant", "d"))
+    past = [7, *gpt2("a"), 8, *gpt2("\n b"), 9]
+    assert chat(template, *turns[:3]) == [*past, 7, *gpt2("c"), 8]
+    assert chat(template, *turns) == [*past, 7, *gpt2("c"), 8, *gpt2("d")]
+
+
+def test_the_conversations_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "specs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.*)` \| `(.*two A.*)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 4
+    for template, conversation in rows:
+        turns = (("user", "one"), ("assistant", "1"), ("user", "two"))
+        assert chat(template, *turns) == encode(conversation)
+
+
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
@@ -143,5 +182,5 @@ def test_conversations_that_do_not_alternate(roles: tuple[str, ...], words: str)
 
 def test_several_turns_need_an_eos() -> None:
     messages = [{"role": r, "content": "x"} for r in ("user", "assistant", "user")]
-    with pytest.raises(TemplateError, match="need an EOS token"):
+    with pytest.raises(TemplateError, match="the tokenizer has no eos"):
         PromptTemplate.parse("{query}").encode_chat(tokenizer("tok_llama3"), messages)
