@@ -1,0 +1,107 @@
+"""Codes as packed words, and back.
+
+Eight codes of b bits fill b bytes. Four such strips side by side, byte by byte, are b words of 32
+bits that hold 32 codes: code 4 s + i is code s of strip i. So one shift and one mask on a word
+give four codes at once, each in its own byte, which is what a dot product of bytes takes; the same
+shift on the two half-words gives the two fp16 fractions that a tensor core's operand needs.
+
+Where b does not divide 8, byte t holds code t in its low bits, and the bits left over hold the
+last codes in pieces.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Piece(NamedTuple):
+    """Some bits of a code: `(byte >> low) & (2**width - 1)`, standing at bit `at` of the code."""
+
+    byte: int
+    low: int
+    width: int
+    at: int
+
+
+# PIECES[code_bits][code]: where the bits of each of 8 codes stand in code_bits bytes.
+PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
+    2: tuple((Piece(s % 2, 2 * (s // 2), 2, 0),) for s in range(8)),
+    3: (
+        *((Piece(s % 3, 3 * (s // 3), 3, 0),) for s in range(6)),
+        (Piece(0, 6, 2, 0), Piece(2, 6, 1, 2)),
+        (Piece(1, 6, 2, 0), Piece(2, 7, 1, 2)),
+    ),
+    4: tuple((Piece(s % 4, 4 * (s // 4), 4, 0),) for s in range(8)),
+    5: (
+        *((Piece(s, 0, 5, 0),) for s in range(5)),
+        (Piece(0, 5, 3, 0), Piece(1, 5, 2, 3)),
+        (Piece(2, 5, 3, 0), Piece(3, 5, 2, 3)),
+        (Piece(4, 5, 3, 0), Piece(1, 7, 1, 3), Piece(3, 7, 1, 4)),
+    ),
+    6: (
+        *((Piece(s, 0, 6, 0),) for s in range(6)),
+        (Piece(0, 6, 2, 0), Piece(1, 6, 2, 2), Piece(2, 6, 2, 4)),
+        (Piece(3, 6, 2, 0), Piece(4, 6, 2, 2), Piece(5, 6, 2, 4)),
+    ),
+    7: (
+        *((Piece(s, 0, 7, 0),) for s in range(7)),
+        tuple(Piece(t, 7, 1, t) for t in range(7)),
+    ),
+    8: tuple((Piece(s, 0, 8, 0),) for s in range(8)),
+}
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [..., 32] below 2**bits -> uint32 [..., bits]."""
+    fours = np.ascontiguousarray(codes).view("<u4")  # [..., 8]
+    return np.moveaxis(pack_fours(np.ascontiguousarray(np.moveaxis(fours, -1, 0)), bits), 0, -1)
+
+
+def pack_fours(fours: np.ndarray, bits: int) -> np.ndarray:
+    """What `unpack_four` undoes.
+
+    Args:
+        fours: uint32 [8, ...], in the four bytes of number s the codes 4 s .. 4 s + 3.
+
+    Returns:
+        uint32 [bits, ...].
+    """
+    words = np.empty((bits, *fours.shape[1:]), np.uint32)
+    for s, pieces in enumerate(PIECES[bits]):
+        for byte, low, width, at in pieces:
+            piece = fours[s]
+            if at:
+                piece = piece >> np.uint32(at)
+            if width < bits:
+                piece = piece & np.uint32(((1 << width) - 1) * 0x01010101)
+            if low == 0:  # the first piece of every byte
+                words[byte] = piece
+            else:
+                words[byte] |= piece << np.uint32(low)
+    return words
+
+
+def unpack(words: Any, bits: int, xp: ModuleType = np) -> Any:
+    """uint32 [..., bits] -> uint32 [..., 32].
+
+    Args:
+        xp: numpy, or jax.numpy for arrays of JAX.
+    """
+    codes = []
+    for s in range(8):
+        four = unpack_four(words, bits, s, xp)
+        codes += [(four >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(4)]
+    return xp.stack(codes, axis=-1)
+
+
+def unpack_four(words: Any, bits: int, s: int, xp: ModuleType = np) -> Any:
+    """Codes 4 s .. 4 s + 3 in the four bytes of a uint32: [..., bits] -> [...]."""
+    four = None
+    for byte, low, width, at in PIECES[bits][s]:
+        mask = xp.uint32(((1 << width) - 1) * 0x01010101)
+        piece = ((words[..., byte] >> xp.uint32(low)) & mask) << xp.uint32(at)
+        four = piece if four is None else four | piece
+    return four
