@@ -1,0 +1,206 @@
+"""Compiles, loads and registers the custom calls.
+
+Every `*.cc` beside this file becomes one shared library, compiled at first use with the machine's
+C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. It cannot
+be compiled when a wheel is made: it must match the jaxlib that it is loaded into, and a wheel is
+built without one. `python -m jinfer.cpu` compiles it ahead of use, for a container image.
+
+A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
+for x86-64; code in it may run only where `isa.h` says so. All others run on any CPU. The library
+itself therefore does not depend on the CPU that it was compiled on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jaxlib.version import __version__ as jaxlib_version
+
+type Isa = Literal["portable", "avx2", "avx512"]
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
+
+OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
+LOWER = "JINFER_ISA"  # portable, avx2, avx512: no better instructions than these
+
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_ISA_FLAGS = {"_avx2": _AVX2, "_avx512": (*_AVX512, "-mprefer-vector-width=512")}
+_log = logging.getLogger("jinfer")
+_lock = threading.Lock()
+
+
+class BuildError(Exception):
+    """The custom calls cannot be compiled: one line that says why and what to do."""
+
+
+def available() -> bool:
+    """Whether there are custom calls; the first time this compiles them, which takes seconds.
+
+    Where there are none, one line is logged that says what is lost.
+    """
+    return _library() is not None
+
+
+def register(*symbols: str) -> bool:
+    """Makes exported handlers known to XLA:CPU under their own names; `available()`."""
+    library = _library()
+    if library is None:
+        return False
+    for symbol in symbols:
+        _register(symbol)
+    return True
+
+
+def isa() -> Isa:
+    """The instructions that kernels use."""
+    library = _library()
+    if library is None:
+        raise RuntimeError("there are no custom calls on this machine")
+    return ISAS[library.jinfer_isa()]
+
+
+@contextmanager
+def lowered_isa(name: Isa) -> Iterator[None]:
+    """No better instructions than these, in all threads; for tests."""
+    library = _library()
+    if library is None:
+        raise RuntimeError("there are no custom calls on this machine")
+    before = library.jinfer_limit_isa(ISAS.index(name))
+    try:
+        yield
+    finally:
+        library.jinfer_limit_isa(before)
+
+
+def library_path() -> Path:
+    """The compiled library; compiles it where that has not been done.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    compiler = _compiler()
+    path = _cache_folder() / _key(compiler) / "libjinfer_cpu.so"
+    if not path.exists():
+        _log.warning("compiling custom calls for this machine, once: some 10 seconds")
+        _compile(compiler, path)
+    return path
+
+
+def _library() -> ctypes.CDLL | None:
+    # Programs are traced by several threads, and all of them ask at once.
+    with _lock:
+        return _opened()
+
+
+@functools.cache
+def _opened() -> ctypes.CDLL | None:
+    if os.environ.get(OFF, "0") not in ("", "0"):
+        return None
+    try:
+        library = ctypes.CDLL(str(library_path()))
+    except (BuildError, OSError) as error:
+        _log.warning("no custom calls: quantized models run several times slower (%s)", error)
+        return None
+    library.jinfer_isa.restype = ctypes.c_int
+    library.jinfer_limit_isa.restype = ctypes.c_int
+    library.jinfer_limit_isa.argtypes = [ctypes.c_int]
+    lower = os.environ.get(LOWER, "")
+    if lower in ISAS:
+        library.jinfer_limit_isa(ISAS.index(lower))
+    elif lower:
+        _log.warning("%s=%s is none of %s; ignored", LOWER, lower, ", ".join(ISAS))
+    return library
+
+
+@functools.cache
+def _register(symbol: str) -> None:
+    handler = jax.ffi.pycapsule(getattr(_library(), symbol))
+    jax.ffi.register_ffi_target(symbol, handler, platform="cpu")
+
+
+def _compiler() -> list[str]:
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
+
+
+def _sources() -> list[Path]:
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    files = sorted(_FOLDER.glob("*.cc"))
+    return [path for path in files if x86 or not path.stem.endswith(tuple(_ISA_FLAGS))]
+
+
+def _key(compiler: list[str]) -> str:
+    """Changes with everything that the library is made from."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(repr((compiler, version, _FLAGS, _ISA_FLAGS)).encode())
+    for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
+
+
+def _cache_folder() -> Path:
+    chosen = os.environ.get("JINFER_CACHE", "")
+    if chosen == "off":
+        return _private_folder()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(chosen or Path(base) / "jinfer") / "custom_calls"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _private_folder()
+    return folder if os.access(folder, os.W_OK) else _private_folder()
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """For this process: a library that others can write to would be run as this user."""
+    return Path(tempfile.mkdtemp(prefix="jinfer-"))
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+
+        def compile_one(source: Path) -> str:
+            flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
+            output = f"{scratch}/{source.stem}.o"
+            include = ("-I", jax.ffi.include_dir())
+            _run([*compiler, *_FLAGS, *flags, *include, "-c", str(source), "-o", output])
+            return output
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            # The largest first, so that none of them is what the others wait for at the end.
+            sources = sorted(_sources(), key=lambda source: ("_" not in source.stem, source.stem))
+            objects = list(pool.map(compile_one, sources))
+        whole = f"{scratch}/whole.so"
+        _run([*compiler, "-shared", *objects, "-o", whole, "-lpthread"])
+        os.replace(whole, path)  # whole or not there, though several processes may build at once
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{command[0]} fails: {reason}")

@@ -1,0 +1,44 @@
+#include "isa.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace jinfer {
+namespace {
+
+std::atomic<int> limit{static_cast<int>(Isa::avx512)};
+
+int detect() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("bmi2")) {
+    return static_cast<int>(Isa::portable);
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni")) {
+    return static_cast<int>(Isa::avx512);
+  }
+  return static_cast<int>(Isa::avx2);
+#else
+  return static_cast<int>(Isa::portable);
+#endif
+}
+
+}  // namespace
+
+Isa isa() {
+  static const int best = detect();
+  return static_cast<Isa>(std::min(best, limit.load(std::memory_order_relaxed)));
+}
+
+}  // namespace jinfer
+
+extern "C" __attribute__((visibility("default"))) int jinfer_isa() {
+  return static_cast<int>(jinfer::isa());
+}
+
+extern "C" __attribute__((visibility("default"))) int jinfer_limit_isa(int limit) {
+  return jinfer::limit.exchange(limit);
+}

@@ -1,0 +1,276 @@
+// Vectors of keys and values as the cache keeps them: plain, or as codes with numbers for each
+// block of 32 (jinfer/quant/vectors.py has the layout, jinfer/quant/pack.py that of the codes).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+#include "lanes.h"
+
+namespace jinfer {
+namespace {
+
+// Converts `count` numbers to float, and back.
+inline void to_floats(Kind kind, const void* from, int64_t count, float* to) {
+  int64_t i = 0;
+  if (kind == Kind::f32) {
+    memcpy(to, from, 4 * count);
+  } else if (kind == Kind::bf16) {
+    const uint16_t* x = static_cast<const uint16_t*>(from);
+    for (; i + 16 <= count; i += 16)
+      for (int j = 0; j < 16; ++j) to[i + j] = from_bfloat(x[i + j]);
+    for (; i < count; ++i) to[i] = from_bfloat(x[i]);
+  } else {
+    const uint16_t* x = static_cast<const uint16_t*>(from);
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16)
+      _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(x + i))));
+#elif defined(__F16C__)
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
+#endif
+    for (; i < count; ++i) to[i] = from_half(x[i]);
+  }
+}
+
+inline void from_floats(Kind kind, const float* from, int64_t count, void* to) {
+  uint16_t* y = static_cast<uint16_t*>(to);
+  int64_t i = 0;
+  if (kind == Kind::f32) {
+    memcpy(to, from, 4 * count);
+  } else if (kind == Kind::bf16) {
+    for (; i + 16 <= count; i += 16)
+      for (int j = 0; j < 16; ++j) y[i + j] = to_bfloat(from[i + j]);
+    for (; i < count; ++i) y[i] = to_bfloat(from[i]);
+  } else {
+    auto within = [](float x) { return std::min(std::max(x, -65504.0f), 65504.0f); };
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16) {
+      __m512 x = _mm512_loadu_ps(from + i), most = _mm512_set1_ps(65504.0f);
+      x = _mm512_min_ps(most, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), most), x));
+      _mm256_storeu_si256((__m256i*)(y + i), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < count; ++i) y[i] = to_half(within(from[i]));
+  }
+}
+
+// Some bits of a code: (byte >> low) & (2^width - 1), standing at bit `at` of it.
+struct Piece {
+  int byte, low, width, at;
+};
+struct Pieces {
+  Piece all[8];  // the rest have width 0
+};
+
+// Where the bits of code s of a strip stand; as PIECES of jinfer/quant/pack.py.
+template <int bits>
+constexpr Pieces pieces(int s) {
+  if (bits == 2) return {{{s % 2, 2 * (s / 2), 2, 0}}};
+  if (bits == 4) return {{{s % 4, 4 * (s / 4), 4, 0}}};
+  if (bits == 8) return {{{s, 0, 8, 0}}};
+  if (bits == 3) {
+    if (s == 6) return {{{0, 6, 2, 0}, {2, 6, 1, 2}}};
+    if (s == 7) return {{{1, 6, 2, 0}, {2, 7, 1, 2}}};
+    return {{{s % 3, 3 * (s / 3), 3, 0}}};
+  }
+  if (bits == 5) {
+    if (s == 5) return {{{0, 5, 3, 0}, {1, 5, 2, 3}}};
+    if (s == 6) return {{{2, 5, 3, 0}, {3, 5, 2, 3}}};
+    if (s == 7) return {{{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
+    return {{{s, 0, 5, 0}}};
+  }
+  if (bits == 6) {
+    if (s == 6) return {{{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
+    if (s == 7) return {{{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
+    return {{{s, 0, 6, 0}}};
+  }
+  if (s < 7) return {{{s, 0, 7, 0}}};
+  return {{{0, 7, 1, 0}, {1, 7, 1, 1}, {2, 7, 1, 2}, {3, 7, 1, 3}, {4, 7, 1, 4}, {5, 7, 1, 5},
+           {6, 7, 1, 6}}};
+}
+
+// Four codes in the four bytes of each of eight words.
+template <int bits>
+inline void unpack(const uint32_t* words, uint32_t* codes) {
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s) {
+    uint32_t four = 0;
+#pragma GCC unroll 8
+    for (Piece p : pieces<bits>(s).all)
+      four |= ((words[p.byte] >> p.low) & (((1u << p.width) - 1) * 0x01010101u)) << p.at;
+    codes[s] = four;
+  }
+}
+
+template <int bits>
+inline void pack(const uint32_t* codes, uint32_t* words) {
+  if (bits == 8) {
+    memcpy(words, codes, 32);
+    return;
+  }
+  for (int t = 0; t < bits; ++t) words[t] = 0;
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s)
+#pragma GCC unroll 8
+    for (Piece p : pieces<bits>(s).all)
+      words[p.byte] |= ((codes[s] >> p.at) & (((1u << p.width) - 1) * 0x01010101u)) << p.low;
+}
+
+// to[i] = scale * codes[i] + base, for 32 codes.
+inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 32; i += 16) {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i)));
+    store(to + i, scale * (Floats)_mm512_cvtepi32_ps(wide) + base);
+  }
+#elif defined(__AVX2__)
+  for (int i = 0; i < 32; i += 8) {
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
+    store(to + i, scale * (Floats)_mm256_cvtepi32_ps(wide) + base);
+  }
+#else
+  for (int i = 0; i < 32; ++i) to[i] = scale * float(codes[i]) + base;
+#endif
+}
+
+// Pairs 11 * x + y in the bytes of eight words; x goes to the first eight words, y to the others.
+inline void split_pairs(uint32_t* words) {
+  for (int s = 0; s < 8; ++s) {
+    const uint32_t pairs = words[s], even = pairs & 0x00ff00ff, odd = (pairs >> 8) & 0x00ff00ff;
+    const uint32_t x = ((even * 187) >> 11 & 0x000f000f) | ((odd * 187) >> 11 & 0x000f000f) << 8;
+    words[s] = x;
+    words[8 + s] = pairs - 11 * x;
+  }
+}
+
+template <int bits>
+void decode(const Codes& c, int dim, const uint32_t* words, const uint16_t* numbers, float* to) {
+  for (int column = 0; column < c.columns(dim); ++column, words += bits) {
+    uint32_t codes[16];
+    if (bits != 8) unpack<bits>(words, codes);
+    if (bits == 7) split_pairs(codes);
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(bits == 8 ? words : codes);
+    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, to += 32) {
+      const float scale = from_half(*numbers++);
+      const float base = c.symmetric ? -scale * (c.levels / 2) : from_half(*numbers++);
+      scaled(bytes + 32 * half, scale, base, to);
+    }
+  }
+}
+
+// Share of a block's range that its levels cover, as REACH of jinfer/quant/vectors.py.
+inline float reach(int levels) {
+  return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
+}
+
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py.
+inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
+  Floats lowest = load(x), most = lowest;
+#pragma GCC unroll 8
+  for (int i = LANES; i < 32; i += LANES) {
+    lowest = -larger(-lowest, -load(x + i));
+    most = larger(most, load(x + i));
+  }
+  const float low = -highest(-lowest)[0], high = highest(most)[0];
+  auto half = [](float y) { return to_half(std::min(std::max(y, -65504.0f), 65504.0f)); };
+  float base = 0, offset = 0;
+  if (c.symmetric) {
+    offset = float(c.levels / 2);
+    numbers[0] = half((high >= -low ? high : low) / -offset);
+  } else {
+    const float spread = high - low, share = reach(c.levels);
+    numbers[0] = half(spread * (share / float(c.levels - 1)));
+    numbers[1] = half(low + spread * ((1 - share) / 2));
+    base = from_half(numbers[1]);
+  }
+  const float scale = from_half(numbers[0]), inverse = scale != 0 ? 1 / scale : 0;
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  alignas(64) int32_t wide[32];
+#pragma GCC unroll 8
+  for (int i = 0; i < 32; i += LANES) {
+    Floats q = (load(x + i) - base) * inverse + offset;
+    q = larger(Floats{}, -larger(all(1 - float(c.levels)), -q));
+    Ints rounded = __builtin_convertvector((q + magic) - magic, Ints);
+    memcpy(wide + i, &rounded, sizeof rounded);
+  }
+  for (int i = 0; i < 32; ++i) codes[i] = uint8_t(wide[i]);
+}
+
+template <int bits>
+void encode(const Codes& c, int dim, const float* from, uint32_t* words, uint16_t* numbers) {
+  for (int column = 0; column < c.columns(dim); ++column, words += bits) {
+    alignas(32) uint8_t codes[64];
+    for (int half = 0; half < c.per_code; ++half) {
+      const int at = 32 * (column * c.per_code + half);
+      const float* block = from + at;
+      float padded[32];
+      if (at + 32 > dim) {
+        for (int i = 0; i < 32; ++i) padded[i] = from[std::min(at + i, dim - 1)];
+        block = padded;
+      }
+      encode_block(c, block, numbers, codes + 32 * half);
+      numbers += c.symmetric ? 1 : 2;
+    }
+    if (bits == 7)
+      for (int i = 0; i < 32; ++i) codes[i] = 11 * codes[i] + codes[32 + i];
+    pack<bits>(reinterpret_cast<const uint32_t*>(codes), words);
+  }
+}
+
+template <class F>
+inline void each_width(int bits, F f) {
+  switch (bits) {
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 5: return f(std::integral_constant<int, 5>{});
+    case 6: return f(std::integral_constant<int, 6>{});
+    case 7: return f(std::integral_constant<int, 7>{});
+    default: return f(std::integral_constant<int, 8>{});
+  }
+}
+
+// Vectors first.. as floats, each `stride` apart and with zeros after its own, unless they are that
+// already; `stride` is then changed to their distance.
+inline const float* read(const Kept& kept, int64_t first, int count, float* scratch, int* stride) {
+  const int dim = kept.dim;
+  if (kept.kind == Kind::f32 && dim % LANES == 0) {
+    *stride = dim;
+    return static_cast<const float*>(kept.data) + first * dim;
+  }
+  if (kept.kind == Kind::codes) {
+    const Codes& c = kept.codes;
+    const uint32_t* words = static_cast<const uint32_t*>(kept.data) + first * c.words(dim);
+    const uint16_t* numbers = kept.numbers + first * c.numbers(dim);
+    each_width(c.bits, [&](auto bits) {
+      for (int i = 0; i < count; ++i)
+        decode<bits.value>(c, dim, words + i * c.words(dim), numbers + i * c.numbers(dim),
+                           scratch + int64_t(i) * *stride);
+    });
+  } else {
+    const char* from = static_cast<const char*>(kept.data) + first * dim * bytes_of(kept.kind);
+    for (int i = 0; i < count; ++i, from += dim * bytes_of(kept.kind))
+      to_floats(kept.kind, from, dim, scratch + int64_t(i) * *stride);
+  }
+  for (int i = 0; i < count && dim < *stride; ++i)
+    for (int d = dim; d < *stride; ++d) scratch[int64_t(i) * *stride + d] = 0;
+  return scratch;
+}
+
+// Puts a vector in.
+inline void write(const Kept& kept, int64_t at, const float* from) {
+  const int dim = kept.dim;
+  if (kept.kind == Kind::codes) {
+    const Codes& c = kept.codes;
+    uint32_t* words = static_cast<uint32_t*>(kept.data) + at * c.words(dim);
+    uint16_t* numbers = kept.numbers + at * c.numbers(dim);
+    each_width(c.bits, [&](auto bits) { encode<bits.value>(c, dim, from, words, numbers); });
+  } else {
+    from_floats(kept.kind, from, dim, static_cast<char*>(kept.data) + at * dim * bytes_of(kept.kind));
+  }
+}
+
+}  // namespace
+}  // namespace jinfer

@@ -1,0 +1,205 @@
+// Vectors of floats as wide as the instructions that a file is compiled for, through the compiler's
+// vector extensions. All names are the including file's own, for the same name may not stand for
+// different instructions in one library.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jinfer {
+namespace {
+
+// LANES floats of a vector; WIDE vectors and TALL rows are the tile of a matrix product whose sums
+// stay in registers.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, WIDE = 4;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, WIDE = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, WIDE = 4;
+#else
+constexpr int LANES = 4, WIDE = 2;
+#endif
+constexpr int TALL = 6;
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+inline Floats load(const float* from) {
+  Floats x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// a[lane] or b[lane - LANES] for each of the given lanes of a and b together.
+template <int... lane>
+inline Floats shuffled(Floats a, Floats b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lane...);
+#else
+  return __builtin_shuffle(a, b, Ints{lane...});
+#endif
+}
+
+template <int half, bool upper, int... lane>
+inline Floats half_of(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+  return shuffled<((lane & half) ? LANES + (upper ? lane : lane - half)
+                                 : (upper ? lane + half : lane))...>(a, b);
+}
+
+// In groups of 2 * half lanes: the lower halves of a and b side by side, or the upper ones.
+template <int half, bool upper>
+inline Floats halves(Floats a, Floats b) {
+  return half_of<half, upper>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
+// Lane i of the result is the sum of the lanes of x[i].
+template <int half = LANES / 2>
+inline Floats sums(Floats* x) {
+  if constexpr (half == 0) {
+    return x[0];
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i)
+      x[i] = halves<half, false>(x[i], x[i + half]) + halves<half, true>(x[i], x[i + half]);
+    return sums<half / 2>(x);
+  }
+}
+
+// Lane i of x[j] becomes lane j of x[i].
+template <int half = LANES / 2>
+inline void transpose(Floats* x) {
+  if constexpr (half > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) {
+      if (i & half) continue;
+      Floats lower = halves<half, false>(x[i], x[i + half]);
+      x[i + half] = halves<half, true>(x[i], x[i + half]);
+      x[i] = lower;
+    }
+    transpose<half / 2>(x);
+  }
+}
+
+template <int apart, int... lane>
+inline Floats swapped(Floats x, std::integer_sequence<int, lane...>) {
+  return shuffled<(lane ^ apart)...>(x, x);
+}
+
+// The largest of the lanes, in every lane.
+template <int apart = LANES / 2>
+inline Floats highest(Floats x) {
+  if constexpr (apart == 0) {
+    return x;
+  } else {
+    x = larger(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return highest<apart / 2>(x);
+  }
+}
+
+inline float total(Floats x) {
+  float sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += x[i];
+  return sum;
+}
+
+// e^x for x up to 88, to 2 units in the last place; 0 below -87.
+inline Floats exponential(Floats x) {
+#if defined(__AVX512F__)
+  __m512 n = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
+  Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+#else
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats n = (x * 1.44269504f + magic) - magic;
+  Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+#endif
+  Floats p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(x < -87.0f ? Floats{} : p, n);
+#else
+  Ints exponent = x < -87.0f ? Ints{} : __builtin_convertvector(n, Ints);
+  Floats power = (Floats)((Ints)all(1.0f) + (exponent << 23));
+  return x < -87.0f ? Floats{} : p * power;
+#endif
+}
+
+inline Floats hyperbolic_tangent(Floats x) {
+  x = larger(all(-15.0f), -larger(all(-15.0f), -x));
+  return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
+}
+
+inline float from_half(uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#else
+  uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
+  float x;
+  if (rest < 0x400) {  // zero and subnormal numbers
+    x = rest * 0x1p-24f;
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    word |= sign;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+  uint32_t word = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
+  memcpy(&x, &word, 4);
+  return x;
+#endif
+}
+
+inline uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint32_t word;
+  memcpy(&word, &x, 4);
+  uint16_t sign = uint16_t(word >> 16) & 0x8000;
+  word &= 0x7fffffff;
+  if (word > 0x7f800000) return sign | 0x7e00;
+  if (word >= 0x477ff000) return sign | 0x7c00;
+  if (word < 0x38800000) {  // subnormal: the sum rounds in units of 2^-24
+    float magnitude;
+    memcpy(&magnitude, &word, 4);
+    magnitude += 0.5f;
+    memcpy(&word, &magnitude, 4);
+    return sign | uint16_t(word - 0x3f000000);
+  }
+  word += 0xfff + ((word >> 13) & 1);
+  return sign | uint16_t((word - 0x38000000) >> 13);
+#endif
+}
+
+inline float from_bfloat(uint16_t bits) {
+  uint32_t word = uint32_t(bits) << 16;
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
+}
+
+inline uint16_t to_bfloat(float x) {
+  uint32_t word;
+  memcpy(&word, &x, 4);
+  if ((word & 0x7fffffff) > 0x7f800000) return uint16_t(word >> 16) | 0x40;
+  return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+}  // namespace
+}  // namespace jinfer

@@ -1,0 +1,84 @@
+// Products with quantized matrices: what the handler (linear.cc) and the kernels of each
+// instruction set (linear_kernels.h) agree on. QuantizedTensor's docstring defines the layout of
+// matrices; the names here are the same: tiles of R rows, superblocks of G columns, a column is 32
+// codes.
+#pragma once
+
+#include <cstdint>
+
+namespace jinfer {
+
+struct Matrix {
+  const uint32_t* words;
+  const void* scales;       // float16, or int8 where there are steps
+  const uint16_t* steps;    // float16, or null
+  const uint8_t* codebook;  // 16 values + 128, or null
+  int bits;                 // of a code
+  int halves;               // weights in a code: 1, or 2 where it is 11 x + y
+  int block;
+  int numbers;  // of a block: 1 scale, 2 scale and base
+  int zero;     // code of 0 where there is no base
+  int R, G;
+  int64_t tiles, superblocks, outputs, inputs;
+
+  bool affine() const { return numbers == 2; }
+  int64_t columns() const { return superblocks * halves * G; }
+};
+
+// What rows of activations must look like for a matrix. With a vector of L lanes, columns stand in
+// groups of g = min(G, L), one record for each group, which holds
+//
+//   int8 codes[8][g][4]      4-byte word s of each column side by side, so that one load, repeated
+//                            over the vector if g < L, is what a vector of codes is multiplied with
+//   float scales[g]          a code's value
+//   int32 sums[parts][g]     -zero * sum of codes where the matrix is symmetric, else as float32
+//                            the sum of the values
+//
+// or, exact, float values[8][4][g] instead of codes and scales.
+struct Form {
+  int64_t columns;  // padded
+  int group;        // g
+  int zero;         // of a symmetric matrix; -1 where there are bases
+  int parts;        // sums of a column: 2 where blocks are 16 long, else 1
+  bool exact;       // float32 instead of int8
+
+  bool operator==(const Form& o) const {
+    return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
+           exact == o.exact;
+  }
+  int64_t column_bytes() const { return (exact ? 128 : 36) + 4 * parts; }
+  int64_t row_bytes() const { return columns * column_bytes(); }
+};
+
+// Rows in a form, one after the other.
+struct Activations {
+  Form form;
+  const char* data;
+};
+
+// The numbers are those of ACTIVATIONS in linear.py.
+enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, relu = 3 };
+
+// One instruction set's kernels. A row group is the rows that one vector holds: L / G, or one row
+// that takes several vectors.
+struct Kernels {
+  int lanes;
+  // Writes the records of one row.
+  void (*prepare)(const float* x, int64_t inputs, const Form& form, char* row);
+  // y[m * stride + n] of row groups begin .. end - 1 and all rows m of x.
+  void (*multiply)(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
+                   int64_t end, float* y, int64_t stride);
+  // y[n] = activation(y[n]) * up[n].
+  void (*gate)(Activation activation, int64_t count, const float* up, float* y);
+};
+
+const Kernels& portable_kernels();
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+
+// Rows of a row group for vectors of so many lanes.
+inline int group_rows(const Matrix& matrix, int lanes) {
+  return matrix.G >= lanes ? 1 : lanes / matrix.G;
+}
+
+}  // namespace jinfer

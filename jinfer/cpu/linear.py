@@ -1,0 +1,121 @@
+"""Products with quantized matrices as one custom call.
+
+The matrices are `QuantizedTensor`s taken apart: their arrays as they are, and what their format
+says. Activations are float32 rows; in mode "int8" they are rounded to 8 bits in blocks of 32, with
+scale = largest magnitude / 127 (a block with a number that is not finite makes its products NaN),
+in mode "float" they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from jinfer.cpu import build
+
+type Mode = Literal["int8", "float"]
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu")  # the numbers of `Activation` in linear.h
+_CODEBOOK = 16  # most values
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A matrix as codes, or a stack of such matrices; the layout is `QuantizedTensor`'s.
+
+    Attributes:
+        words: uint32 [*stack, tiles, superblocks, bits, R, G], at most one axis of stack.
+        scales: float16, or int8 with `steps`, [*stack, tiles, superblocks, R, S, numbers].
+        steps: float16 [*stack, tiles, superblocks, R, S', numbers], or None.
+        outputs: without padding.
+        block: weights that share a scale.
+        per_code: weights of a code, 2 for 11 x + y.
+        zero: the code of 0 where blocks have no base.
+        codebook: the codes' values, at most 16, where they are not evenly spaced.
+    """
+
+    words: Array
+    scales: Array
+    steps: Array | None
+    outputs: int
+    block: int
+    per_code: int = 1
+    zero: int = 0
+    codebook: tuple[int, ...] | None = None
+
+
+def available() -> bool:
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return build.register("jinfer_linear")
+
+
+def supports(matrix: Coded) -> bool:
+    """Whether the call can multiply with a matrix: all formats but codebooks of over 16 values."""
+    return matrix.codebook is None or (
+        len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1
+    )
+
+
+def coded_linear(
+    x: Float[Array, "rows inputs"],
+    matrices: Sequence[Coded],
+    *,
+    mode: Mode = "int8",
+    activation: str = "none",
+    index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ matrix.T for each matrix, in float32; all matrices share the reading of x.
+
+    Args:
+        x: float32.
+        matrices: of equal inputs.
+        activation: other than "none": there are two matrices, gate and up, of equal shape and
+            layout, and the one result is activation(x @ gate.T) * (x @ up.T).
+        index: int32, which matrix of each stack.
+        offsets: int32 [stack + 1]: rows offsets[i] .. offsets[i + 1] - 1 are multiplied with
+            matrix i of each stack, other rows of the result are undefined. Only the matrices that
+            have rows are read.
+    """
+    if not available():
+        raise RuntimeError("there are no custom calls on this machine")
+    select = 0 if index is None and offsets is None else 1 if offsets is None else 2
+    operands: list[Any] = [x]
+    if select:
+        operands.append(index.reshape(1) if index is not None else offsets)
+    for matrix in matrices:
+        operands += [matrix.words, matrix.scales]
+        operands += [] if matrix.steps is None else [matrix.steps]
+    results = matrices if activation == "none" else matrices[:1]
+    rows = x.shape[0]
+    shapes = [jax.ShapeDtypeStruct((rows, matrix.outputs), np.float32) for matrix in results]
+    codebook = next((m.codebook for m in matrices if m.codebook is not None), ())
+    call = jax.ffi.ffi_call("jinfer_linear", shapes)
+    out = call(
+        *operands,
+        tensors=np.array([_describe(matrix) for matrix in matrices], np.int64).reshape(-1),
+        codebook=np.array(codebook, np.int64),
+        exact=np.int64(mode == "float"),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        select=np.int64(select),
+    )
+    return tuple(out)
+
+
+def _describe(matrix: Coded) -> list[int]:
+    """The fields that linear.cc names."""
+    return [
+        matrix.words.shape[-3],
+        matrix.per_code,
+        matrix.block,
+        matrix.scales.shape[-1],
+        matrix.zero,
+        int(matrix.steps is not None),
+        int(matrix.codebook is not None),
+        matrix.outputs,
+    ]

@@ -1,0 +1,5 @@
+#include "vector_avx2.h"
+
+#include "linear_kernels.h"
+
+const jinfer::Kernels& jinfer::avx2_kernels() { return kernels; }

@@ -1,0 +1,5 @@
+#include "vector_avx512.h"
+
+#include "linear_kernels.h"
+
+const jinfer::Kernels& jinfer::avx512_kernels() { return kernels; }

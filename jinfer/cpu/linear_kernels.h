@@ -1,0 +1,381 @@
+// The kernels, over a `Vector` that the including file has defined: rows of activations times the
+// panels that linear_panel.h decodes.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "linear_panel.h"
+
+namespace {
+
+using jinfer::Activations;
+using jinfer::Form;
+
+// Bytes of a panel: for few rows of activations a share of the first-level cache, as what is
+// written beyond costs more than it saves; for many a share of the second. Measured: 32 and 64 KiB
+// instead of 16 make 8 rows 10-40% slower.
+constexpr int kFewRowsPanel = 16 << 10;
+constexpr int kPanel = 96 << 10;
+// Of the activations that a panel is multiplied with, before the next of its row groups.
+constexpr int kRowsShare = 24 << 10;
+
+// ---- products ---------------------------------------------------------------------------------
+
+// What a product is made from: some row groups of a panel, and as many rows of activations as the
+// kernel takes.
+struct Operands {
+  Panel panel;
+  int64_t groups, units;  // units: of a group that are multiplied with
+  int64_t all_units;      // of a group in the panel
+  const char* x;          // the record of the first row that belongs to the groups' first units
+  int64_t x_stride;       // bytes to the next row's
+  float zero;             // the code of 0
+  bool add;               // to the sums that are there
+  float* sums;            // [groups][rows][L]
+  int64_t sums_stride;    // floats to the next group's
+};
+
+template <int g, int count, bool affine, int parts, bool wide>
+void multiply_int8(const Operands& o) {
+  constexpr int steps = 8 / parts, record = (36 + 4 * parts) * g;
+  const int64_t stride = o.x_stride;
+  for (int64_t group = 0; group < o.groups; ++group) {
+    const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
+    const float* scales = o.panel.scales + group * o.all_units * parts * L;
+    const float* bases = o.panel.bases + group * o.all_units * parts * L;
+    float* sums = o.sums + group * o.sums_stride;
+    const char* x = o.x;
+    Vector::F total[count];
+    UNROLL
+    for (int m = 0; m < count; ++m)
+      total[m] = o.add ? Vector::load_f(sums + m * L) : Vector::zero_f();
+    for (int64_t u = 0; u < o.units; ++u) {
+      UNROLL
+      for (int part = 0; part < parts; ++part) {
+        const int sum = (36 + 4 * part) * g, first = part * steps;
+        Vector::I within[count];
+        UNROLL
+        for (int m = 0; m < count; ++m) {
+          within[m] = affine ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
+        }
+        Vector::I second = Vector::zero();  // so that a single row does not wait for itself
+        // All rows of a step before the next step: their sums do not wait for each other.
+        UNROLL
+        for (int s = first; s < first + steps; ++s) {
+          const Vector::I codes = Vector::load(panel_codes + s * 4 * L);
+          UNROLL
+          for (int m = 0; m < count; ++m) {
+            Vector::I& a = count == 1 && s % 2 ? second : within[m];
+            a = Vector::dot<wide>(a, codes, Vector::repeat<g>(x + m * stride + s * 4 * g));
+          }
+        }
+        if (count == 1) within[0] = Vector::add(within[0], second);
+        const Vector::F scale = Vector::load_f(scales + part * L);
+        UNROLL
+        for (int m = 0; m < count; ++m) {
+          const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(x + m * stride + 32 * g));
+          total[m] = Vector::fma(Vector::to_float(within[m]), both, total[m]);
+          if constexpr (affine) {
+            const Vector::F x_sum = Vector::repeat_f<g>(x + m * stride + sum);
+            total[m] = Vector::fma(Vector::load_f(bases + part * L), x_sum, total[m]);
+          }
+        }
+      }
+      x += record;
+      panel_codes += 32 * L;
+      scales += parts * L;
+      bases += parts * L;
+    }
+    UNROLL
+    for (int m = 0; m < count; ++m) Vector::store_f(sums + m * L, total[m]);
+  }
+}
+
+// The same with float32 activations.
+template <int g, int count, bool affine, int parts>
+void multiply_float(const Operands& o) {
+  constexpr int steps = 8 / parts, record = (128 + 4 * parts) * g;
+  const int64_t stride = o.x_stride;
+  for (int64_t group = 0; group < o.groups; ++group) {
+    const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
+    const float* scales = o.panel.scales + group * o.all_units * parts * L;
+    const float* bases = o.panel.bases + group * o.all_units * parts * L;
+    float* sums = o.sums + group * o.sums_stride;
+    const char* x = o.x;
+    if (!o.add) std::memset(sums, 0, count * L * sizeof(float));
+    for (int64_t u = 0; u < o.units; ++u, x += record) {
+      for (int part = 0; part < parts; ++part) {
+        Vector::F within[count];
+        UNROLL
+        for (int m = 0; m < count; ++m) within[m] = Vector::zero_f();
+        for (int s = part * steps; s < (part + 1) * steps; ++s) {
+          Vector::I codes = Vector::load(panel_codes + s * 4 * L);
+          for (int i = 0; i < 4; ++i) {
+            Vector::F q = Vector::to_float(Vector::mask(codes, 255));
+            if constexpr (!affine) q = Vector::sub(q, Vector::set_f(o.zero));
+            UNROLL
+            for (int m = 0; m < count; ++m) {
+              const char* at = x + m * stride + (s * 4 + i) * 4 * g;
+              within[m] = Vector::fma(q, Vector::repeat_f<g>(at), within[m]);
+            }
+            codes = Vector::right<8>(codes);
+          }
+        }
+        UNROLL
+        for (int m = 0; m < count; ++m) {
+          Vector::F total = Vector::load_f(sums + m * L);
+          total = Vector::fma(within[m], Vector::load_f(scales), total);
+          if constexpr (affine) {
+            const char* sum = x + m * stride + (128 + 4 * part) * g;
+            total = Vector::fma(Vector::load_f(bases), Vector::repeat_f<g>(sum), total);
+          }
+          Vector::store_f(sums + m * L, total);
+        }
+        scales += L;
+        bases += L;
+      }
+      panel_codes += 32 * L;
+    }
+  }
+}
+
+using Product = void (*)(const Operands&);
+
+template <int g, int count>
+Product product(const Plan& plan, bool exact) {
+  const bool affine = plan.matrix->affine();
+  if (exact) {
+    if (affine)
+      return plan.parts == 2 ? multiply_float<g, count, true, 2>
+                             : multiply_float<g, count, true, 1>;
+    return plan.parts == 2 ? multiply_float<g, count, false, 2>
+                           : multiply_float<g, count, false, 1>;
+  }
+  constexpr bool narrow = Vector::kNarrowCodes;
+  if (narrow && (plan.matrix->bits == 8 || plan.matrix->codebook)) {
+    if (affine)
+      return plan.parts == 2 ? multiply_int8<g, count, true, 2, narrow>
+                             : multiply_int8<g, count, true, 1, narrow>;
+    return plan.parts == 2 ? multiply_int8<g, count, false, 2, narrow>
+                           : multiply_int8<g, count, false, 1, narrow>;
+  }
+  if (affine)
+    return plan.parts == 2 ? multiply_int8<g, count, true, 2, false>
+                           : multiply_int8<g, count, true, 1, false>;
+  return plan.parts == 2 ? multiply_int8<g, count, false, 2, false>
+                         : multiply_int8<g, count, false, 1, false>;
+}
+
+// Sums over the lanes of each row, written where they belong. `o`: what the product was given.
+template <int g, int count>
+void finish(const Plan& plan, const Operands& o, int64_t group, float* y, int64_t stride) {
+  constexpr int rows = L / g;
+  const int64_t outputs = plan.matrix->outputs;
+  int64_t i = 0;
+  if constexpr (rows == 1 && count == 1) {
+    for (; i + 8 <= o.groups; i += 8) Vector::sum_eight(o.sums + i * L, y + group + i);
+  }
+  for (; i < o.groups; ++i) {
+    const float* sums = o.sums + i * o.sums_stride;
+    const int64_t begin = (group + i) * rows, left = outputs - begin;
+    float* to = y + begin;
+    if constexpr (rows == 1 && count == 8) {
+      float all[8];
+      Vector::sum_eight(sums, all);
+      UNROLL
+      for (int m = 0; m < 8; ++m) to[m * stride] = all[m];
+    } else {
+      for (int m = 0; m < count; ++m) {
+        const Vector::F v = Vector::load_f(sums + m * L);
+        if (left >= rows) {
+          Vector::sum_runs<g>(v, to + m * stride);
+        } else if (left > 0) {
+          float all[rows];
+          Vector::sum_runs<g>(v, all);
+          std::memcpy(to + m * stride, all, left * sizeof(float));
+        }
+      }
+    }
+  }
+}
+
+// Memory of a thread, kept between calls.
+struct Scratch {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  char* get(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + (bytes >> 2) + 4095) & ~size_t{4095};
+      data = static_cast<char*>(std::aligned_alloc(64, size));
+    }
+    return data;
+  }
+};
+
+template <int g>
+void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
+                     int64_t end, float* y, int64_t stride) {
+  const Matrix& m = *plan.matrix;
+  const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
+  const int64_t panel_bytes = code_bytes + 2 * number_bytes;
+  const int64_t room = rows <= 16 ? kFewRowsPanel : kPanel;
+  int64_t groups = room / panel_bytes;
+  groups = groups < 1 ? 1 : groups > end - begin ? end - begin : groups;
+  // Units at a time, so that the rows' share of them stays in the first-level cache.
+  constexpr int most = Vector::kRows;
+  const int64_t share = g * x.form.column_bytes() * (rows < most ? rows : most);
+  const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
+  const int64_t piece = (plan.units + pieces - 1) / pieces;
+
+  static thread_local Scratch scratch;
+  char* memory = scratch.get(groups * (panel_bytes + most * 4 * L));
+  const Panel panel{reinterpret_cast<uint8_t*>(memory),
+                    reinterpret_cast<float*>(memory + groups * code_bytes),
+                    reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
+  float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
+  const bool exact = x.form.exact;
+  const int64_t row_bytes = x.form.row_bytes();
+  const Product many_rows = product<g, most>(plan, exact),
+                some_rows = product<g, most / 2>(plan, exact), one_row = product<g, 1>(plan, exact);
+
+  for (int64_t first = begin; first < end; first += groups) {
+    const int64_t here = end - first < groups ? end - first : groups;
+    fill(plan, first, here, panel);
+    int64_t row = 0;
+    auto all = [&](auto times, Product multiply) {
+      constexpr int count = decltype(times)::value;
+      for (; rows - row >= count; row += count) {
+        Operands o;
+        o.groups = here;
+        o.all_units = plan.units;
+        o.x_stride = row_bytes;
+        o.zero = static_cast<float>(m.zero);
+        o.sums = sums;
+        o.sums_stride = count * L;
+        for (int64_t from = 0; from < plan.units; from += piece) {
+          o.units = plan.units - from < piece ? plan.units - from : piece;
+          const int64_t number = from * plan.parts * L;
+          o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
+          o.x = x.data + row * row_bytes + from * g * x.form.column_bytes();
+          o.add = from > 0;
+          multiply(o);
+        }
+        finish<g, count>(plan, o, first, y + row * stride, stride);
+      }
+    };
+    all(std::integral_constant<int, most>{}, many_rows);
+    all(std::integral_constant<int, most / 2>{}, some_rows);
+    all(std::integral_constant<int, 1>{}, one_row);
+  }
+}
+
+void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+              float* y, int64_t stride) {
+  const Plan& plan = plan_of(matrix);
+  switch (plan.g) {
+    case 1:
+      return multiply_groups<1>(plan, x, rows, begin, end, y, stride);
+    case 2:
+      return multiply_groups<2>(plan, x, rows, begin, end, y, stride);
+    case 4:
+      return multiply_groups<4>(plan, x, rows, begin, end, y, stride);
+    case 8:
+      return multiply_groups<8>(plan, x, rows, begin, end, y, stride);
+    default:
+      if constexpr (L == 16) return multiply_groups<16>(plan, x, rows, begin, end, y, stride);
+  }
+}
+
+// ---- activations ------------------------------------------------------------------------------
+
+void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
+  const int g = form.group;
+  const int64_t record = g * form.column_bytes();
+  for (int64_t column = 0; column < form.columns; ++column) {
+    const int64_t lane = column % g, left = inputs - column * 32;
+    char* to = row + column / g * record;
+    const float* from = x + column * 32;
+    alignas(64) float padded[32];
+    if (left < 32) {
+      std::memset(padded, 0, sizeof padded);
+      if (left > 0) std::memcpy(padded, from, left * sizeof(float));
+      from = padded;
+    }
+    float* sums = reinterpret_cast<float*>(to + (form.exact ? 128 : 36) * g) + lane;
+    if (form.exact) {
+      float* values = reinterpret_cast<float*>(to) + lane;
+      float total[2] = {0, 0};
+      for (int i = 0; i < 32; ++i) {
+        values[i * g] = from[i];
+        total[i / 16] += from[i];
+      }
+      if (form.parts == 1) total[0] += total[1];
+      for (int part = 0; part < form.parts; ++part) sums[part * g] = total[part];
+      continue;
+    }
+    // A block with a number that is not finite becomes NaN; one below 1e-30 becomes 0.
+    const uint32_t bits = Vector::magnitude(from);
+    float most;
+    std::memcpy(&most, &bits, 4);
+    const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
+    const float scale = finite ? (some ? most / 127.0f : 0.0f) : NAN;
+    alignas(64) int8_t rounded[32] = {};
+    int32_t total[2] = {0, 0};
+    if (some) Vector::round32(from, 127.0f / most, rounded, total);
+    for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, rounded + 4 * s, 4);
+    reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
+    if (form.parts == 1) total[0] += total[1];
+    for (int part = 0; part < form.parts; ++part) {
+      if (form.zero >= 0) {
+        const int32_t sum = -form.zero * total[part];
+        std::memcpy(sums + part * g, &sum, 4);
+      } else {
+        sums[part * g] = scale * static_cast<float>(total[part]);
+      }
+    }
+  }
+}
+
+// ---- activation functions ---------------------------------------------------------------------
+
+// e^x to 2 units of the last place; written so that compilers make vectors of it.
+inline float exp_of(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;  // a NaN fails both
+  const float n = std::nearbyintf(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &power, 4);
+  return p * scale;
+}
+
+void gate(jinfer::Activation activation, int64_t count, const float* up, float* y) {
+  if (activation == jinfer::Activation::silu) {
+    for (int64_t n = 0; n < count; ++n) y[n] = y[n] / (1.0f + exp_of(-y[n])) * up[n];
+  } else if (activation == jinfer::Activation::gelu_tanh) {
+    for (int64_t n = 0; n < count; ++n) {
+      // 0.5 (1 + tanh(z)) = 1 / (1 + e^(-2 z))
+      const float z = 0.7978845608f * (y[n] + 0.044715f * y[n] * y[n] * y[n]);
+      y[n] = y[n] / (1.0f + exp_of(-2.0f * z)) * up[n];
+    }
+  } else {
+    for (int64_t n = 0; n < count; ++n) y[n] = (y[n] < 0.0f ? 0.0f : y[n]) * up[n];
+  }
+}
+
+const jinfer::Kernels kernels{L, prepare, multiply, gate};
+
+}  // namespace

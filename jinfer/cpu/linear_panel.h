@@ -1,0 +1,292 @@
+// Decoding, over a `Vector` that the including file has defined: codes to one byte a weight, and
+// the numbers of blocks to float32, into a panel that stays in a cache while rows of activations
+// are multiplied with it.
+//
+// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is g = min(G,
+// L) columns of L / g rows. A *row group* is these rows.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "linear.h"
+
+// Loops over what a register each holds, unrolled at any level of optimization.
+#ifndef UNROLL
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+namespace {
+
+using jinfer::Matrix;
+
+constexpr int L = Vector::L;
+
+// ---- codes ------------------------------------------------------------------------------------
+
+struct Piece {  // see PIECES in jinfer/quant/pack.py
+  int byte, low, width, at;
+};
+struct Pieces {
+  int count;
+  Piece of[7];
+};
+
+constexpr Pieces pieces(int bits, int s) {
+  if (bits == 2) return {1, {{s % 2, 2 * (s / 2), 2, 0}}};
+  if (bits == 4) return {1, {{s % 4, 4 * (s / 4), 4, 0}}};
+  if (bits == 3) {
+    if (s < 6) return {1, {{s % 3, 3 * (s / 3), 3, 0}}};
+    if (s == 6) return {2, {{0, 6, 2, 0}, {2, 6, 1, 2}}};
+    return {2, {{1, 6, 2, 0}, {2, 7, 1, 2}}};
+  }
+  if (s < bits) return {1, {{s, 0, bits, 0}}};
+  if (bits == 5) {
+    if (s == 5) return {2, {{0, 5, 3, 0}, {1, 5, 2, 3}}};
+    if (s == 6) return {2, {{2, 5, 3, 0}, {3, 5, 2, 3}}};
+    return {3, {{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
+  }
+  if (bits == 6) {
+    if (s == 6) return {3, {{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
+    return {3, {{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
+  }
+  return {7,
+          {{0, 7, 1, 0},
+           {1, 7, 1, 1},
+           {2, 7, 1, 2},
+           {3, 7, 1, 3},
+           {4, 7, 1, 4},
+           {5, 7, 1, 5},
+           {6, 7, 1, 6}}};
+}
+
+template <int bits, int s, int piece = 0>
+inline Vector::I four(const Vector::I* words) {
+  constexpr Pieces all = pieces(bits, s);
+  constexpr Piece p = all.of[piece];
+  constexpr uint32_t mask = ((1u << p.width) - 1) << p.at;
+  Vector::I v = words[p.byte];
+  if constexpr (p.low >= p.at) {
+    v = Vector::right<(p.low >= p.at ? p.low - p.at : 0)>(v);
+  } else {
+    v = Vector::left<(p.low < p.at ? p.at - p.low : 0)>(v);
+  }
+  if constexpr (bits != 8) v = Vector::mask(v, mask * 0x01010101u);
+  if constexpr (piece + 1 < all.count) v = Vector::either(v, four<bits, s, piece + 1>(words));
+  return v;
+}
+
+// `words` of one unit, `stride` words apart -> codes[8][L]; 7 bits: two units, for both halves.
+template <int bits>
+inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codebook, uint8_t* codes,
+                   uint8_t* second) {
+  Vector::I w[bits];
+  UNROLL
+  for (int b = 0; b < bits; ++b) {
+    w[b] = Vector::load(words + b * stride);
+    __builtin_prefetch(words + b * stride + 1024);
+  }
+  auto put = [&](int s, Vector::I v) {
+    if constexpr (bits == 7) {
+      Vector::I x, y;
+      Vector::split_pairs(v, x, y);
+      Vector::store(codes + s * 4 * L, x);
+      Vector::store(second + s * 4 * L, y);
+    } else {
+      if constexpr (bits <= 4) {
+        if (codebook) v = Vector::look_up(codebook, v);
+      }
+      Vector::store(codes + s * 4 * L, v);
+    }
+  };
+  put(0, four<bits, 0>(w));
+  put(1, four<bits, 1>(w));
+  put(2, four<bits, 2>(w));
+  put(3, four<bits, 3>(w));
+  put(4, four<bits, 4>(w));
+  put(5, four<bits, 5>(w));
+  put(6, four<bits, 6>(w));
+  put(7, four<bits, 7>(w));
+}
+
+// ---- numbers ----------------------------------------------------------------------------------
+
+// Where the numbers of each lane stand among those of a row group, for one half of a code and one
+// half of a column: at[lane] and, of bases, at[16 + lane].
+struct Places {
+  uint16_t at[32];
+  int count;  // of numbers that a vector needs
+};
+
+// Of blocks of `block` inputs, for rows of G columns and `halves`; `numbers` in each block.
+Places places(const Matrix& matrix, int block, int half, int part) {
+  Places out;
+  const int rows = jinfer::group_rows(matrix, L), g = matrix.G < L ? matrix.G : L;
+  const int per_row = 32 * matrix.G * matrix.halves / block;
+  for (int lane = 0; lane < 16; ++lane) {
+    const int in_row = rows == 1 ? 0 : half * matrix.G;
+    const int at =
+        lane < L ? lane / g * per_row + ((in_row + lane % g) * 32 + part * 16) / block : 0;
+    out.at[lane] = at * matrix.numbers;
+    out.at[16 + lane] = at * matrix.numbers + 1;
+  }
+  out.count = (rows == 1 ? (g * 32 + block - 1) / block : rows * per_row) * matrix.numbers;
+  return out;
+}
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  float value;
+  uint32_t bits;
+  if (exponent == 0) {
+    value = fraction * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &value, 4);
+    bits |= sign;
+  } else {
+    bits = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
+  }
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline __attribute__((always_inline)) void gather(const void* p, bool bytes, const Places& places,
+                                                  bool both, Vector::F& first, Vector::F& second) {
+  if (Vector::gather(p, bytes, places.count, places.at, both, first, second)) return;
+  float values[2 * L];
+  for (int k = 0; k < (both ? 2 : 1); ++k) {
+    for (int lane = 0; lane < L; ++lane) {
+      const int at = places.at[16 * k + lane];
+      values[k * L + lane] = bytes ? static_cast<const int8_t*>(p)[at]
+                                   : half_to_float(static_cast<const uint16_t*>(p)[at]);
+    }
+  }
+  first = Vector::load_f(values);
+  if (both) second = Vector::load_f(values + L);
+}
+
+// ---- panels -----------------------------------------------------------------------------------
+
+// What does not change within a call.
+struct Plan {
+  const Matrix* matrix = nullptr;
+  int rows, g, vectors, parts, units_per_superblock;
+  int64_t units;
+  // Of a superblock's units and their parts: where their numbers begin in a row group's, and how
+  // they stand there.
+  struct Numbers {
+    int64_t block, step;
+    Places blocks, steps;
+  } numbers[16];
+
+  Plan() = default;
+  explicit Plan(const Matrix& m)
+      : matrix(&m), key{m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr} {
+    rows = jinfer::group_rows(m, L);
+    g = m.G < L ? m.G : L;
+    vectors = m.G / g;
+    parts = m.block == 16 ? 2 : 1;
+    units_per_superblock = vectors * m.halves;
+    for (int half = 0; half < m.halves; ++half) {
+      for (int v = 0; v < vectors; ++v) {
+        for (int part = 0; part < parts; ++part) {
+          Numbers& out = numbers[(half * vectors + v) * parts + part];
+          const int input = rows == 1 ? 32 * (half * m.G + v * g) : 0;
+          out.block = input / m.block * m.numbers;
+          out.step = input / 256 * m.numbers;
+          out.blocks = places(m, m.block, half, part);
+          if (m.steps) out.steps = places(m, 256, half, part);
+        }
+      }
+    }
+  }
+
+  int key[6] = {};  // what all but `matrix` and `units` follows from
+};
+
+// The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
+const Plan& plan_of(const Matrix& m) {
+  static thread_local Plan plan;
+  const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
+  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
+  plan.matrix = &m;
+  plan.units = m.superblocks * plan.units_per_superblock;
+  return plan;
+}
+
+// Decoded units of some row groups, one after the other.
+struct Panel {
+  uint8_t* codes;  // [groups][units][8][L][4]
+  float* scales;   // [groups][units][parts][L]
+  float* bases;    // [groups][units][parts][L]
+};
+
+template <int bits>
+void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
+  const Matrix& m = *plan.matrix;
+  const int64_t lanes = int64_t{m.R} * m.G;
+  constexpr int64_t unit = 32 * L;
+  for (int64_t i = 0; i < superblocks; ++i) {
+    for (int v = 0; v < plan.vectors; ++v) {
+      decode<bits>(words + v * L, lanes, m.codebook, codes + v * unit,
+                   codes + (plan.vectors + v) * unit);
+    }
+    words += bits * lanes;
+    codes += plan.units_per_superblock * unit;
+  }
+}
+
+// `row`: rows before the row group, in units of a superblock's row.
+template <bool affine, bool two_level>
+void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  const Matrix& m = *plan.matrix;
+  const int count = plan.units_per_superblock * plan.parts;
+  const int per_row = m.numbers * 32 * m.G * m.halves / m.block;
+  const int steps_per_row = m.numbers * m.G * m.halves / 8;
+  for (int64_t i = 0; i < superblocks; ++i, row += m.R) {
+    const int64_t at = row * per_row, step_at = row * steps_per_row;
+    for (int k = 0; k < count; ++k) {
+      const Plan::Numbers& numbers = plan.numbers[k];
+      Vector::F scale, base;
+      if constexpr (two_level) {
+        Vector::F step, floor;
+        gather(static_cast<const int8_t*>(m.scales) + at + numbers.block, true, numbers.blocks,
+               affine, scale, base);
+        gather(m.steps + step_at + numbers.step, false, numbers.steps, affine, step, floor);
+        scale = Vector::mul(scale, step);
+        if (affine) base = Vector::mul(base, floor);
+      } else {
+        gather(static_cast<const uint16_t*>(m.scales) + at + numbers.block, false, numbers.blocks,
+               affine, scale, base);
+      }
+      Vector::store_f(scales, scale);
+      if (affine) Vector::store_f(bases, base);
+      scales += L;
+      bases += L;
+    }
+  }
+}
+
+// Row groups `group` .. `group` + `groups` - 1.
+void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
+  using Codes = void (*)(const Plan&, const uint32_t*, int64_t, uint8_t*);
+  static constexpr Codes codes[] = {nullptr,       nullptr,       fill_codes<2>,
+                                    fill_codes<3>, fill_codes<4>, fill_codes<5>,
+                                    fill_codes<6>, fill_codes<7>, fill_codes<8>};
+  const Matrix& m = *plan.matrix;
+  const auto numbers = m.affine()
+                           ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
+                           : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
+  // Tiles of one group each follow one another without a gap.
+  const int64_t together = m.R == plan.rows ? groups : 1;
+  const int64_t units = plan.units, count = units * plan.parts * L;
+  for (int64_t i = 0; i < groups; i += together) {
+    const int64_t tile = (group + i) * plan.rows / m.R, row = (group + i) * plan.rows % m.R;
+    const int64_t superblock = tile * m.superblocks, superblocks = together * m.superblocks;
+    const uint32_t* words = m.words + (superblock * m.bits * m.R + row) * m.G;
+    codes[m.bits](plan, words, superblocks, panel.codes + i * units * 32 * L);
+    numbers(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
+            panel.bases + i * count);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,64 @@
+// Helpers that stay awake between calls: a decoding step makes hundreds of calls a few microseconds
+// apart, and waking a sleeping thread takes longer than many of them do.
+#include "parallel.h"
+
+#include <chrono>
+#include <mutex>
+
+namespace jinfer {
+namespace {
+
+// How long a helper looks for more work before its thread is the pool's again. On two cores 20 us
+// take 3% off a decoding step of 3.5 ms; 50 and 200 us are not better.
+constexpr auto kPatience = std::chrono::microseconds(20);
+
+struct Team {
+  std::mutex mutex;
+  std::shared_ptr<Job> job;         // the one posted last
+  std::atomic<uint64_t> posted{0};  // changes with every job
+  std::atomic<int64_t> looking{0};  // helpers without work
+};
+
+Team& team() {
+  static Team* team = new Team;  // never destroyed: threads may outlive static objects
+  return *team;
+}
+
+void help(std::shared_ptr<Job> job) {
+  Team& t = team();
+  while (job) {
+    job->run();
+    job.reset();
+    uint64_t seen;
+    {
+      std::lock_guard<std::mutex> lock(t.mutex);
+      seen = t.posted.load(std::memory_order_relaxed);
+      t.looking.fetch_add(1, std::memory_order_relaxed);
+    }
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (t.posted.load(std::memory_order_acquire) == seen) {
+      for (int i = 0; i < 16; ++i) pause();
+      if (std::chrono::steady_clock::now() > end) break;
+    }
+    std::lock_guard<std::mutex> lock(t.mutex);
+    t.looking.fetch_sub(1, std::memory_order_relaxed);
+    if (t.posted.load(std::memory_order_relaxed) != seen) job = t.job;
+  }
+}
+
+}  // namespace
+
+void share(xla::ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
+  Team& t = team();
+  if (t.looking.load(std::memory_order_relaxed) > 0) {
+    std::lock_guard<std::mutex> lock(t.mutex);
+    if (const int64_t looking = t.looking.load(std::memory_order_relaxed); looking > 0) {
+      t.job = job;
+      t.posted.fetch_add(1, std::memory_order_release);
+      helpers -= std::min(helpers, looking);
+    }
+  }
+  for (; helpers > 0; --helpers) pool.Schedule([job] { help(job); });
+}
+
+}  // namespace jinfer

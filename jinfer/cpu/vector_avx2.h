@@ -1,0 +1,165 @@
+// Vectors of 8 lanes of 4 bytes: AVX2. The same functions as in vector_avx512.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct Vector {
+  static constexpr int L = 8;
+  static constexpr int kRows = 4;             // of activations at a time
+  static constexpr bool kNarrowCodes = true;  // dot<false>() takes codes up to 127
+  using I = __m256i;
+  using F = __m256;
+
+  static I load(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
+  static void store(void* p, I v) { _mm256_storeu_si256(static_cast<I*>(p), v); }
+  static F load_f(const float* p) { return _mm256_loadu_ps(p); }
+  static void store_f(float* p, F v) { _mm256_storeu_ps(p, v); }
+  static I zero() { return _mm256_setzero_si256(); }
+  static F zero_f() { return _mm256_setzero_ps(); }
+  static F set_f(float v) { return _mm256_set1_ps(v); }
+
+  template <int g>
+  static I repeat(const void* p) {
+    if constexpr (g == 1) return _mm256_set1_epi32(*static_cast<const int32_t*>(p));
+    if constexpr (g == 2) return _mm256_set1_epi64x(*static_cast<const long long*>(p));
+    if constexpr (g == 4) {
+      return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    }
+    return load(p);
+  }
+  template <int g>
+  static F repeat_f(const void* p) {
+    return _mm256_castsi256_ps(repeat<g>(p));
+  }
+
+  template <int n>
+  static I right(I v) {
+    return n ? _mm256_srli_epi32(v, n) : v;
+  }
+  template <int n>
+  static I left(I v) {
+    return n ? _mm256_slli_epi32(v, n) : v;
+  }
+  static I mask(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
+  static I either(I a, I b) { return _mm256_or_si256(a, b); }
+
+  template <bool wide>
+  static I dot(I a, I codes, I x) {
+    if constexpr (wide) {  // 2 * 255 * 127 would not fit into 16 bits: the highest bit apart
+      I top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
+      top = _mm256_maddubs_epi16(top, x);
+      a = _mm256_add_epi32(a, _mm256_madd_epi16(top, _mm256_set1_epi16(128)));
+      codes = _mm256_and_si256(codes, _mm256_set1_epi8(127));
+    }
+    const I pairs = _mm256_maddubs_epi16(codes, x);
+    return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+
+  static void split_pairs(I v, I& x, I& y) {
+    const I odd_bytes = _mm256_set1_epi16(-256);
+    const I factor = _mm256_set1_epi16(187 << 5);
+    const I even = _mm256_mulhi_epu16(_mm256_andnot_si256(odd_bytes, v), factor);
+    const I odd = _mm256_mulhi_epu16(_mm256_and_si256(odd_bytes, v), factor);
+    x = _mm256_or_si256(even, _mm256_and_si256(odd, odd_bytes));
+    y = _mm256_sub_epi8(v, _mm256_mullo_epi16(x, _mm256_set1_epi16(11)));
+  }
+  static I look_up(const uint8_t* table, I v) {
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), v);
+  }
+
+  template <int g>
+  static void sum_runs(F v, float* out) {
+    if constexpr (g == 8) {
+      __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+      half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+      out[0] = _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    } else {
+      float all[L];
+      store_f(all, v);
+      for (int run = 0; run < L / g; ++run) {
+        float sum = all[run * g];
+        for (int i = 1; i < g; ++i) sum += all[run * g + i];
+        out[run] = sum;
+      }
+    }
+  }
+  static void sum_eight(const float* v, float* sums) {
+    F quad[2];
+    for (int i = 0; i < 2; ++i) {
+      const float* at = v + 4 * i * L;
+      quad[i] = _mm256_hadd_ps(_mm256_hadd_ps(load_f(at), load_f(at + L)),
+                               _mm256_hadd_ps(load_f(at + 2 * L), load_f(at + 3 * L)));
+    }
+    store_f(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20),
+                                _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));
+  }
+
+  static bool gather(const void* p, bool bytes, int, const uint16_t* at, bool both, F& first,
+                     F& second) {
+    const auto* halves = static_cast<const uint16_t*>(p);
+    if (!bytes && !both && at[7] == at[0] + 7) {
+      first = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + at[0])));
+      return true;
+    }
+    if (!bytes && both && at[7] == at[0] + 14) {
+      const I pairs = load(halves + at[0]);
+      const I apart = _mm256_permute4x64_epi64(
+          _mm256_packus_epi32(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)),
+                              _mm256_srli_epi32(pairs, 16)),
+          0xd8);
+      first = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
+      second = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+      return true;
+    }
+    for (int k = 0; k < (both ? 2 : 1); ++k) {
+      F& out = k ? second : first;
+      if (bytes) {
+        int32_t values[L];
+        for (int i = 0; i < L; ++i) values[i] = static_cast<const int8_t*>(p)[at[16 * k + i]];
+        out = to_float(load(values));
+      } else {
+        uint16_t values[L];
+        for (int i = 0; i < L; ++i) values[i] = halves[at[16 * k + i]];
+        out = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+      }
+    }
+    return true;
+  }
+
+  static uint32_t magnitude(const float* x) {
+    const I sign = _mm256_set1_epi32(0x7fffffff);
+    I most = _mm256_and_si256(load(x), sign);
+    for (int i = 8; i < 32; i += 8)
+      most = _mm256_max_epu32(most, _mm256_and_si256(load(x + i), sign));
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
+  }
+  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
+    const F by = _mm256_set1_ps(inverse);
+    for (int part = 0; part < 2; ++part, x += 16, codes += 16) {
+      const I a = _mm256_cvtps_epi32(_mm256_mul_ps(load_f(x), by));
+      const I b = _mm256_cvtps_epi32(_mm256_mul_ps(load_f(x + 8), by));
+      const I words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+      const __m128i bytes =
+          _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), bytes);
+      const I sum = _mm256_add_epi32(a, b);
+      __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+      half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+      sums[part] = _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+    }
+  }
+};
+
+}  // namespace

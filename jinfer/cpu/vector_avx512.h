@@ -1,0 +1,193 @@
+// Vectors of 16 lanes of 4 bytes: AVX-512 with VNNI.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct Vector {
+  static constexpr int L = 16;
+  static constexpr int kRows = 8;              // of activations at a time
+  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255
+  using I = __m512i;
+  using F = __m512;
+
+  static I load(const void* p) { return _mm512_loadu_si512(p); }
+  static void store(void* p, I v) { _mm512_storeu_si512(p, v); }
+  static F load_f(const float* p) { return _mm512_loadu_ps(p); }
+  static void store_f(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static I zero() { return _mm512_setzero_si512(); }
+  static F zero_f() { return _mm512_setzero_ps(); }
+  static F set_f(float v) { return _mm512_set1_ps(v); }
+
+  // g lanes, repeated.
+  template <int g>
+  static I repeat(const void* p) {
+    if constexpr (g == 1) return _mm512_set1_epi32(*static_cast<const int32_t*>(p));
+    if constexpr (g == 2) return _mm512_set1_epi64(*static_cast<const long long*>(p));
+    if constexpr (g == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+    if constexpr (g == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+    return _mm512_loadu_si512(p);
+  }
+  template <int g>
+  static F repeat_f(const void* p) {
+    return _mm512_castsi512_ps(repeat<g>(p));
+  }
+
+  template <int n>
+  static I right(I v) {
+    return n ? _mm512_srli_epi32(v, n) : v;
+  }
+  template <int n>
+  static I left(I v) {
+    return n ? _mm512_slli_epi32(v, n) : v;
+  }
+  static I mask(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
+  static I either(I a, I b) { return _mm512_or_si512(a, b); }
+
+  // a + the sum of 4 products of unsigned and signed bytes, in each lane.
+  template <bool wide>
+  static I dot(I a, I codes, I x) {
+    return _mm512_dpbusd_epi32(a, codes, x);
+  }
+  static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+
+  // Bytes of v < 121 as 11 x + y.
+  static void split_pairs(I v, I& x, I& y) {
+    const I odd_bytes = _mm512_set1_epi16(-256);
+    const I factor = _mm512_set1_epi16(187 << 5);  // (187 v) >> 11 = v / 11 for v < 128
+    I even = _mm512_mulhi_epu16(_mm512_andnot_si512(odd_bytes, v), factor);
+    I odd = _mm512_mulhi_epu16(_mm512_and_si512(odd_bytes, v), factor);
+    x = _mm512_ternarylogic_epi32(even, odd, odd_bytes, 0xf8);  // even | (odd & odd_bytes)
+    y = _mm512_sub_epi8(v, _mm512_mullo_epi16(x, _mm512_set1_epi16(11)));
+  }
+  // table[byte] for bytes below 16.
+  static I look_up(const uint8_t* table, I v) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
+  }
+
+  // Sums of runs of g lanes, L / g of them.
+  template <int g>
+  static void sum_runs(F v, float* out) {
+    if constexpr (g == 1) {
+      _mm512_storeu_ps(out, v);
+    } else if constexpr (g == 2) {
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+      const I even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
+      _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, v)));
+    } else if constexpr (g == 4) {
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+      const I fourth = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+      _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(fourth, v)));
+    } else if constexpr (g == 8) {
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+      v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+      out[0] = _mm512_cvtss_f32(v);
+      out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
+    } else {
+      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+      __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+      quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+      out[0] = _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+    }
+  }
+
+  // sums[m] of the L lanes of each of 8 vectors.
+  static void sum_eight(const float* v, float* sums) {
+    F pair[4];
+    for (int i = 0; i < 4; ++i) {
+      F a = load_f(v + 2 * i * L), b = load_f(v + (2 * i + 1) * L);
+      pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    F quad[2];
+    for (int i = 0; i < 2; ++i) {
+      __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
+      quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                              _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    F half = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88),
+                           _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+    half = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
+    _mm_storeu_ps(sums, _mm512_castps512_ps128(half));
+    _mm_storeu_ps(sums + 4, _mm512_extractf32x4_ps(half, 2));
+  }
+
+  // `count` values of 2 bytes. Loads of the right size and no masks, which are slow here.
+  static I load_halves(const void* p, int count) {
+    if (count == 32) return _mm512_loadu_si512(p);
+    if (count == 16) return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
+    if (count == 8) return _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)p));
+    long long few = 0;
+    __builtin_memcpy(&few, p, 2 * count);
+    return _mm512_castsi128_si512(_mm_cvtsi64_si128(few));
+  }
+
+  // Values of 2 bytes, or of 1, of `count` at p: those at[0..L) -> first, at[16..16 + L) -> second.
+  // False: too many. `count` is a power of 2.
+  static bool gather(const void* p, bool bytes, int count, const uint16_t* at, bool both, F& first,
+                     F& second) {
+    if (count > 64) return false;
+    const I index = _mm512_loadu_si512(at);
+    if (bytes) {
+      const char* from = static_cast<const char*>(p);
+      I picked;
+      if (count == 64) {
+        const I low = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+        const I high = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(from + 32)));
+        picked = _mm512_permutex2var_epi16(low, index, high);
+      } else if (count == 1) {
+        picked = _mm512_set1_epi16(*from);
+      } else {
+        const I low = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(load_halves(p, count / 2)));
+        picked = _mm512_permutexvar_epi16(index, low);
+      }
+      first = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(picked)));
+      if (both) {
+        second = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(picked, 1)));
+      }
+      return true;
+    }
+    if (count == 16 && !both && at[0] == 0 && at[15] == 15) {  // as they stand
+      first = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+      return true;
+    }
+    I picked;
+    if (count == 64) {
+      picked = _mm512_permutex2var_epi16(load_halves(p, 32), index,
+                                         load_halves(static_cast<const uint16_t*>(p) + 32, 32));
+    } else {
+      picked = _mm512_permutexvar_epi16(index, load_halves(p, count));
+    }
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(picked));
+    if (both) second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(picked, 1));
+    return true;
+  }
+
+  // Of 32 values: their largest magnitude's bits.
+  static uint32_t magnitude(const float* x) {
+    const I sign = _mm512_set1_epi32(0x7fffffff);
+    I a = _mm512_and_si512(_mm512_loadu_si512(x), sign);
+    I b = _mm512_and_si512(_mm512_loadu_si512(x + 16), sign);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
+  }
+  // 32 values times `inverse`, rounded; the sums of each 16.
+  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
+    F by = _mm512_set1_ps(inverse);
+    I a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), by));
+    I b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), by));
+    _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(a));
+    _mm_storeu_si128((__m128i*)(codes + 16), _mm512_cvtepi32_epi8(b));
+    sums[0] = _mm512_reduce_add_epi32(a);
+    sums[1] = _mm512_reduce_add_epi32(b);
+  }
+};
+
+}  // namespace

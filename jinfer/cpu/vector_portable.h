@@ -1,0 +1,116 @@
+// Vectors of 8 lanes of 4 bytes in plain C++. The same functions as in vector_avx512.h.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Vector {
+  static constexpr int L = 8;
+  static constexpr int kRows = 4;  // of activations at a time
+  static constexpr bool kNarrowCodes = false;
+  typedef uint32_t I __attribute__((vector_size(4 * L)));
+  typedef int32_t Signed __attribute__((vector_size(4 * L)));
+  typedef float F __attribute__((vector_size(4 * L)));
+
+  template <class T>
+  static T copy(const void* p) {
+    T out;
+    std::memcpy(&out, p, sizeof out);
+    return out;
+  }
+  static I load(const void* p) { return copy<I>(p); }
+  static void store(void* p, I v) { std::memcpy(p, &v, sizeof v); }
+  static F load_f(const float* p) { return copy<F>(p); }
+  static void store_f(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+  static I zero() { return I{}; }
+  static F zero_f() { return F{}; }
+  static F set_f(float v) { return F{} + v; }
+
+  template <int g>
+  static I repeat(const void* p) {
+    uint32_t all[L];
+    for (int i = 0; i < L; i += g) std::memcpy(all + i, p, 4 * g);
+    return load(all);
+  }
+  template <int g>
+  static F repeat_f(const void* p) {
+    return reinterpret_cast<F>(repeat<g>(p));
+  }
+
+  template <int n>
+  static I right(I a) {
+    return a >> n;
+  }
+  template <int n>
+  static I left(I a) {
+    return a << n;
+  }
+  static I mask(I a, uint32_t m) { return a & m; }
+  static I either(I a, I b) { return a | b; }
+
+  template <bool wide>
+  static I dot(I a, I codes, I x) {
+    const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
+    Signed sum = reinterpret_cast<Signed>(a) + (q & 255) * (y << 24 >> 24);
+    sum += (q >> 8 & 255) * (y << 16 >> 24);
+    sum += (q >> 16 & 255) * (y << 8 >> 24);
+    return reinterpret_cast<I>(sum + (q >> 24 & 255) * (y >> 24));
+  }
+  static I add(I a, I b) { return a + b; }
+  static F to_float(I a) { return __builtin_convertvector(reinterpret_cast<Signed>(a), F); }
+  static F mul(F a, F b) { return a * b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  static F sub(F a, F b) { return a - b; }
+
+  static void split_pairs(I v, I& x, I& y) {
+    uint8_t codes[4 * L], quotient[4 * L], rest[4 * L];
+    std::memcpy(codes, &v, sizeof codes);
+    for (int i = 0; i < 4 * L; ++i) {
+      quotient[i] = codes[i] * 187 >> 11;  // codes[i] / 11 for codes below 128
+      rest[i] = codes[i] - 11 * quotient[i];
+    }
+    x = load(quotient);
+    y = load(rest);
+  }
+  static I look_up(const uint8_t* table, I v) {
+    uint8_t codes[4 * L];
+    std::memcpy(codes, &v, sizeof codes);
+    for (uint8_t& code : codes) code = table[code & 15];
+    return load(codes);
+  }
+
+  template <int g>
+  static void sum_runs(F v, float* out) {
+    for (int run = 0; run < L / g; ++run) {
+      float sum = v[run * g];
+      for (int i = 1; i < g; ++i) sum += v[run * g + i];
+      out[run] = sum;
+    }
+  }
+  static void sum_eight(const float* v, float* sums) {
+    for (int i = 0; i < 8; ++i) sum_runs<L>(load_f(v + i * L), sums + i);
+  }
+
+  // One by one, in linear_kernels.h.
+  static bool gather(const void*, bool, int, const uint16_t*, bool, F&, F&) { return false; }
+
+  static uint32_t magnitude(const float* x) {
+    uint32_t most = 0;
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t bits = copy<uint32_t>(x + i) & 0x7fffffffu;
+      most = bits > most ? bits : most;
+    }
+    return most;
+  }
+  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
+    for (int i = 0; i < 32; ++i) {
+      codes[i] = static_cast<int8_t>(std::nearbyintf(x[i] * inverse));
+      sums[i / 16] += codes[i];
+    }
+  }
+};
+
+}  // namespace
