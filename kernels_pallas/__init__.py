@@ -1,0 +1,27 @@
+"""GPU kernels in Pallas: raw arrays in, raw arrays out; imports only jax and numpy.
+
+`matmul` and `expert_matmul` multiply by quantized matrices as they are stored, `attend` reads a
+plain or quantized cache. Each takes `backend`, the one switch between the Triton-style kernels,
+Mosaic GPU and plain XLA, and `interpret`, which runs a kernel where there is no GPU.
+"""
+
+import warnings
+
+from kernels_pallas.attention import Kept, Partial, attend, with_sinks
+from kernels_pallas.experts import expert_matmul
+from kernels_pallas.layout import Packed
+from kernels_pallas.matmul import Backend, matmul
+
+# Known, and what `backend` is for.
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+__all__ = [
+    "Backend",
+    "Kept",
+    "Packed",
+    "Partial",
+    "attend",
+    "expert_matmul",
+    "matmul",
+    "with_sinks",
+]

@@ -1,0 +1,194 @@
+"""Quantized matrices as the kernels take them, and the order of x that goes with them.
+
+A column is 32 codes of one row in `bits` words of 32 bits; G columns are a superblock. Code
+4 s + i of a column is code s of byte i of its words. So the half-words h of a column's words hold
+the codes 4 s + 2 h in their low bytes and 4 s + 2 h + 1 in their high bytes. A kernel sees the
+words of a superblock as [rows, bits, 2 G] half-words, and for each of 8 s and 2 bytes e takes a
+slice [rows, 2 G] of weights out of them; its other factor is `arranged`:
+
+    slice (half, s, e), position 2 g + h
+    <->  input 32 (G (p superblock + half) + g) + 4 s + 2 h + e
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+CODES = 8  # of a byte's strip: what bits bytes hold
+
+
+class Piece(NamedTuple):
+    """Some bits of a code: `(byte >> low) & (2**width - 1)`, standing at bit `at` of the code."""
+
+    byte: int
+    low: int
+    width: int
+    at: int
+
+
+def _whole(bits: int, count: int) -> list[tuple[Piece, ...]]:
+    """Codes that lie in one byte: byte t has code t, and above it code t + bits where it fits."""
+    return [(Piece(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
+
+
+def _parts(*pieces: tuple[int, int, int]) -> tuple[Piece, ...]:
+    """A code whose bits stand in several bytes: (byte, low, width), from its lowest bit on."""
+    at, code = 0, []
+    for byte, low, width in pieces:
+        code.append(Piece(byte, low, width, at))
+        at += width
+    return tuple(code)
+
+
+# PIECES[bits][code]: where the bits of each of 8 codes stand in `bits` bytes.
+PIECES: dict[int, list[tuple[Piece, ...]]] = {
+    2: _whole(2, 8),
+    3: [*_whole(3, 6), _parts((0, 6, 2), (2, 6, 1)), _parts((1, 6, 2), (2, 7, 1))],
+    4: _whole(4, 8),
+    5: [
+        *_whole(5, 5),
+        _parts((0, 5, 3), (1, 5, 2)),
+        _parts((2, 5, 3), (3, 5, 2)),
+        _parts((4, 5, 3), (1, 7, 1), (3, 7, 1)),
+    ],
+    6: [
+        *_whole(6, 6),
+        _parts((0, 6, 2), (1, 6, 2), (2, 6, 2)),
+        _parts((3, 6, 2), (4, 6, 2), (5, 6, 2)),
+    ],
+    7: [*_whole(7, 7), _parts(*((t, 7, 1) for t in range(7)))],
+    8: _whole(8, 8),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of their blocks.
+
+    A weight of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base.
+    With 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 weights; x is the weight of half 0
+    of its superblock, y that of half 1.
+
+    Attributes:
+        words: uint32 [*stack, outputs, superblocks, bits, 1, G], G = 32, or 16 where p = 2.
+        scales: float16 [*stack, outputs, superblocks, 1, S, numbers], S = 32 * G * p / block.
+        levels: values that a weight can take: 4, 8, 11, 16, 32, 64 or 256.
+        block: weights that share a scale: 32, 64 or 128.
+        inputs: without the zeros that fill the last superblock.
+    """
+
+    words: Any
+    scales: Any
+    levels: int = field(metadata={"static": True})
+    block: int = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuses another layout than the kernels read, where the parts are arrays."""
+        if not hasattr(self.words, "shape") or not hasattr(self.scales, "shape"):
+            return
+        rows, columns = self.words.shape[-2:]
+        columns = columns // 2 if self.words.dtype == jnp.uint16 else columns
+        if (rows, columns) != (1, 32 // self.per_code) or self.block not in (32, 64, 128):
+            raise ValueError(
+                f"words {self.words.shape}, blocks of {self.block}: the GPU kernels read tiles of "
+                f"one row and {32 // self.per_code} columns in blocks of 32, 64 or 128; repack them"
+            )
+
+    @property
+    def symmetric(self) -> bool:
+        """Blocks have a scale and no base."""
+        return int(self.scales.shape[-1]) == 1
+
+    @property
+    def per_code(self) -> int:
+        """p: weights of a code."""
+        return 2 if self.levels == 11 else 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: words of a column."""
+        return int(self.words.shape[-3])
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the matrix."""
+        return int(self.words.shape[-5])
+
+    @property
+    def superblocks(self) -> int:
+        """Of a row: 1,024 weights each at p = 1 and at p = 2."""
+        return int(self.words.shape[-4])
+
+    @property
+    def columns(self) -> int:
+        """G: columns of a superblock."""
+        return 32 // self.per_code
+
+    @property
+    def padded_inputs(self) -> int:
+        """Inputs with the zeros that fill the last superblock."""
+        return self.superblocks * 32 * self.columns * self.per_code
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one matrix in memory."""
+        words = self.superblocks * self.bits * self.columns * 4
+        return self.outputs * (
+            words + self.superblocks * self.scales.shape[-2] * self.scales.shape[-1] * 2
+        )
+
+    def half_words(self) -> Array:
+        """Words as uint16 [matrices, outputs, superblocks, bits, 2 G]."""
+        words = self.words
+        if words.dtype == jnp.uint32:
+            words = lax.bitcast_convert_type(words, jnp.uint16)
+        return words.reshape(-1, self.outputs, self.superblocks, self.bits, 2 * self.columns)
+
+    def numbers(self) -> Array:
+        """Scales and bases, in turn: float16 [matrices, outputs, superblocks, S * numbers]."""
+        return self.scales.reshape(
+            -1, self.outputs, self.superblocks, self.scales.shape[-2] * self.scales.shape[-1]
+        )
+
+    def dequantize(self, dtype: Any = jnp.float32) -> Array:
+        """The matrices in full: [*stack, outputs, inputs]."""
+        stack = self.words.shape[:-5]
+        four = [self._four(s) for s in range(CODES)]  # of [matrices, outputs, superblocks, G]
+        codes = jnp.stack(
+            [(f >> jnp.uint32(8 * i)) & jnp.uint32(255) for f in four for i in range(4)], axis=-1
+        )
+        if self.per_code == 2:
+            codes = jnp.stack([codes // jnp.uint32(11), codes % jnp.uint32(11)], axis=-3)
+        zero = self.levels // 2 if self.symmetric else 0
+        q = (codes.astype(jnp.int32) - jnp.int32(zero)).astype(jnp.float32)
+        scales = self.scales.astype(jnp.float32).reshape(
+            *stack, self.outputs, -1, 1, self.scales.shape[-1]
+        )
+        q = q.reshape(*stack, self.outputs, -1, self.block) * scales[..., 0]
+        if not self.symmetric:
+            q = q + scales[..., 1]
+        return q.reshape(*stack, self.outputs, -1)[..., : self.inputs].astype(dtype)
+
+    def _four(self, s: int) -> Array:
+        """Codes 4 s .. 4 s + 3 of each column, in the four bytes of a word."""
+        words = self.words.reshape(*self.words.shape[:-2], self.columns)
+        four = jnp.uint32(0)
+        for byte, low, width, at in PIECES[self.bits][s]:
+            mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
+            four = four | (((words[..., byte, :] >> jnp.uint32(low)) & mask) << jnp.uint32(at))
+        return jnp.asarray(four)
+
+
+def arranged(x: Array, packed: Packed) -> Array:
+    """x [rows, inputs] in the order of a kernel's slices: [rows, superblocks, 16 p, 2 G]."""
+    p, g = packed.per_code, packed.columns
+    x = jnp.pad(x, ((0, 0), (0, packed.padded_inputs - x.shape[1])))
+    x = x.reshape(-1, packed.superblocks, p, g, CODES, 2, 2)
+    return x.transpose(0, 1, 2, 4, 6, 3, 5).reshape(-1, packed.superblocks, p * 16, 2 * g)

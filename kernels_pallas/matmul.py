@@ -1,0 +1,148 @@
+"""Products with packed matrices: which kernel computes them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas import matmul_mosaic, matmul_triton
+from kernels_pallas.layout import Packed, arranged
+from kernels_pallas.rounding import rounded
+from kernels_pallas.tiling import LARGEST, SMALLEST, choose
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+type Backend = Literal["triton", "mosaic", "xla"]
+
+MOST_ROWS = 1024  # above, decoding all weights once and a plain product cost less
+
+
+def matmul(
+    x: Float[Array, "rows inputs"],
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, 1] | None = None,
+    gated: bool = False,
+    backend: Backend = "triton",
+    interpret: bool = False,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row by its own scale.
+
+    Args:
+        matrices: stacks whose matrices all read x, such as queries, keys and values; one call reads
+            x once.
+        index: which matrix of the (flattened) stacks; needed where there is more than one. It is
+            read inside the kernel, so that a matrix of a stack is never copied.
+        gated: two matrices, gate and up; the one result is silu(x @ gate.T) * (x @ up.T).
+        backend: "triton", "mosaic", or "xla": plain XLA, which decodes the weights to memory.
+        interpret: runs the kernel without a GPU, slowly.
+
+    Raises:
+        ValueError: x and a matrix do not fit together.
+    """
+    for matrix in matrices:
+        if x.shape[1] != matrix.inputs:
+            raise ValueError(
+                f"x has {x.shape[1]} inputs, the matrix {matrix.inputs}; give it all of them"
+            )
+    if gated and len(matrices) != 2:
+        raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
+    index = jnp.zeros((1,), jnp.int32) if index is None else index
+    if backend == "xla" or x.shape[0] > MOST_ROWS:
+        return _epilogue(decoded(x, matrices, index), gated)
+    results: list[Array | None] = [None] * len(matrices)
+    for together in _groups(matrices):
+        chosen = [matrices[i] for i in together]
+        least = matmul_mosaic.OUTPUTS if backend == "mosaic" else SMALLEST
+        if min(m.outputs for m in chosen) < least:
+            parts = decoded(x, chosen, index)
+        elif gated and len(chosen) == 2:
+            return _kernel(x, chosen, index, True, backend, interpret)
+        else:
+            parts = _kernel(x, chosen, index, False, backend, interpret)
+        for i, part in zip(together, parts, strict=True):
+            results[i] = part
+    return _epilogue([result for result in results if result is not None], gated)
+
+
+def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
+    """Places of matrices that one call can take: x in the same order, tiles of the same size."""
+    groups: dict[Any, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        key = matrix.per_code, min(matrix.outputs, LARGEST)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def _kernel(
+    x: Array,
+    matrices: Sequence[Packed],
+    index: Array,
+    gated: bool,
+    backend: Backend,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Matrices of one group."""
+    rows, outputs = x.shape[0], [matrix.outputs for matrix in matrices]
+    bits = max(matrix.bits for matrix in matrices)
+    superblocks = matrices[0].superblocks
+    tiling = choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+    tiles = -(-rows // tiling.rows)
+    x16, factors = rounded(jnp.pad(x, ((0, tiles * tiling.rows - rows), (0, 0))))
+    present = jnp.clip(rows - tiling.rows * jnp.arange(tiles, dtype=jnp.int32), 0, tiling.rows)
+    which = jnp.stack([jnp.broadcast_to(index, (tiles,)), present])
+    fused = gated and tiling.split == 1
+    parts = product_of(backend)(
+        arranged(x16, matrices[0]),
+        factors,
+        which,
+        matrices,
+        tiling,
+        gated=fused,
+        interpret=interpret,
+    )
+    return tuple(result[:rows] for result in finish(parts, gated and not fused))
+
+
+def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:
+    """Products by plain XLA, with the chosen matrices decoded to fp16 in memory."""
+    x16, factors = rounded(x)
+    results = []
+    for matrix in matrices:
+        chosen = at(matrix, index[0]) if matrix.words.ndim > 5 else matrix
+        contracted = (((1,), (1,)), ((), ()))
+        weights = chosen.dequantize(jnp.float16)
+        y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
+        results.append(y * factors[:, None])
+    return tuple(results)
+
+
+def at(matrix: Packed, index: Array) -> Packed:
+    """One matrix of a stack, copied."""
+
+    def cut(part: Array, rank: int) -> Array:
+        flat = part.reshape(-1, *part.shape[part.ndim - rank :])
+        return lax.dynamic_index_in_dim(flat, index, keepdims=False)
+
+    return Packed(
+        cut(matrix.words, 5), cut(matrix.scales, 5), matrix.levels, matrix.block, matrix.inputs
+    )
+
+
+def finish(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
+    """Adds the parts of [split, rows, outputs], and combines gate and up."""
+    return _epilogue([p[0] if p.shape[0] == 1 else jnp.sum(p, axis=0) for p in parts], gated)
+
+
+def _epilogue(results: Sequence[Array], gated: bool) -> tuple[Array, ...]:
+    return (jax.nn.silu(results[0]) * results[1],) if gated else tuple(results)
+
+
+def product_of(backend: Backend) -> Any:
+    """The function of a backend that calls its kernel."""
+    return {"triton": matmul_triton.product, "mosaic": matmul_mosaic.product}[backend]

@@ -1,0 +1,50 @@
+"""Random matrices as the kernels take them, and what a product must be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jinfer.quant.format import QuantFormat, Width
+from jinfer.quant.quantize import quantize
+from jinfer.quant.tensor import QuantizedTensor
+from kernels_pallas.layout import Packed
+
+WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
+H200 = jax.sharding.AbstractMesh(
+    (), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+)
+
+
+def packed(tensor: QuantizedTensor) -> Packed:
+    """The same matrix for the kernels."""
+    format = tensor.format
+    words, scales = jnp.asarray(tensor.words), jnp.asarray(tensor.scales)
+    return Packed(words, scales, format.levels, format.block, tensor.inputs)
+
+
+def random_matrix(
+    format: QuantFormat, shape: tuple[int, ...], seed: int = 0
+) -> tuple[Packed, np.ndarray]:
+    """A matrix [*stack, outputs, inputs] of N(0, 0.05), and its decoded values in float64."""
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.05
+    tensor = quantize(values, format, columns=32 // format.per_code)
+    return packed(tensor), np.asarray(tensor.dequantize(), np.float64)
+
+
+def random_rows(rows: int, inputs: int, seed: int = 1) -> np.ndarray:
+    """x of N(0, 1), some rows much larger or smaller than others."""
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.integers(-4, 5, (rows, 1))
+    return (rng.standard_normal((rows, inputs)) * scale).astype(np.float32)
+
+
+def assert_near(y: jax.Array, x: np.ndarray, matrix: np.ndarray, tolerance: float = 1e-3) -> None:
+    """Holds y to x @ matrix.T with the error that fp16 weights and x allow, row by row."""
+    expected = x.astype(np.float64) @ matrix.T
+    assert y.shape == expected.shape
+    assert y.dtype == jnp.float32
+    size = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(matrix, axis=1)[None]
+    error = np.abs(np.asarray(y, np.float64) - expected) / np.maximum(size, 1e-30)
+    assert error.max(initial=0) < tolerance, error.max()

@@ -1,0 +1,123 @@
+"""Every kernel with shapes of real models, to be lowered and compiled without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jinfer.quant.format import QuantFormat, Width
+from kernels_pallas.attention import Kept, attend
+from kernels_pallas.experts import expert_matmul
+from kernels_pallas.layout import Packed
+from kernels_pallas.matmul import matmul
+
+Shape = jax.ShapeDtypeStruct
+
+
+class Target(NamedTuple):
+    """A function and the shapes it is compiled for."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def shapes(format: QuantFormat, stack: tuple[int, ...], outputs: int, inputs: int) -> Packed:
+    """A matrix without contents."""
+    p = format.per_code
+    superblocks = -(-inputs // 1024)
+    lead = (*stack, outputs, superblocks)
+    words = Shape((*lead, format.code_bits, 1, 32 // p), jnp.uint32)
+    scales = Shape((*lead, 1, 1024 // format.block, format.numbers), jnp.float16)
+    return Packed(words, scales, format.levels, format.block, inputs)
+
+
+def one(format: QuantFormat, rows: int, backend: str = "triton") -> Target:
+    """A matrix of a stack of layers."""
+    matrix = shapes(format, (32,), 14336, 4096)
+
+    def function(x: Any, index: Any, matrix: Packed) -> Any:
+        return matmul(x, [matrix], index=index, backend=backend)  # type: ignore[arg-type]
+
+    args = (Shape((rows, 4096), jnp.bfloat16), Shape((1,), jnp.int32), matrix)
+    return Target(f"{backend}-{format.name}-{rows}", function, args)
+
+
+def several(width: Width) -> Target:
+    """Queries, keys and values in one call, with inputs split."""
+    matrices = [shapes(QuantFormat(width), (32,), n, 4096) for n in (4096, 1024, 1024)]
+
+    def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
+        return matmul(x, matrices, index=index)
+
+    args = (Shape((1, 4096), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
+    return Target(f"qkv-q{width}", function, args)
+
+
+def gated(width: Width) -> Target:
+    """Gate and up with their product."""
+    matrices = [shapes(QuantFormat(width), (32,), 18944, 3584) for _ in range(2)]
+
+    def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
+        return matmul(x, matrices, index=index, gated=True)
+
+    args = (Shape((1, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
+    return Target(f"gated-q{width}", function, args)
+
+
+def experts(width: Width) -> Target:
+    """Two of eight experts for four tokens."""
+    matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
+
+    def function(x: Any, chosen: Any, index: Any, matrix: Packed) -> Any:
+        return expert_matmul(x, chosen, [matrix], index=index)
+
+    rows = Shape((8,), jnp.int32)
+    args = (Shape((4, 4096), jnp.bfloat16), rows, Shape((1,), jnp.int32), matrix)
+    return Target(f"experts-q{width}", function, args)
+
+
+def attention(kind: str, tokens: int = 1, dim: int = 128, **options: Any) -> Target:
+    """32 query heads on 8 key heads over 8,192 tokens."""
+    lead = (4, 8, 8192)
+
+    def kept() -> Kept:
+        scales = Shape((*lead, dim // 32), jnp.float16)
+        if kind == "q8":
+            return Kept(Shape((*lead, dim), jnp.int8), scales)
+        if kind == "q4":
+            return Kept(Shape((*lead, dim // 2), jnp.uint8), scales)
+        return Kept(Shape((*lead, dim), jnp.dtype(kind)))
+
+    place = Shape((4, tokens), jnp.int32)
+    args = (Shape((4, tokens, 32, dim), jnp.bfloat16), kept(), kept(), Shape((4,), jnp.int32))
+    tree = (Shape((4, tokens, tokens), jnp.bool_),) if tokens > 1 else ()
+
+    def function(
+        q: Any, keys: Kept, values: Kept, slots: Any, low: Any, last: Any, tree: Any = None
+    ) -> Any:
+        return attend(q, keys, values, slots, low, last, scale=0.1, tree=tree, **options)
+
+    return Target(f"attention-{kind}-{tokens}-{dim}", function, (*args, place, place, *tree))
+
+
+def compiled_targets() -> list[Target]:
+    """Those that are compiled to machine code, which takes ten seconds each."""
+    widths: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
+    return [
+        *(one(QuantFormat(width), 1) for width in widths),
+        one(QuantFormat("4", symmetric=True), 1),
+        one(QuantFormat("8", symmetric=True), 1),
+        one(QuantFormat("3.5", 128), 1),
+        one(QuantFormat("4"), 1024),
+        one(QuantFormat("8"), 1024),
+        several("4"),
+        gated("4"),
+        experts("4"),
+        attention("bfloat16"),
+        attention("q8"),
+        attention("q4", tokens=5),
+    ]

@@ -1,0 +1,38 @@
+"""Every kernel lowers for CUDA, which jaxlib does without a GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import jax
+import pytest
+
+from jinfer.quant.format import QuantFormat
+from tests.kernels_pallas.helpers import H200, WIDTHS
+from tests.kernels_pallas.targets import Target, attention, experts, gated, one, several
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+TARGETS = [
+    *(
+        one(QuantFormat(width, block, kind), 1)
+        for width, (block, kind) in product(WIDTHS, [(32, False), (128, True)])
+    ),
+    one(QuantFormat("4"), 64),
+    *(one(QuantFormat(width), 1, "mosaic") for width in WIDTHS),
+    several("4"),
+    gated("3.5"),
+    experts("4"),
+    attention("bfloat16", softcap=30.0),
+    attention("float16", dim=96),
+    attention("q8", tokens=5),
+    attention("q4", dim=192),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_lowers(target: Target) -> None:
+    with jax.sharding.use_abstract_mesh(H200):
+        lowered = jax.jit(target.function).trace(*target.args).lower(lowering_platforms=("cuda",))
+    name = "mosaic_gpu" if "mosaic" in target.name else "xla.gpu.triton"
+    assert name in lowered.as_text()

@@ -1,0 +1,131 @@
+"""Products with packed matrices: kernels in interpret mode against NumPy."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jinfer.quant import pack
+from jinfer.quant.format import QuantFormat, Width
+from kernels_pallas import layout, registers
+from kernels_pallas.matmul import matmul
+from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
+
+run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
+interpret = functools.partial(run, backend="triton", interpret=True)
+
+# Every width with one format of each kind; all of them are tried by `make soak` and on a GPU.
+FORMATS = [
+    *(QuantFormat(width) for width in WIDTHS),
+    QuantFormat("4", 64, symmetric=True),
+    QuantFormat("3.5", 128, symmetric=True),
+    QuantFormat("8", symmetric=True),
+]
+ALL = [QuantFormat(w, b, s) for w, b, s in product(WIDTHS, (32, 64, 128), (False, True))]
+
+
+def test_codes_stand_where_they_are_packed() -> None:
+    assert {bits: list(pieces) for bits, pieces in pack.PIECES.items()} == layout.PIECES
+
+
+def test_pairs_are_taken_apart_exactly() -> None:
+    v = np.arange(121)
+    f = jnp.asarray(1 + v / 128, jnp.float16)[None]
+    one = registers.Numbers(jnp.ones_like(f), jnp.zeros_like(f))
+    first, second = registers.weights(f, [one, one], 11, asm=False)
+    np.testing.assert_array_equal(np.asarray(first[0]), 16 + v // 11)
+    np.testing.assert_array_equal(np.asarray(second[0]), v % 11)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_decodes_as_the_reference(format: QuantFormat) -> None:
+    matrix, values = random_matrix(format, (2, 3, 1500))
+    np.testing.assert_allclose(np.asarray(matrix.dequantize()), values, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_every_format(format: QuantFormat) -> None:
+    matrix, values = random_matrix(format, (17, 1500))
+    x = random_rows(3, 1500)
+    (y,) = interpret(jnp.asarray(x), [matrix])
+    assert_near(y, x, values)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_every_format_and_size(format: QuantFormat, rows: int) -> None:
+    matrix, values = random_matrix(format, (130, 3000))
+    x = random_rows(rows, 3000)
+    (y,) = interpret(jnp.asarray(x), [matrix])
+    assert_near(y, x, values)
+
+
+@settings(max_examples=3)
+@given(
+    st.sampled_from(["2", "4", "8"]),
+    st.sampled_from([1, 2, 16, 33]),
+    st.integers(1, 140),
+    st.integers(1, 2100),
+)
+def test_odd_shapes(width: Width, rows: int, outputs: int, inputs: int) -> None:
+    matrix, values = random_matrix(QuantFormat(width), (outputs, inputs))
+    x = random_rows(rows, inputs)
+    (y,) = interpret(jnp.asarray(x), [matrix])
+    # In a row of two weights nearly all of a base's rounding can be left.
+    assert_near(y, x, values, 4e-3)
+
+
+def test_matrices_of_a_stack_that_share_x() -> None:
+    formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
+    built = [random_matrix(f, (3, n, 1024), n) for f, n in zip(formats, (70, 20, 33), strict=True)]
+    x = random_rows(5, 1024)
+    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    for y, (_, values) in zip(results, built, strict=True):
+        assert_near(y, x, values[2])
+
+
+@pytest.mark.parametrize("inputs", [512, 2048])  # in the kernel; beside it, where inputs are split
+def test_gate_and_up(inputs: int) -> None:
+    gate, g = random_matrix(QuantFormat("4"), (20, inputs), 1)
+    up, u = random_matrix(QuantFormat("4"), (20, inputs), 2)
+    x = random_rows(2, inputs) / 1e4
+    (y,) = interpret(jnp.asarray(x), [gate, up], gated=True)
+    a, b = x @ g.T, x @ u.T
+    np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("rows", [3, 1100])
+def test_plain_xla(rows: int) -> None:
+    matrix, values = random_matrix(QuantFormat("3.5"), (2, 40, 600))
+    x = random_rows(rows, 600)
+    backend = "xla" if rows == 3 else "triton"  # many rows take the same way
+    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend=backend)
+    assert_near(y, x, values[1])
+
+
+@pytest.mark.parametrize("width", ["3.5", "4", "8"])
+def test_mosaic(width: Width) -> None:
+    matrix, values = random_matrix(QuantFormat(width), (2, 80, 1024))
+    x = random_rows(3, 1024)
+    with jax.sharding.use_abstract_mesh(H200):
+        index = jnp.asarray([1], jnp.int32)
+        (y,) = run(jnp.asarray(x), [matrix], index=index, backend="mosaic", interpret=True)
+        assert_near(y, x, values[1])
+
+
+def test_wrong_inputs_are_refused() -> None:
+    matrix, _ = random_matrix(QuantFormat("4"), (16, 64))
+    with pytest.raises(ValueError, match="x has 65 inputs, the matrix 64"):
+        matmul(jnp.zeros((1, 65)), [matrix])
+    with pytest.raises(ValueError, match="takes the matrices gate and up, not 1"):
+        matmul(jnp.zeros((1, 64)), [matrix], gated=True)
+    with pytest.raises(ValueError, match="repack"):
+        layout.Packed(jnp.zeros((4, 1, 4, 4, 8), jnp.uint32), matrix.scales, 16, 32, 64)

@@ -1,0 +1,51 @@
+"""Machine code for an H200, compiled without one: `pip install .[sass]`, then `make soak`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.kernels_pallas.sass import instructions, name_of, tools
+from tests.kernels_pallas.targets import compiled_targets
+
+NAMES = [target.name for target in compiled_targets()]
+# Instructions of a thread for a weight. The memory would allow 2.6 at 2 bits, 3.9 at 3.5 bits and
+# 4.3 at 4 bits.
+BUDGET = {"q2": 2.6, "q3": 3.2, "q3.5": 3.9, "q4": 2.9, "q5": 3.8, "q6": 3.8, "q8": 3.7}
+
+
+def test_longest_loop_is_found() -> None:
+    head = "/*0000*/ MOV R1, R2;\n.L_x_0:\n"
+    body = "".join(f"/*{i:04x}*/ @P0 IADD3 R1, R2, {i};\n" for i in range(1, 30))
+    tail = "/*0100*/ @!P1 BRA `(.L_x_0);\n/*0110*/ EXIT;\n"
+    found = instructions(head + body + tail)
+    assert len(found) == 30
+    assert name_of(found[0]) == "IADD3"
+    assert instructions("/*0000*/ EXIT;") == ["EXIT"]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None or tools() is None,
+    reason="pip install .[sass]",
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_code(name: str) -> None:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.kernels_pallas.sass", name]
+    out = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    code: dict[str, Any] = json.loads(out.splitlines()[-1])[name]
+    counts = code["counts"]
+    assert code["spilled"] == 0
+    assert code["copies"] == []
+    assert any(op.startswith(("HGMMA", "HMMA")) for op in counts)
+    assert any(op.startswith("LDGSTS.E.BYPASS.128") or "LDG.E.128" in op for op in counts), counts
+    kind, width, *rest = name.split("-")
+    width = width.partition("_")[0]
+    if kind == "triton" and rest == ["1"]:
+        # 128 threads, a superblock of 1,024 weights of 64 rows
+        assert code["loop"] * 128 / (64 * 1024) < BUDGET[width]
