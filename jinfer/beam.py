@@ -108,7 +108,7 @@ def beam_search(engine: Engine, request: Request) -> Hypothesis:
     count = sampling.beams
     length, encoded = engine.padded_length(request.limit), engine.padded_encoder(request.encoder)
     programs, leaves = engine.programs, engine.leaves
-    cache = kv_cache.empty(programs.model.caches, count, length, encoded, programs.dtype)
+    cache = kv_cache.empty(programs.model.caches, count, length, encoded, programs.kv_cache)
     if encoded:
         fill = programs.get(Shape("fill", count, length, encoded, encoded))
         texts, lengths = padded([request.encoder], encoded)
@@ -119,7 +119,7 @@ def beam_search(engine: Engine, request: Request) -> Hypothesis:
     for start, tokens, size in engine.chunks(0, len(prompt) - 1, length):
         prefill = programs.get(Shape("prefill", count, length, encoded, size))
         chunk, _ = padded([prompt[start : start + tokens]], size)
-        at = (np.int32(start), np.int32(tokens), np.int32(0))
+        at = (np.int32(start), np.int32(tokens), np.int32(len(prompt)), np.int32(0))
         cache, state, _ = prefill(leaves, cache, state, chunk[0], *at, empty_sampler(1))
     step = programs.get(Shape("beam", count, length, encoded))
     ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)

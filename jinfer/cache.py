@@ -1,4 +1,4 @@
-"""The cache of keys and values: plain arrays, state in and state out."""
+"""The cache of keys and values: plain or quantized arrays, state in and state out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,30 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jinfer.quant.format import FORMATS, QuantFormat
+from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
+
+# [slots, kv_heads, length, head_dim], whole or as codes of each vector.
+type Rows = Array | QuantizedVectors
+
+# What numbers of the cache are kept as.
+type Kind = DTypeLike | QuantFormat
+
+PLAIN = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+
+
+def parse_kind(name: str) -> Kind:
+    """Reads "f32", "bf16", "f16" or a width: "q8", "q6", "q5", "q4", "q3.5", "q3", "q2".
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    kind = PLAIN.get(name) or FORMATS.get(name)
+    if kind is None:
+        known = ", ".join([*PLAIN, *FORMATS])
+        raise ValueError(f"no kind of cache {name!r}; there are {known}")
+    return kind
+
 
 class LayerCache(NamedTuple):
     """Keys and values of one attention; position p of a sequence is at index p.
@@ -18,8 +42,8 @@ class LayerCache(NamedTuple):
     times faster on XLA:CPU than [slots, length, kv_heads, head_dim].
     """
 
-    keys: Float[Array, "slots kv_heads length head_dim"]
-    values: Float[Array, "slots kv_heads length head_dim"]
+    keys: Rows
+    values: Rows
 
 
 Cache = dict[str, LayerCache]
@@ -53,35 +77,47 @@ def write(
     start + tokens must not exceed the cache's length: XLA would move the write to fit.
     """
 
-    def into(old: Array, new: Array) -> Array:
-        rows = new.transpose(0, 2, 1, 3).astype(old.dtype)
+    def into(old: Array, rows: Array) -> Array:
         zero = jnp.int32(0)
         for b in range(rows.shape[0]):
             at = (slot + b, zero, start[b], zero)
             old = lax.dynamic_update_slice(old, rows[b : b + 1], at)
         return old
 
+    kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
     # Without the barrier XLA:CPU fuses the update into its readers too, and copies the cache.
-    return LayerCache(
-        *lax.optimization_barrier((into(cache.keys, keys), into(cache.values, values)))
-    )
+    return lax.optimization_barrier(jax.tree.map(into, cache, kept))
+
+
+def _as_kept(new: Array, old: Rows) -> Rows:
+    """New tokens as the cache keeps them: [batch, kv_heads, tokens, head_dim]."""
+    rows = new.transpose(0, 2, 1, 3)
+    if isinstance(old, QuantizedVectors):
+        return quantize_vectors(rows, old.format)
+    if old.dtype == jnp.float16 and rows.dtype != jnp.float16:
+        limit = float(jnp.finfo(jnp.float16).max)
+        rows = jnp.clip(rows.astype(jnp.float32), -limit, limit)
+    return rows.astype(old.dtype)
 
 
 def empty(
-    shapes: dict[str, CacheShape], slots: int, length: int, encoded: int, dtype: DTypeLike
+    shapes: dict[str, CacheShape], slots: int, length: int, encoded: int, kind: Kind
 ) -> Cache:
     """A cache of zeros.
 
     Args:
         shapes: attention's name -> what it keeps.
         length, encoded: tokens of the decoder and of the encoder that a slot has room for.
+        kind: a type of numbers, or how they are quantized.
     """
     lengths = {"decoder": length, "encoder": encoded}
+
+    def rows(shape: CacheShape, width: int) -> Rows:
+        whole = (slots, shape.heads, lengths[shape.of], width)
+        return zeros(whole, kind) if isinstance(kind, QuantFormat) else jnp.zeros(whole, kind)
+
     return {
-        name: LayerCache(
-            jnp.zeros((slots, shape.heads, lengths[shape.of], shape.key_dim), dtype),
-            jnp.zeros((slots, shape.heads, lengths[shape.of], shape.value_dim), dtype),
-        )
+        name: LayerCache(rows(shape, shape.key_dim), rows(shape, shape.value_dim))
         for name, shape in shapes.items()
     }
 

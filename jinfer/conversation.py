@@ -20,24 +20,26 @@ class Conversation:
 
     Attributes:
         prompt: the specification's `[prompt]`.
-        own: the checkpoint's Jinja template, None where it has none.
+        jinja: the Jinja template that counts; None where there is none, or `prompt.template` does.
     """
 
     prompt: PromptSpec
-    own: str | None
+    jinja: str | None
 
     @classmethod
     def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
         """Finds the template. Raises `TemplateError` for one that cannot be read."""
-        if spec.prompt.template or spec.prompt.chat_template:
-            return cls(spec.prompt, None)
+        prompt = spec.prompt
+        if prompt.template or prompt.chat_template:
+            return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
-        return cls(spec.prompt, find_chat_template(config if is_gguf else source))
+        own = find_chat_template(config if is_gguf else source)
+        return cls(prompt, own or prompt.fallback)
 
     @property
     def has_template(self) -> bool:
         """Whether messages can be encoded."""
-        return bool(self.prompt.template or self.prompt.chat_template or self.own)
+        return bool(self.prompt.template or self.jinja)
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any
@@ -55,12 +57,11 @@ class Conversation:
             messages = [{"role": "system", "content": system}, *messages]
         if self.prompt.template:
             return PromptTemplate.parse(self.prompt.template).encode_chat(tokenizer, messages)
-        source = self.prompt.chat_template or self.own
-        if not source:
+        if not self.jinja:
             raise TemplateError(
                 "the model has no chat template; set prompt.template or prompt.chat_template"
             )
         specials = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
         named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
-        text = ChatTemplate(source, variables=named).render(messages, **variables)
+        text = ChatTemplate(self.jinja, variables=named).render(messages, **variables)
         return tokenizer.encode(text, special=False, parse_special=True)

@@ -78,6 +78,7 @@ class _Slots:
         length, encoded: tokens of decoder and encoder that a slot has room for.
         requests: None where a slot is free.
         held: the tokens of a slot's last sequence; the cache has all of them but perhaps the last.
+        prompts: tokens of its prompt.
     """
 
     count: int
@@ -87,6 +88,7 @@ class _Slots:
     state: State
     requests: list[Request | None]
     held: list[list[int]]
+    prompts: list[int]
 
 
 @dataclass
@@ -202,35 +204,45 @@ class Engine:
             encoded = max(encoded, old.encoded)
         self._slots = old = None  # freed before the new one is made, not after
         self._launched.clear()
-        cache = kv_cache.empty(self.model.caches, count, length, encoded, self.programs.dtype)
+        cache = kv_cache.empty(self.model.caches, count, length, encoded, self.programs.kv_cache)
         requests: list[Request | None] = [None] * count
         held: list[list[int]] = [[] for _ in range(count)]
-        return _Slots(count, length, encoded, cache, empty_state(count), requests, held)
+        state = empty_state(count)
+        return _Slots(count, length, encoded, cache, state, requests, held, [0] * count)
 
     def _prefill(self, slots: _Slots, slot: int, request: Request) -> None:
         logprobs = request.sampling.logprobs is not None
         row = sampler_row(request.sampling, request.end_ids)
-        # One token at least must be computed anew, for its logits, and the last one held may
-        # never have reached the cache. Chunks begin at multiples of the smallest.
-        held, prompt = slots.held[slot], request.prompt
         if request.encoder:
             self._fill(slots, slot, request.encoder)
-            held = []  # what the decoder kept belongs to another text
-        reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
-        reused -= reused % SMALLEST_CHUNK
+        prompt, reused = request.prompt, self._reused(slots, slot, request)
         for start, count, size in self.chunks(reused, len(prompt), slots.length):
             tokens = np.zeros(size, np.int32)
             tokens[:count] = prompt[start : start + count]
             program = self.programs.get(
                 Shape("prefill", slots.count, slots.length, slots.encoded, size, logprobs)
             )
-            at = (np.int32(start), np.int32(count), np.int32(slot))
+            at = (np.int32(start), np.int32(count), np.int32(len(prompt)), np.int32(slot))
             slots.cache, slots.state, sampled = program(
                 self.leaves, slots.cache, slots.state, tokens, *at, row
             )
             if start + count == len(prompt):
                 self._launched.append(_Launched(sampled, ((0, request),)))
         slots.requests[slot], slots.held[slot] = request, list(prompt)
+        slots.prompts[slot] = len(prompt)
+
+    def _reused(self, slots: _Slots, slot: int, request: Request) -> int:
+        """Tokens at the beginning of a prompt that the slot's cache holds as they have to be."""
+        if request.encoder:
+            return 0  # what the decoder kept belongs to another text
+        # One token at least must be computed anew, for its logits, and the last one held may
+        # never have reached the cache. Chunks begin at multiples of the smallest.
+        held, prompt = slots.held[slot], request.prompt
+        reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
+        if (steady := self.model.steady) is not None:
+            longest = max(len(prompt), slots.prompts[slot])
+            reused = min(reused, steady) if longest <= steady else 0
+        return reused - reused % SMALLEST_CHUNK
 
     def _fill(self, slots: _Slots, slot: int, encoder: tuple[int, ...]) -> None:
         tokens, lengths = padded([encoder], self.padded_encoder(encoder))
@@ -294,18 +306,36 @@ class Engine:
         self, prompt: Sequence[int], want: Literal["logits", "hidden"], encoder: Sequence[int] = ()
     ) -> Float[np.ndarray, "tokens width"]:
         """Logits or last hidden states of every token of a decoder's prompt."""
+        return self._pass("forward", want, prompt, len(prompt), encoder)
+
+    def score(
+        self, prompt: Sequence[int], encoder: Sequence[int] = ()
+    ) -> Float[np.ndarray, " tokens-1"]:
+        """The log-probability of each token of a decoder's prompt but the first."""
+        return self._pass("score", "logits", prompt, len(prompt) - 1, encoder)
+
+    def _pass(
+        self,
+        kind: Literal["forward", "score"],
+        want: Want,
+        prompt: Sequence[int],
+        computed: int,
+        encoder: Sequence[int],
+    ) -> np.ndarray:
+        """The results of a program for the first tokens of a prompt, chunk by chunk."""
         length, encoded = self.padded_length(len(prompt)), self.padded_encoder(encoder)
-        cache = kv_cache.empty(self.model.caches, 1, length, encoded, self.programs.dtype)
-        lengths = np.array([len(encoder)], np.int32)
+        cache = kv_cache.empty(self.model.caches, 1, length, encoded, self.programs.kv_cache)
+        total, lengths = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
         if encoded:
             texts, lengths = padded([encoder], encoded)
             fill = self.programs.get(Shape("fill", 1, length, encoded, encoded))
             cache = fill(self.leaves, cache, texts, lengths, np.int32(0))
         parts = []
-        for start, count, size in self.chunks(0, len(prompt), length):
-            tokens, _ = padded([prompt[start : start + count]], size)
-            program = self.programs.get(Shape("forward", 1, length, encoded, size, want=want))
-            cache, out = program(self.leaves, cache, tokens, np.int32(start), lengths)
+        for start, count, size in self.chunks(0, computed, length):
+            given = size + (kind == "score")  # the token after the last is looked at too
+            tokens, _ = padded([prompt[start : start + count + given - size]], given)
+            program = self.programs.get(Shape(kind, 1, length, encoded, size, want=want))
+            cache, out = program(self.leaves, cache, tokens, np.int32(start), total, lengths)
             parts.append(np.asarray(out)[:count])
         return np.concatenate(parts).astype(np.float32)
 

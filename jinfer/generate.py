@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.source is None and not options.list:
+    if options.source is None and options.list is None:
         parser.error("the following arguments are required: source")
     try:
         return _run(options)
@@ -55,7 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         help="a spec (.toml), a checkpoint folder or file, package://..., hf://...",
     )
-    add("--list", action="store_true", help="show the models whose specs come with jinfer")
+    add(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="show the models whose specs come with jinfer, or those with TEXT in their name or "
+        "their family's; TEXT may be a pattern such as 'qwen*'",
+    )
     add("--prompt", help="what to answer; - reads it from standard input")
     add("--ids", help='token ids to continue instead of a text, such as "1 15043"')
     add("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -74,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.list:
-        print(catalogue.table())
+    if options.list is not None:
+        print(catalogue.table(text=options.list))
         return 0
     prompt = _prompt(options)
     changes = _changes(options)

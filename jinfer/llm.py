@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jinfer import load
 from jinfer.compilation import use_persistent_cache
 from jinfer.conversation import Message
 from jinfer.embedding import Pooling, cut, pool
 from jinfer.engine import Engine, Request
 from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
-from jinfer.model import build
+from jinfer.model import Want, build
 from jinfer.opened import open_model, sampling_params
 from jinfer.programs import Programs
 from jinfer.running import Running
 from jinfer.sampling import SamplingParams
 from jinfer.tokenizer import Tokenizer
+from jinfer.weights import find_weights
 
 Prompt = str | Sequence[int]
 
@@ -66,8 +66,9 @@ class LLM:
         self._opened = opened = open_model(source, overrides)
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
         dtype = jnp.dtype(opened.dtype)
+        weights = find_weights(build(opened.spec, dtype), opened)
         self._engine = Engine(
-            Programs(build(opened.spec, dtype), dtype),
+            Programs(weights.model, opened.kv_cache),
             (),
             context=opened.context,
             max_slots=opened.spec.engine.slots,
@@ -79,9 +80,7 @@ class LLM:
             request = self._request(first(self), None)
             self._engine.programs.announce(self._engine.shapes(request))
         begun = time.perf_counter()
-        self._engine.leaves = load.load(
-            self._engine.model, opened.checkpoint, opened.spec.tensors, progress=progress
-        )
+        self._engine.leaves = weights.load(progress)
         self.load_seconds = time.perf_counter() - begun
 
     @property
@@ -183,6 +182,22 @@ class LLM:
             RequestError: a prompt that cannot be computed, or a model without such a head.
         """
         return self._forward(prompts, "logits", encoder_ids, token_type_ids)
+
+    def score(
+        self, prompts: Sequence[Prompt], *, encoder_ids: Sequence[Prompt] | None = None
+    ) -> list[Float[np.ndarray, " tokens-1"]]:
+        """The log-probability of every token of each prompt given those before it, float32.
+
+        Args:
+            prompts: texts or token ids; of an encoder-decoder, the decoder's.
+            encoder_ids: what the encoder of an encoder-decoder reads, one for each prompt.
+
+        Raises:
+            RequestError: a prompt of fewer than two tokens, or a model without a decoder.
+        """
+        if self.spec.decoder is None:
+            raise RequestError("the model has no decoder, so no token follows from those before")
+        return self._forward(prompts, "score", encoder_ids, None)
 
     def hidden(
         self,
@@ -325,7 +340,7 @@ class LLM:
     def _forward(
         self,
         prompts: Sequence[Prompt],
-        want: Literal["logits", "hidden", "pooled"],
+        want: Literal["logits", "hidden", "pooled", "score"],
         encoder_ids: Sequence[Prompt] | None,
         token_type_ids: Sequence[Sequence[int]] | None,
     ) -> list[np.ndarray]:
@@ -338,7 +353,7 @@ class LLM:
             types = token_type_ids or [[0] * len(ids) for ids in texts]
             if [len(row) for row in types] != [len(ids) for ids in texts]:
                 raise RequestError("token_type_ids must be as long as the texts")
-            return self._engine.encode(texts, types, want)
+            return self._engine.encode(texts, types, cast("Want", want))
         if want == "pooled":
             raise RequestError("the model has no pooler; use embed")
         encoders: list[list[int]] = [[]] * len(texts)
@@ -348,10 +363,12 @@ class LLM:
                 raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
             for ids in encoders:
                 self._check_text(ids)
-        return [
-            self._engine.forward(ids, want, encoder)
-            for ids, encoder in zip(texts, encoders, strict=True)
-        ]
+        pairs = list(zip(texts, encoders, strict=True))
+        if want == "score":
+            if any(len(ids) < 2 for ids in texts):
+                raise RequestError("a prompt to be scored needs at least two tokens")
+            return [self._engine.score(ids, encoder) for ids, encoder in pairs]
+        return [self._engine.forward(ids, want, encoder) for ids, encoder in pairs]
 
     def _check_text(self, ids: Sequence[int]) -> None:
         if not 0 < len(ids) <= self.context:

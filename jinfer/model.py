@@ -19,7 +19,9 @@ from jinfer.nn.attention import Attention, CrossAttention, Step
 from jinfer.nn.build import build_module
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
+from jinfer.nn.parameter import Role
 from jinfer.nn.pool import Pool
+from jinfer.nn.position import Rotary
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
@@ -97,6 +99,7 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with the cache where there is one."""
         cache = dict(cache)
+        step = step.with_turns(self._ropes())
         for i, layer in enumerate(self.layers):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
@@ -105,6 +108,12 @@ class Stack(nnx.Module):
             x, own = _run_layer(definition, state, x, tokens, step, own)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
+
+    def _ropes(self) -> Iterator[Rotary]:
+        for layer in self.layers:
+            for module in layer.modules.values():
+                if isinstance(rope := getattr(module, "rope", None), Rotary):
+                    yield rope
 
     def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
         """The head: what it assigns by name, and its value as "logits".
@@ -212,21 +221,26 @@ class AbstractModel:
         definition: Flax's static part of the module.
         state: the tree of abstract parameters.
         names: of the parameters, in the order of the tree's leaves.
-        parameters: their shapes and types, in the same order.
+        parameters: their shapes and types, in the same order: a `jax.ShapeDtypeStruct`, or a
+            `QuantizedTensor` of them.
         axes: their logical axes, in the same order.
         normalized: those whose rows are given length 1 when they are loaded.
+        roles: what each is used for, in the same order.
         caches: name of each attention -> what it keeps of each token.
         never: tokens that are never chosen.
+        steady: as in `ModelSpec`.
     """
 
     definition: Any
     state: Any
     names: tuple[str, ...]
-    parameters: tuple[jax.ShapeDtypeStruct, ...]
+    parameters: tuple[Any, ...]
     axes: tuple[tuple[str, ...], ...]
     normalized: frozenset[str]
+    roles: tuple[Role, ...]
     caches: dict[str, CacheShape]
     never: tuple[int, ...] = ()
+    steady: int | None = None
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
@@ -258,8 +272,10 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
         parameters=tuple(leaf for _, leaf in leaves),
         axes=tuple(metadata[name]["axes"] for name in names),
         normalized=frozenset(name for name in names if metadata[name]["normalize"]),
+        roles=tuple(metadata[name]["role"] for name in names),
         caches=dict(_cache_shapes(spec)),
         never=_never(spec),
+        steady=spec.steady,
     )
 
 

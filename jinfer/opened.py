@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jinfer.cache import Kind, parse_kind
 from jinfer.checkpoint import Checkpoint
 from jinfer.conversation import Conversation
 from jinfer.embedding import PoolingSpec, find_pooling
+from jinfer.quant.tensor import Activations
 from jinfer.recognize import Recognized, recognize
 from jinfer.sampling import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT
@@ -34,6 +37,8 @@ class Opened:
         defaults: of `SamplingParams`, from `[generation]`.
         context: tokens a sequence may have.
         dtype: of weights and computation.
+        activations: of products with quantized weights on a CPU.
+        kv_cache: what numbers of the cache are kept as.
         end_ids: ends of sequence.
         decoder_prefix: what the answer of an encoder-decoder starts from.
     """
@@ -46,6 +51,8 @@ class Opened:
     defaults: Mapping[str, Any]
     context: int
     dtype: str
+    activations: Activations
+    kv_cache: Kind
     end_ids: tuple[int, ...]
     decoder_prefix: tuple[int, ...]
 
@@ -71,6 +78,8 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
         defaults=found.spec.generation,
         context=_context(found.spec),
         dtype=_dtype(found.spec.dtype),
+        activations=_activations(found.spec),
+        kv_cache=_kv_cache(found.spec),
         end_ids=tokenizer.eos_ids if tokenizer else _ids(found.config, "eos_token_id"),
         decoder_prefix=(
             *_ids(found.config, "decoder_start_token_id"),
@@ -105,6 +114,19 @@ def _dtype(name: str) -> str:
         return name
     # One-row products in bfloat16 convert all weights first on XLA:CPU, and take five times longer.
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _activations(spec: ModelSpec) -> Activations:
+    """Who asks for float32 wants the numbers that it gives."""
+    named = spec.quantization.activations
+    if named != "auto":
+        return named
+    return "float" if spec.dtype == "float32" else "int8"
+
+
+def _kv_cache(spec: ModelSpec) -> Kind:
+    named = spec.quantization.kv_cache
+    return jnp.dtype(_dtype(spec.dtype)) if named == "auto" else parse_kind(named)
 
 
 def _context(spec: ModelSpec) -> int:

@@ -73,6 +73,23 @@ class Origin:
             values[e] = self._read_one(file, shapes)
         return values
 
+    def is_rows(self, shapes: Shapes) -> bool:
+        """Whether each row of the parameter is a row of the tensors, as it stands there."""
+        dimensions = len(self.files[0].shape)
+        return (
+            not self.place.transpose
+            and dimensions + self.stacked == len(shapes[self.parameter])
+            and (not self.place.parts or self.place.axis == dimensions - 2)
+        )
+
+    def rows(self, shapes: Shapes) -> np.ndarray | None:
+        """The rows of each tensor that are the parameter's, in order; None: all."""
+        if not self.place.parts:
+            return None
+        file = self.files[0]
+        numbers = np.arange(file.shape[-2]).reshape(*(1,) * (len(file.shape) - 2), -1, 1)
+        return self._part(file, numbers, shapes).reshape(-1)
+
     def check(self, shapes: Shapes) -> None:
         """Raises `LoadError` if a tensor has another shape than the specification says."""
         for file in self.files:
@@ -133,10 +150,10 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
     """The file's tensors by their names, also without a prefix and with the usual suffix."""
     files = dict(checkpoint.tensors)
-    for prefix in tensors.prefixes:
+    for prefix, usual in tensors.prefixes:
         for name, tensor in checkpoint.tensors.items():
             if name.startswith(prefix):
-                files.setdefault(name.removeprefix(prefix), tensor)
+                files.setdefault(usual + name.removeprefix(prefix), tensor)
     for suffix, usual in tensors.suffixes:
         for name, tensor in list(files.items()):
             if name.endswith(f".{suffix}"):
@@ -153,7 +170,8 @@ def unused(
     """Tensors of the file that are no parameter's, not ignored and no copy of a tied head."""
     used = {file.name for origin in origins for file in origin.files}
     if "logits.weight" not in parameters and (place := tensors.place("logits.weight")):
-        used |= {files[name].name for name in place.names if name in files}
+        names = (name for choice in place.choices() for name in choice.names)
+        used |= {files[name].name for name in names if name in files}
     ignored = {
         file.name
         for name, file in files.items()  # a pattern may be written with the prefix or without
@@ -210,12 +228,12 @@ def look_for(
 ) -> tuple[Origin | None, tuple[str, ...]]:
     """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
     missing = []
-    for name in place.names:
+    for choice, name in ((each, name) for each in place.choices() for name in each.names):
         stacked = "{e}" in name
         wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
         absent = [each for each in wanted if each not in files]
         if not absent:
             found = tuple(files[each] for each in wanted)
-            return Origin(parameter, found, stacked, place, checkpoint.path), ()
+            return Origin(parameter, found, stacked, choice, checkpoint.path), ()
         missing.append(absent[0])
     return None, tuple(missing)

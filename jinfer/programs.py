@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jinfer.cache import Cache, empty
+from jinfer.cache import Cache, Kind, empty
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.attention import Step
 from jinfer.sampling import Sampled, Sampler, empty_sampler, sample
@@ -55,8 +55,8 @@ class Shape:
 
     Attributes:
         kind: "prefill" and "decode" choose tokens; "beam" is a step of beam search; "forward" is
-            the decoder's pass alone; "fill" puts an encoder's output into the cache; "encode" is
-            the encoder's pass over texts.
+            the decoder's pass alone, "score" what it says of given tokens; "fill" puts an
+            encoder's output into the cache; "encode" is the encoder's pass over texts.
         slots: rows of the cache, or texts.
         length, encoded: tokens of the decoder and the encoder that the cache has room for.
         tokens: new tokens of a row.
@@ -64,7 +64,7 @@ class Shape:
         want: the result of "forward" and "encode".
     """
 
-    kind: Literal["prefill", "decode", "beam", "forward", "fill", "encode"]
+    kind: Literal["prefill", "decode", "beam", "forward", "score", "fill", "encode"]
     slots: int
     length: int = 0
     encoded: int = 0
@@ -88,6 +88,7 @@ def prefill(
     tokens: Int[Array, " tokens"],
     start: Int[Array, ""],
     count: Int[Array, ""],
+    total: Int[Array, ""],
     slot: Int[Array, ""],
     row: Sampler,
 ) -> tuple[Cache, State, Sampled]:
@@ -96,11 +97,12 @@ def prefill(
     Args:
         tokens: padded at the end; what the padding leaves in the cache is overwritten before
             anything looks at it.
+        total: tokens of the whole prompt.
         row: the request's sampler, a batch of one.
     """
     positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
     encoded = jax.lax.dynamic_slice_in_dim(state.encoded, slot, 1)
-    step = Step(positions[None], slot, encoded=encoded)
+    step = Step(positions[None], slot, encoded=encoded, total=total[None])
     logits, cache = model.module(leaves).decode(tokens[None], step, count[None] - 1, cache, "last")
     sampled, row = sample(_allowed(logits, model), row, logprobs=logprobs)
     new = State(sampled.tokens, (start + count)[None], encoded, row)
@@ -125,13 +127,25 @@ def decode(
         length: of the cache. A slot that is full writes its last place over and over.
     """
     at = jnp.minimum(state.positions, length - 1)
-    step = Step(at[:, None], jnp.int32(0), encoded=state.encoded)
-    first = jnp.zeros_like(at)
-    logits, cache = model.module(leaves).decode(state.tokens[:, None], step, first, cache, "last")
+    logits, cache = _one_each(model, leaves, cache, state.tokens, at, state.encoded)
     sampled, sampler = sample(_allowed(logits, model), state.sampler, logprobs=logprobs)
     tokens = jnp.where(active, sampled.tokens, state.tokens)
     positions = jnp.where(active, state.positions + 1, state.positions)
     return cache, State(tokens, positions, state.encoded, sampler), sampled
+
+
+def _one_each(
+    model: AbstractModel,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    tokens: Int[Array, " slots"],
+    positions: Int[Array, " slots"],
+    encoded: Int[Array, " slots"],
+) -> tuple[Float[Array, "slots vocab"], Cache]:
+    """The logits after one more token of every slot, and the cache with those tokens in it."""
+    step = Step(positions[:, None], jnp.int32(0), encoded=encoded)
+    first = jnp.zeros_like(positions)
+    return model.module(leaves).decode(tokens[:, None], step, first, cache, "last")
 
 
 def _allowed(
@@ -150,18 +164,36 @@ def forward(
     cache: Cache,
     tokens: Int[Array, "1 tokens"],
     start: Int[Array, ""],
+    total: Int[Array, " 1"],
     encoded: Int[Array, " 1"],
 ) -> tuple[Cache, Float[Array, "tokens ..."]]:
     """Logits or last hidden states of every token, and the cache with the tokens in it.
 
     Args:
+        total: tokens of the whole prompt.
         encoded: tokens of the encoder's output in the cache.
     """
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    step = Step(positions[None], jnp.int32(0), encoded=encoded)
+    step = Step(positions[None], jnp.int32(0), encoded=encoded, total=total)
     first = jnp.zeros(1, jnp.int32)
     out, cache = model.module(leaves).decode(tokens, step, first, cache, want)
     return cache, out[0]
+
+
+def score(
+    model: AbstractModel,
+    leaves: tuple[Array, ...],
+    cache: Cache,
+    tokens: Int[Array, "1 tokens+1"],
+    start: Int[Array, ""],
+    total: Int[Array, " 1"],
+    encoded: Int[Array, " 1"],
+) -> tuple[Cache, Float[Array, " tokens"]]:
+    """The log-probability of each token but the first; the last is not put into the cache."""
+    given, next_ones = tokens[:, :-1], tokens[0, 1:, None]
+    cache, logits = forward(model, "logits", leaves, cache, given, start, total, encoded)
+    chosen = jnp.take_along_axis(logits, next_ones, axis=-1)[:, 0]
+    return cache, chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def fill(
@@ -200,14 +232,13 @@ def beam(
     """
     cache = jax.tree.map(lambda rows: rows[parents], cache)
     count = tokens.shape[0]
-    step = Step(jnp.broadcast_to(position, (count, 1)), jnp.int32(0), encoded=encoded)
-    first = jnp.zeros(count, jnp.int32)
-    logits, cache = model.module(leaves).decode(tokens[:, None], step, first, cache, "last")
+    at = jnp.broadcast_to(position, (count,))
+    logits, cache = _one_each(model, leaves, cache, tokens, at, encoded)
     each = _allowed(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), model)
     sums = each + scores[:, None]
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
-    best, at = jax.lax.optimization_barrier(jax.lax.top_k(sums.reshape(-1), 2 * count))
-    return cache, at // sums.shape[1], at % sums.shape[1], best
+    best, which = jax.lax.optimization_barrier(jax.lax.top_k(sums.reshape(-1), 2 * count))
+    return cache, which // sums.shape[1], which % sums.shape[1], best
 
 
 def encode(
@@ -229,13 +260,13 @@ class Programs:
 
     Attributes:
         model: what they run.
-        dtype: of the cache.
+        kv_cache: what numbers of the cache are kept as.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
     """
 
     model: AbstractModel
-    dtype: Any
+    kv_cache: Kind
     compilations: int = 0
     waited: float = 0.0
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
@@ -282,14 +313,18 @@ class Programs:
                 return function, (leaves, cache, state, active)
             case "prefill":
                 sampler = _shapes(empty_sampler(1))
-                at = (_int32(shape.tokens), number, number, number)
+                at = (_int32(shape.tokens), number, number, number, number)
                 return partial(prefill, model, shape.logprobs), (leaves, cache, state, *at, sampler)
             case "beam":
                 beams = _int32(shape.slots)
                 scores = jax.ShapeDtypeStruct((shape.slots,), jnp.float32)
                 return partial(beam, model), (leaves, cache, beams, beams, number, beams, scores)
             case "forward":
-                return partial(forward, model, shape.want), (leaves, cache, tokens, number, row)
+                given: Any = (tokens, number, row, row)
+                return partial(forward, model, shape.want), (leaves, cache, *given)
+            case "score":
+                given = (_int32(1, shape.tokens + 1), number, row, row)
+                return partial(score, model), (leaves, cache, *given)
             case "fill":
                 return partial(fill, model), (leaves, cache, tokens, row, number)
             case "encode":
@@ -299,7 +334,7 @@ class Programs:
     def cache_shapes(self, slots: int, length: int, encoded: int) -> Any:
         """The cache's abstract arrays."""
         shapes = self.model.caches
-        return jax.eval_shape(lambda: empty(shapes, slots, length, encoded, self.dtype))
+        return jax.eval_shape(lambda: empty(shapes, slots, length, encoded, self.kv_cache))
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.checkpoint.scaled import decode_scaled, read_block
 from jinfer.sources import SourceError, locate
 from jinfer.spec.errors import SpecError
@@ -17,9 +18,10 @@ from jinfer.spec.files import find_family, format_table, read_toml, with_familie
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
-from jinfer.spec.values import Missing, lookup_in
+from jinfer.spec.values import Missing, lookup_in, rows_in
 
 MAX_CONFIG_BYTES = 64 << 20
+SPEC_FILE = "spec.toml"  # a folder that has one is that specification
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Located:
         facts = _facts(self.checkpoint, self.config, self.weights)
         return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
 
+    def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
+        """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
+        own = self.checkpoint.path if self.checkpoint.format == "gguf" else self.weights
+        return _location("tokenizer", self.own, overrides, self.path) or own
+
 
 def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     """Opens what a user points at, without asking whether any family fits it.
@@ -86,6 +93,8 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
     path = locate(str(source), Path.cwd())
+    if path.is_dir() and (path / SPEC_FILE).is_file():
+        path = path / SPEC_FILE
     own = read_toml(path) if path.suffix == ".toml" else {}
     if path.suffix != ".toml":
         weights = path
@@ -99,7 +108,8 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     if "family" in overrides:
         own = {**own, "family": overrides["family"]}
     config = _config(weights, checkpoint)
-    checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
+    if not isinstance(checkpoint, ConvertedCheckpoint):
+        checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
     return Located(path, own, weights, checkpoint, config)
 
 
@@ -115,8 +125,7 @@ def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
     """
     opened = open_source(source, overrides)
     spec = opened.spec(overrides)
-    tokenizer = _location("tokenizer", opened.own, overrides, opened.path)
-    return Recognized(spec, opened.checkpoint, opened.config, tokenizer or opened.weights)
+    return Recognized(spec, opened.checkpoint, opened.config, opened.tokenizer(overrides))
 
 
 def _location(
@@ -134,7 +143,20 @@ def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
     path = _config_path(weights)
-    return read_json(path) if path.exists() else {}
+    return language_model(read_json(path)) if path.exists() else {}
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as its language model's.
+
+    What is for text alone stands in a table of its own, `text_config`, where a model also sees
+    images; there it counts before the rest, and what it leaves out is looked up in the rest.
+    """
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return config
+    given = {key: value for key, value in own.items() if value is not None}
+    return config | given | {"architectures": config.get("architectures")}
 
 
 def _config_path(weights: Path) -> Path:
@@ -163,13 +185,14 @@ def read_json_value(path: Path) -> Any:
 
 def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:
     names = checkpoint.tensors
+    rows = rows_in({name: tensor.shape for name, tensor in names.items()})
 
     def has(pattern: str) -> bool:
         return pattern in names or any(fnmatchcase(name, pattern) for name in names)
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else weights.name
-        return Facts(checkpoint.format, lookup_in(config), has, source)
+        return Facts(checkpoint.format, lookup_in(config), has, source, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
@@ -178,7 +201,7 @@ def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> 
                 return config[full]
         raise Missing(key)
 
-    return Facts("gguf", lookup, has, weights.name)
+    return Facts("gguf", lookup, has, weights.name, rows)
 
 
 def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:

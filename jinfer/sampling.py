@@ -160,6 +160,9 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Array, "batch top"] | None = None
 
 
+_LANES = 64  # numbers reduced side by side
+
+
 def sampler_row(params: SamplingParams, end_ids: Iterable[int]) -> Sampler:
     """A batch of one.
 
@@ -209,15 +212,27 @@ def sample(
     drawing = sampler.temperature > 0
     tokens = lax.cond(
         jnp.any(drawing),
-        lambda: jnp.where(drawing, _draw(allowed, sampler), _argmax(allowed)),
-        lambda: _argmax(allowed),
+        lambda: jnp.where(drawing, _draw(allowed, sampler), argmax(allowed)),
+        lambda: argmax(allowed),
     )
     sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
     return sampled, sampler._replace(drawn=sampler.drawn + 1)
 
 
-def _argmax(logits: Array) -> Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def argmax(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
+    """The first index of each row's greatest number; the last index where one is not a number.
+
+    XLA:CPU computes jnp.argmax number by number: 0.2 ms for 49,000 of them, as long as a layer of a
+    small model takes. Two reductions over rows of lanes are vectorized and take a tenth of that.
+    """
+    vocab = logits.shape[-1]
+    missing = -vocab % _LANES
+    filled = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    lanes = filled.reshape(logits.shape[0], -1, _LANES)
+    greatest = jnp.max(jnp.max(lanes, axis=1), axis=-1)
+    index = jnp.arange(vocab + missing, dtype=jnp.int32).reshape(1, -1, _LANES)
+    found = jnp.where(lanes == greatest[:, None, None], index, jnp.int32(vocab - 1))
+    return jnp.min(jnp.min(found, axis=1), axis=-1)
 
 
 def _forbid_early_end(logits: Array, sampler: Sampler) -> Array:
@@ -239,7 +254,7 @@ def _draw(logits: Array, sampler: Sampler) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), count)
         return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
-    return _argmax(kept + jax.vmap(noise)(sampler.key, sampler.drawn))
+    return argmax(kept + jax.vmap(noise)(sampler.key, sampler.drawn))
 
 
 def filter_logits(

@@ -7,6 +7,7 @@ import mmap
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,27 @@ class MappedFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of the bytes `[offset, offset + nbytes)`; errors as in `view`."""
         return self.view(offset, nbytes).tobytes()
+
+
+def release(view: np.ndarray) -> None:
+    """Lets the operating system take back the memory of a view's pages; of a copy, nothing.
+
+    They count as the process's until then, though they can be read from the file at any time: a
+    loaded checkpoint would take its own size beside what was made of it.
+    """
+    base: Any = view
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    data = base.base
+    if isinstance(data, memoryview):
+        data = data.obj
+    if not isinstance(data, mmap.mmap) or not hasattr(data, "madvise"):
+        return
+    begin = view.ctypes.data - base.ctypes.data
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (begin + view.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0:
+        data.madvise(mmap.MADV_DONTNEED, first, whole)
 
 
 def element_count(shape: Sequence[int], itemsize: int) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinfer.checkpoint import torch_zip
 from jinfer.checkpoint.base import Checkpoint, CheckpointError
+from jinfer.checkpoint.converted import as_converted
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
@@ -56,7 +57,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"cannot be read: {error}") from None
-    return _open_folder(path) if is_folder else _open_file(path)
+    return as_converted(_open_folder(path) if is_folder else _open_file(path))
 
 
 def _open_file(path: Path) -> Checkpoint:

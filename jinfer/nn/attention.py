@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.cache import LayerCache, write
 from jinfer.nn.disentangled import DisentangledBias
-from jinfer.nn.linear import Linear
+from jinfer.nn.linear import Linear, project
 from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
-from jinfer.nn.position import RelativeBias, Rotary, alibi_bias
-from jinfer.ops.attention import Bias, Sight, attend
+from jinfer.nn.position import RelativeBias, Rotary, Turns, alibi_slopes
+from jinfer.ops.attention import Bias, Sight, attend, extend
 from jinfer.spec import blocks
 
 
@@ -29,12 +30,37 @@ class Step(NamedTuple):
         slot: the first row of the cache that the batch uses.
         lengths: tokens of each row that count, where rows are whole texts.
         encoded: tokens of the encoder's output that each row may see, where there is one.
+        total: tokens of each sequence when all that is known of it has been computed; where it is
+            not given, as when a token is chosen, the last one here is the last.
+        turns: what rotary embeddings rotate by, where it is known already, by `str` of their block.
     """
 
     positions: Int[Array, "batch tokens"]
     slot: Int[Array, ""]
     lengths: Int[Array, " batch"] | None = None
     encoded: Int[Array, " batch"] | None = None
+    total: Int[Array, " batch"] | None = None
+    turns: dict[str, Turns] | None = None
+
+    @property
+    def totals(self) -> Int[Array, " batch"]:
+        """Tokens of each sequence."""
+        given = self.lengths if self.total is None else self.total
+        return self.positions[:, -1] + 1 if given is None else given
+
+    def turns_of(self, rope: Rotary) -> Turns:
+        """What the tokens are rotated by."""
+        known = (self.turns or {}).get(str(rope.block))
+        return rope.turns(self.positions, self.totals) if known is None else known
+
+    def with_turns(self, ropes: Iterable[Rotary]) -> Step:
+        """The same, with what these rotate by computed once for all layers."""
+        turns = {
+            str(rope.block): rope.turns(self.positions, self.totals)
+            for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
+        }
+        # Without the barrier XLA computes the sines anew in each layer.
+        return self._replace(turns=lax.optimization_barrier(turns))
 
 
 class Attention(nnx.Module):
@@ -66,7 +92,7 @@ class Attention(nnx.Module):
 
         Without a cache the batch is whole texts, in which every token sees every other.
         """
-        q, k, v = self._project(x, step.positions)
+        q, k, v = self._project(x, step)
         sight = self._sight(q, k, step.positions, causal=cache is not None)
         if cache is None:
             assert step.lengths is not None, "whole texts need lengths"
@@ -74,15 +100,12 @@ class Attention(nnx.Module):
             last = jnp.broadcast_to(step.lengths[:, None] - 1, step.positions.shape)
             out = attend(q, k, v, step.positions, last, jnp.int32(0), sight)
         else:
-            cache = write(cache, k, v, step.positions[:, 0], step.slot)
-            out = attend(
-                q, cache.keys, cache.values, step.positions, step.positions, step.slot, sight
-            )
+            out, cache = extend(q, k, v, cache, step.positions, step.slot, sight)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
-    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, step: Step) -> tuple[Array, Array, Array]:
         block = self.block
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
             q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
         q, k, v = (
@@ -92,7 +115,8 @@ class Attention(nnx.Module):
         if block.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(block.position, blocks.Rope):
-            q, k = self.rope(q, positions), self.rope(k, positions)
+            turns = step.turns_of(self.rope)
+            q, k = self.rope(q, turns), self.rope(k, turns)
         return q, k, v
 
     def _sight(self, q: Array, k: Array, positions: Array, causal: bool) -> Sight:
@@ -109,6 +133,7 @@ class Attention(nnx.Module):
             window=block.window,
             ahead=None if causal else block.window,
             sinks=self.sinks[...] if block.sinks else None,
+            slopes=self._slopes(),
         )
 
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
@@ -117,9 +142,12 @@ class Attention(nnx.Module):
         to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 
+    def _slopes(self) -> Array | None:
+        if not isinstance(self.block.position, blocks.Alibi):
+            return None
+        return jnp.asarray(alibi_slopes(self.block.heads, self.block.position), jnp.float32)
+
     def _bias(self, causal: bool) -> Bias | None:
-        if isinstance(self.block.position, blocks.Alibi):
-            return alibi_bias(self.block.heads, self.block.position)
         if isinstance(self.block.position, blocks.Relative):
             return self.relative.bias(causal)
         return None
@@ -140,7 +168,7 @@ class CrossAttention(nnx.Module):
         self, encoded: Float[Array, "batch length hidden"], cache: LayerCache, slot: Int[Array, ""]
     ) -> LayerCache:
         """The cache with the keys and values of an encoder's output in rows slot.. of it."""
-        k, v = split(self.k(encoded), self.block.heads), split(self.v(encoded), self.block.heads)
+        k, v = (split(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
         return write(cache, k, v, jnp.zeros(encoded.shape[0], jnp.int32), slot)
 
     def __call__(

@@ -11,7 +11,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.linear import Linear
+from jinfer.nn.linear import Linear, project
+from jinfer.ops.linear import gated_linear
 from jinfer.spec import blocks
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
@@ -76,4 +77,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
-        return self.down(gated(self.activation, self.gate(x), self.up(x)))
+        if self.gate.bias is None and self.up.bias is None:
+            gate, up = self.gate.weight[...], self.up.weight[...]
+            if (y := gated_linear(x, gate, up, self.activation)) is not None:
+                return self.down(y)
+        return self.down(gated(self.activation, *project(x, (self.gate, self.up))))

@@ -15,12 +15,12 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.cache import LayerCache, write
+from jinfer.cache import LayerCache
 from jinfer.nn.attention import Step, split
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
-from jinfer.ops.attention import Sight, attend
+from jinfer.ops.attention import Sight, extend
 from jinfer.spec import blocks
 
 
@@ -41,7 +41,9 @@ class LatentAttention(nnx.Module):
         self.kv_a = Linear(block.inputs, latent, block.bias, dtype, ("latent", "hidden"))
         self.kv_a_norm = _norm(block.latent_rank, block.eps)
         unfolded = block.heads * (block.nope_dim + block.value_dim)
-        self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, ("heads", "latent"))
+        # Not only multiplied with, so it is never quantized.
+        axes = ("heads", "latent")
+        self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, axes, role="plain")
         o_width = block.heads * block.value_dim
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
         self.rope = Rotary(block.position, dtype)
@@ -58,15 +60,14 @@ class LatentAttention(nnx.Module):
         q = split(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = jnp.einsum("bthn,hnr->bthr", nope, to_key)
-        q = jnp.concatenate([in_latent, self.rope(rotated, step.positions)], axis=-1)
+        turns = step.turns_of(self.rope)
+        rotated = self.rope(rotated, turns)
+        q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
-        shared_key = self.rope(kv[:, :, None, block.latent_rank :], step.positions)
+        shared_key = self.rope(kv[:, :, None, block.latent_rank :], turns)
         keys = jnp.concatenate([latent, shared_key], axis=-1)
-        cache = write(cache, keys, keys[..., :0], step.positions[:, 0], step.slot)
-        out = attend(
-            q, cache.keys, cache.keys, step.positions, step.positions, step.slot, self._sight()
-        )
+        out, cache = extend(q, keys, None, cache, step.positions, step.slot, self._sight())
         out = jnp.einsum("bthr,hvr->bthv", out[..., : block.latent_rank], to_value)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.nn.parameter import parameter
-from jinfer.ops.linear import linear
+from jinfer.nn.parameter import Role, parameter
+from jinfer.ops.linear import linear, linears, take_rows
 from jinfer.spec import blocks
 
 
@@ -23,8 +26,9 @@ class Linear(nnx.Module):
         bias: bool,
         dtype: DTypeLike,
         axes: tuple[str, str] = ("hidden", "hidden"),
+        role: Role = "matrix",
     ) -> None:
-        self.weight = parameter((outputs, inputs), axes, dtype)
+        self.weight = parameter((outputs, inputs), axes, dtype, role=role)
         self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
@@ -32,15 +36,25 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
+def project(
+    x: Float[Array, "*rows inputs"], projections: Sequence[Linear]
+) -> tuple[Float[Array, "*rows outputs"], ...]:
+    """Several projections of the same vectors, which may be one operation."""
+    biases = [None if each.bias is None else each.bias[...] for each in projections]
+    return linears(x, [each.weight[...] for each in projections], biases)
+
+
 class Embedding(nnx.Module):
     """A table with a row per token."""
 
     def __init__(self, block: blocks.Embedding, dtype: DTypeLike) -> None:
-        self.weight = parameter((block.size, block.width), ("vocab", "hidden"), dtype)
+        self.dtype = jnp.dtype(dtype)
+        shape = (block.size, block.width)
+        self.weight = parameter(shape, ("vocab", "hidden"), dtype, role="table")
 
     def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
         """Rows of the table."""
-        return self.weight[...][tokens]
+        return take_rows(self.weight[...], tokens, self.dtype)
 
 
 class Head(nnx.Module):
@@ -49,7 +63,8 @@ class Head(nnx.Module):
     def __init__(self, block: blocks.Head, dtype: DTypeLike) -> None:
         shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
         self.tied = block.tied
-        self.weight = None if block.tied else parameter(shape, axes, dtype, block.normalize)
+        weight = partial(parameter, shape, axes, dtype, normalize=block.normalize, role="head")
+        self.weight = None if block.tied else weight()
         self.bias = parameter(shape[:1], axes[:1], dtype) if block.bias else None
 
     def __call__(

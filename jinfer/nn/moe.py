@@ -22,7 +22,7 @@ class StackedLinear(nnx.Module):
     ) -> None:
         sizes = {"mlp": block.width, "hidden": block.inputs}
         shape = (block.experts, sizes[axes[0]], sizes[axes[1]])
-        self.weight = parameter(shape, ("experts", *axes), dtype)
+        self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
         self.bias = parameter(shape[:2], ("experts", axes[0]), dtype) if block.bias else None
 
     def projection(self) -> moe.Projection:

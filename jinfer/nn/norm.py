@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jinfer.nn.parameter import parameter
+from jinfer.ops.norm import rms_norm
 from jinfer.spec import blocks
 
 
@@ -21,10 +22,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """x / sqrt(mean(x^2) + eps) * weight."""
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
-        weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
-        return (y * _as_row(weight, y)).astype(x.dtype)
+        offset = 1.0 if self.block.plus_one else 0.0
+        return rms_norm(x, self.weight[...], self.block.eps, offset)
 
 
 class LayerNorm(nnx.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,13 @@ from jinfer.spec.blocks import (
 )
 
 
+class Turns(NamedTuple):
+    """Cosine and sine of the angle of each pair."""
+
+    cos: Float[Array, "batch tokens 1 pairs"]
+    sin: Float[Array, "batch tokens 1 pairs"]
+
+
 class Rotary(nnx.Module):
     """Rotary position embedding (arXiv 2104.09864)."""
 
@@ -32,16 +40,26 @@ class Rotary(nnx.Module):
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens heads head_dim"], positions: Int[Array, "batch tokens"]
+        self, x: Float[Array, "batch tokens heads head_dim"], turns: Turns
     ) -> Float[Array, "batch tokens heads head_dim"]:
         """Rotates each head's first `dim` dimensions by the token's position."""
+        return rotate(x, turns.cos, turns.sin, self.block.dim, self.block.pairs == "adjacent")
+
+    def turns(self, positions: Int[Array, "batch tokens"], totals: Int[Array, " batch"]) -> Turns:
+        """What tokens at these positions are rotated by.
+
+        Args:
+            totals: tokens of each sequence; "dynamic" scaling depends on it.
+        """
         frequencies, magnitude = rope_frequencies(self.block)
         inverse = jnp.asarray(frequencies, jnp.float32)
         if self.block.factors:
             inverse = inverse / self.factors[...]
-        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[None, None, None, :]
-        cos, sin = jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
-        return rotate(x, cos, sin, self.block.dim, self.block.pairs == "adjacent")
+        inverse = inverse[None]
+        if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
+            inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
+        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[:, None, None, :]
+        return Turns(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
 def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
@@ -57,7 +75,10 @@ def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
 
 
 def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
-    """Radians per position of each pair, and the factor on cos and sin."""
+    """Radians per position of each pair, and the factor on cos and sin.
+
+    What "dynamic" scaling changes is not in them: see `dynamic_factors`.
+    """
     frequencies = block.theta ** (-np.arange(0, block.dim, 2, dtype=np.float64) / block.dim)
     scaling = block.scaling
     if scaling is None:
@@ -70,8 +91,6 @@ def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
         return _yarn(frequencies, block, scaling)
     if scaling.rope_type == "longrope":
         return _longrope(frequencies, scaling)
-    if scaling.rope_type == "dynamic":
-        return _dynamic(block, scaling), 1.0
     return frequencies, 1.0
 
 
@@ -124,13 +143,19 @@ def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, fl
     return frequencies / np.asarray(factors if factors is not None else 1.0), magnitude
 
 
-def _dynamic(block: Rope, scaling: Scaling) -> np.ndarray:
-    """Theta grows with what the longest sequence has more tokens than were trained."""
+def dynamic_factors(
+    dim: int, scaling: Scaling, totals: Int[Array, " batch"]
+) -> Float[Array, "batch pairs"]:
+    """What frequencies are multiplied by where theta grows with the length of a sequence.
+
+    With L tokens where T were trained, theta becomes theta * g^(dim / (dim - 2)) with
+    g = factor * L / T - (factor - 1), so the frequency of pair j changes by g^(-2j / (dim - 2)).
+    """
     trained = scaling.original_max_position_embeddings
-    longest = max(scaling.length or trained, trained)
-    growth = scaling.factor * longest / trained - (scaling.factor - 1)
-    theta = block.theta * growth ** (block.dim / max(block.dim - 2, 1))
-    return theta ** (-np.arange(0, block.dim, 2, dtype=np.float64) / block.dim)
+    more = jnp.maximum(totals - trained, 0).astype(jnp.float32)
+    exponents = -np.arange(0, dim, 2) / max(dim - 2, 1)
+    growth = 1 + scaling.factor * more / trained
+    return growth[:, None] ** jnp.asarray(exponents, jnp.float32)[None]
 
 
 def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
@@ -143,12 +168,6 @@ def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
     if power == heads:
         return series(heads)
     return np.concatenate([series(power), series(2 * power)[0::2][: heads - power]])
-
-
-def alibi_bias(heads: int, block: Alibi) -> Bias:
-    """-slope * distance, for every head."""
-    slopes = jnp.asarray(alibi_slopes(heads, block), jnp.float32)
-    return lambda distance: -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
 
 
 class RelativeBias(nnx.Module):

@@ -1,8 +1,10 @@
 """Attention of new tokens over a cache of keys and values.
 
 `attend` walks over the cache in blocks and keeps a running maximum and sum of the softmax (arXiv
-2112.05682), so its cost follows the tokens that are there and not the cache's length.
-`attend_reference` is the definition, which it is tested against.
+2112.05682), so its cost follows the tokens that are there and not the cache's length; of a
+quantized cache one block at a time is decoded. `extend` first puts the new tokens' keys and values
+into the cache. On a CPU both are a custom call where there is one, else XLA's operations.
+`attend_reference` is the definition, which they are tested against.
 """
 
 from __future__ import annotations
@@ -10,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
+
+from jinfer.cache import LayerCache, Rows, write
+from jinfer.cpu import attention as custom
+from jinfer.quant.vectors import QuantizedVectors
 
 BLOCK = 256  # keys a step of the loop looks at
 
@@ -49,7 +56,8 @@ class Sight(NamedTuple):
     Attributes:
         scale: multiplies the scores.
         softcap: then scores become softcap * tanh(scores / softcap).
-        bias: then this is added.
+        bias: then this is added...
+        slopes: ...and the distance times this, per head, is subtracted (ALiBi, arXiv 2108.12409).
         window: a query sees only keys less than this far before it, itself included...
         ahead: ...and, where it looks ahead, less than this far after it.
         sinks: a score per head that takes part in the softmax and has no value.
@@ -61,12 +69,44 @@ class Sight(NamedTuple):
     window: int | None = None
     ahead: int | None = None
     sinks: Float[Array, " heads"] | None = None
+    slopes: Float[Array, " heads"] | None = None
+
+
+def extend(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    positions: Int[Array, "batch tokens"],
+    slot: Int[Array, ""],
+    sight: Sight,
+) -> tuple[Float[Array, "batch tokens heads value_dim"], LayerCache]:
+    """Puts new tokens into the cache, then lets each see those up to itself.
+
+    Args:
+        k, v: keys and values of the new tokens; without v the keys are the values too, and the
+            cache keeps no values.
+        cache: must not be used afterwards.
+        positions: of the new tokens; those of a row follow one another.
+        slot: row b of the batch is row slot + b of the cache.
+
+    Returns:
+        Attention's output, and the cache with the new tokens in it.
+    """
+    if not _has_custom_call(q, cache.keys, sight):
+        return extend_xla(q, k, v, cache, positions, slot, sight)
+    values = None if v is None else _parts(cache.values)
+    new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
+    keys, coding, scores = _parts(cache.keys), _coding(cache.keys), _scores(sight)
+    out, *kept = custom.attention(q, positions, positions, slot, keys, values, coding, scores, new)
+    after = LayerCache(_with_parts(cache.keys, kept[0]), cache.values)
+    return out, after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
 
 
 def attend(
     q: Float[Array, "batch tokens heads head_dim"],
-    keys: Float[Array, "slots kv_heads length head_dim"],
-    values: Float[Array, "slots kv_heads length value_dim"],
+    keys: Rows,
+    values: Rows,
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
@@ -76,11 +116,43 @@ def attend(
 
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
-        keys, values: the cache, with the new tokens already in it.
+        keys, values: [slots, kv_heads, length, head_dim], the cache, with the new tokens already
+            in it.
         positions: of the queries.
         last: the last key a query may see: its own position where attention is causal.
         slot: row b of the batch is row slot + b of the cache.
     """
+    if not _has_custom_call(q, keys, sight):
+        return attend_xla(q, keys, values, positions, last, slot, sight)
+    parts = _parts(keys), _parts(values)
+    return custom.attention(q, positions, last, slot, *parts, _coding(keys), _scores(sight))[0]
+
+
+def extend_xla(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    positions: Int[Array, "batch tokens"],
+    slot: Int[Array, ""],
+    sight: Sight,
+) -> tuple[Float[Array, "batch tokens heads value_dim"], LayerCache]:
+    """`extend` by XLA's operations."""
+    cache = write(cache, k, k[..., :0] if v is None else v, positions[:, 0], slot)
+    values = cache.keys if v is None else cache.values
+    return attend_xla(q, cache.keys, values, positions, positions, slot, sight), cache
+
+
+def attend_xla(
+    q: Float[Array, "batch tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    positions: Int[Array, "batch tokens"],
+    last: Int[Array, "batch tokens"],
+    slot: Int[Array, ""],
+    sight: Sight,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """`attend` by XLA's operations."""
     length = keys.shape[2]
     block = min(BLOCK, length)
     rows = _rows(q, keys.shape[1])
@@ -93,10 +165,10 @@ def attend(
         # The last block of a length that does not divide begins earlier; `fresh` masks the
         # keys that the block before has had.
         start = jnp.minimum(index * block, length - block)
-        k, v = (_slice(part, slot, start, q.shape[0], block) for part in (keys, values))
+        k, v = (_block(part, slot, start, q, block) for part in (keys, values))
         key_positions = start + lax.iota(jnp.int32, block)
         fresh = key_positions >= index * block
-        part = _partial(rows, k, v, positions, last, key_positions, fresh, sight)
+        part = _partial(rows.astype(k.dtype), k, v, positions, last, key_positions, fresh, sight)
         return merge(so_far, part)
 
     done = lax.fori_loop(first, count, step, _before(rows, values.shape[3], sight, q))
@@ -105,8 +177,8 @@ def attend(
 
 def attend_reference(
     q: Float[Array, "batch tokens heads head_dim"],
-    keys: Float[Array, "slots kv_heads length head_dim"],
-    values: Float[Array, "slots kv_heads length value_dim"],
+    keys: Rows,
+    values: Rows,
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
@@ -115,15 +187,21 @@ def attend_reference(
     """What `attend` computes, over the whole cache at once."""
     batch, heads = q.shape[0], q.shape[2]
     group = heads // keys.shape[1]
+    keys, values = (_as_computed(part, q) for part in (keys, values))
     k = jnp.repeat(lax.dynamic_slice_in_dim(keys, slot, batch), group, axis=1)
     v = jnp.repeat(lax.dynamic_slice_in_dim(values, slot, batch), group, axis=1)
-    scores = sight.scale * jnp.einsum("bthd,bhld->bhtl", q, k, preferred_element_type=jnp.float32)
+    scores = sight.scale * jnp.einsum(
+        "bthd,bhld->bhtl", q.astype(k.dtype), k, preferred_element_type=jnp.float32
+    )
     key_positions = jnp.arange(keys.shape[2], dtype=jnp.int32)
     distance = positions[:, :, None] - key_positions[None, None]
     if sight.softcap is not None:
         scores = sight.softcap * jnp.tanh(scores / sight.softcap)
     if sight.bias is not None:
         scores = scores + sight.bias(distance)
+    if sight.slopes is not None:
+        far = distance[:, None].astype(jnp.float32)
+        scores = scores - sight.slopes[None, :, None, None] * far
     seen = _seen(distance, last, key_positions, sight)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     if sight.sinks is not None:
@@ -150,9 +228,22 @@ def _before(rows: Array, value_dim: int, sight: Sight, q: Array) -> Partial:
     return Partial(out, highest, jnp.ones_like(highest))
 
 
-def _slice(part: Array, slot: Array, start: Array, batch: int, block: int) -> Array:
+def _block(part: Rows, slot: Array, start: Array, q: Array, block: int) -> Array:
+    """Keys or values start.. of the rows of the batch, [batch, kv_heads, block, head_dim]."""
     at = (slot, jnp.int32(0), start, jnp.int32(0))
-    return lax.dynamic_slice(part, at, (batch, part.shape[1], block, part.shape[3]))
+    batch = q.shape[0]
+
+    def cut(array: Array) -> Array:
+        return lax.dynamic_slice(array, at, (batch, array.shape[1], block, array.shape[3]))
+
+    return _as_computed(jax.tree.map(cut, part), q)
+
+
+def _as_computed(part: Rows, q: Array) -> Array:
+    """Decoded, and in a type for products with q."""
+    if isinstance(part, QuantizedVectors):
+        return part.dequantize(q.dtype)
+    return part if part.dtype == q.dtype else part.astype(jnp.float32)
 
 
 def _seen(distance: Array, last: Array, key_positions: Array, sight: Sight) -> Array:
@@ -204,6 +295,9 @@ def _partial(
     if sight.bias is not None:
         bias = sight.bias(distance)
         scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
+    if sight.slopes is not None:
+        slopes = sight.slopes.reshape(1, kv_heads, -1, 1, 1)
+        scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
     seen = _seen(distance, last, key_positions, sight) & fresh[None, None, :]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf).reshape(batch, kv_heads, n, -1)
     highest = jnp.max(scores, axis=-1)
@@ -213,3 +307,35 @@ def _partial(
         weights.astype(v.dtype), v, (((3,), (2,)), batched), preferred_element_type=jnp.float32
     )
     return Partial(out, highest, jnp.sum(weights, axis=-1))
+
+
+def _has_custom_call(q: Array, keys: Rows, sight: Sight) -> bool:
+    if sight.bias is not None or jax.default_backend() != "cpu":
+        return False
+    types = (jnp.float32, jnp.bfloat16, jnp.float16)
+    plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
+    known = all(any(part.dtype == type for type in types) for part in plain)
+    return known and custom.supported(q.shape[2], keys.shape[1])
+
+
+def _parts(rows: Rows) -> custom.Parts:
+    if isinstance(rows, QuantizedVectors):
+        return custom.Parts((rows.words, rows.scales), rows.width)
+    return custom.Parts((rows,), rows.shape[3])
+
+
+def _with_parts(rows: Rows, parts: tuple[Array, ...]) -> Rows:
+    return jax.tree.unflatten(jax.tree.structure(rows), parts)
+
+
+def _coding(rows: Rows) -> custom.Coding | None:
+    if not isinstance(rows, QuantizedVectors):
+        return None
+    format = rows.format
+    return custom.Coding(format.code_bits, format.levels, format.per_code, format.symmetric)
+
+
+def _scores(sight: Sight) -> custom.Scores:
+    return custom.Scores(
+        sight.scale, sight.softcap, sight.window, sight.ahead, sight.sinks, sight.slopes
+    )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jinfer.ops.linear import linear
+from jinfer.ops.linear import Weight, linear_of
 
 # Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is
 # the smaller part, and padding the last block of an expert the greater.
@@ -20,7 +19,7 @@ _LEAST_ROWS, _MOST_ROWS = 8, 256
 class Projection(NamedTuple):
     """One projection of every expert."""
 
-    weight: Float[Array, "experts outputs inputs"]
+    weight: Weight  # [experts, outputs, inputs]
     bias: Float[Array, "experts outputs"] | None
 
 
@@ -45,7 +44,7 @@ def mixture_reference(
 ) -> Float[Array, "rows hidden"]:
     """What `mixture` computes, with every expert on every row and most of it thrown away."""
     numbers = jnp.arange(experts.up.weight.shape[0])
-    each = jax.vmap(lambda expert: _feed_forward(x, experts, expert))(numbers)
+    each = lax.map(lambda expert: _feed_forward(x, experts, expert), numbers)
     share = jnp.sum(jnp.where(_is(chosen, numbers), weights[:, :, None], 0.0), axis=1)
     return jnp.einsum("re,erh->rh", share, each.astype(jnp.float32)).astype(x.dtype)
 
@@ -77,9 +76,10 @@ def mixture(
     blocks = _Blocks(chosen.reshape(-1), count, size)
 
     def run(number: Array, out: Array) -> Array:
-        expert, begin = blocks.at(number)
+        expert, begin, count = blocks.at(number)
         pair = lax.dynamic_slice_in_dim(blocks.order, begin, size)
-        y = _feed_forward(x[pair // top_k], experts, expert)
+        own = jnp.arange(size, dtype=jnp.int32) < count
+        y = _feed_forward(x[pair // top_k], experts, expert, own)
         # The rows by which a block is too long are written anew by the next one.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
@@ -98,16 +98,21 @@ class _Blocks:
         order = jnp.argsort(expert_of, stable=True)
         self.order = jnp.pad(order, (0, size))  # so that the last block has its full length
         sizes = jnp.sum(_is(expert_of, jnp.arange(count)), axis=0, dtype=jnp.int32)
-        self.begin = jnp.cumsum(sizes) - sizes
+        self.end = jnp.cumsum(sizes)
+        self.begin = self.end - sizes
         self.blocks = (sizes + (size - 1)) // size
         self.ends = jnp.cumsum(self.blocks)
         self.number = self.ends[-1]
 
-    def at(self, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """The expert of a block, and the place of its first pair among the sorted ones."""
+    def at(self, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
+        """A block's expert, the place of its first pair among the sorted ones, and its pairs.
+
+        Rows beyond that number are the next block's.
+        """
         expert = jnp.sum(self.ends <= number, dtype=jnp.int32)
         within = number - (self.ends[expert] - self.blocks[expert])
-        return expert, self.begin[expert] + within * self.size
+        begin = self.begin[expert] + within * self.size
+        return expert, begin, jnp.minimum(self.end[expert] - begin, self.size)
 
 
 def _block_rows(pairs: int, experts: int) -> int:
@@ -119,18 +124,18 @@ def _block_rows(pairs: int, experts: int) -> int:
 
 
 def _feed_forward(
-    x: Float[Array, "rows hidden"], experts: Experts, expert: Int[Array, ""]
+    x: Float[Array, "rows hidden"],
+    experts: Experts,
+    expert: Int[Array, ""],
+    own: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows hidden"]:
+    """What one expert makes of rows, of which those count that are its `own`."""
+
     def project(x: Array, projection: Projection) -> Array:
-        weight, bias = projection
-        return linear(x, _pick(weight, expert), None if bias is None else _pick(bias, expert))
+        return linear_of(x, projection.weight, projection.bias, expert, own)
 
     gate = None if experts.gate is None else project(x, experts.gate)
     return project(experts.activation(gate, project(x, experts.up)), experts.down)
-
-
-def _pick(stacked: Array, index: Array) -> Array:
-    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
 def _is(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:

@@ -91,6 +91,7 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
             architectures=architectures,
             lookup=facts.lookup,
             has=facts.has,
+            rows=facts.rows,
         )
     ]
     if len(found) == 1:

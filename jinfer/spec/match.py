@@ -30,13 +30,14 @@ def matches(
     architectures: Sequence[str],
     lookup: Callable[[str], Any],
     has: Callable[[str], bool],
+    rows: Callable[[str], int],
 ) -> bool:
     """Whether a family serves a checkpoint.
 
     Args:
         table: the family's `[match]`.
         architectures: what the checkpoint calls itself.
-        lookup, has: as in `Values`.
+        lookup, has, rows: as in `Values`.
 
     Raises:
         SpecError: for a table that is not as it has to be.
@@ -50,11 +51,16 @@ def matches(
     if "when" not in table:
         return True
 
-    def or_false(key: str) -> Any:
-        """In a condition, a key that the checkpoint lacks counts as false."""
-        try:
-            return lookup(key)
-        except Missing:
-            return False
+    def or_false(find: Callable[[str], Any]) -> Callable[[str], Any]:
+        """In a condition, a key or tensor that the checkpoint lacks counts as false."""
 
-    return bool(Values(path, {}, or_false, has).value(table["when"], "match.when"))
+        def found(name: str) -> Any:
+            try:
+                return find(name)
+            except Missing:
+                return False
+
+        return found
+
+    values = Values(path, {}, or_false(lookup), has, rows=or_false(rows))
+    return bool(values.value(table["when"], "match.when"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.spec.blocks import Block, Rope
+from jinfer.spec.blocks import Block, Rope, Scaling
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
+from jinfer.spec.quantization import QuantizationSpec
 from jinfer.spec.tensors import TensorMap
 
 
@@ -58,11 +59,13 @@ class PromptSpec:
     Attributes:
         template: in Inferflow's language, "{bos}[INST] {query} [/INST]".
         chat_template: in Jinja; without either, the checkpoint's own is used.
+        fallback: in Jinja, for a checkpoint that has none of its own.
         system: a system message for conversations that have none.
     """
 
     template: str | None = None
     chat_template: str | None = None
+    fallback: str | None = None
     system: str | None = None
 
 
@@ -88,6 +91,7 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     prompt: PromptSpec = PromptSpec()
     engine: EngineSpec = EngineSpec()
+    quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -109,7 +113,17 @@ class ModelSpec:
     @property
     def stretch(self) -> float:
         """How many times longer than trained sequences may be: "dynamic" scaling adapts itself."""
+        return max((scaling.factor for scaling in self._dynamic), default=1.0)
+
+    @property
+    def steady(self) -> int | None:
+        """Up to this length, keys do not depend on how long their sequence is; None: always."""
+        lengths = (scaling.original_max_position_embeddings for scaling in self._dynamic)
+        return min(lengths, default=None)
+
+    @property
+    def _dynamic(self) -> Iterator[Scaling]:
         layers = (layer for stack in self.stacks for layer in stack.layers)
         ropes = (getattr(block, "position", None) for layer in layers for _, block in layer.modules)
         scalings = (rope.scaling for rope in ropes if isinstance(rope, Rope) and rope.scaling)
-        return max((s.factor for s in scalings if s.rope_type == "dynamic"), default=1.0)
+        return (scaling for scaling in scalings if scaling.rope_type == "dynamic")

@@ -16,7 +16,7 @@ class Scaling:
 
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
         "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" enlarges theta with
-        the length; "default" and "none" change nothing.
+        the length of the sequence; "default" and "none" change nothing.
     factor: how many times longer the context is than trained.
     original_max_position_embeddings: the context trained; for all but linear.
     low_freq_factor: llama3: pairs that turn fewer times than this are stretched by `factor`.
@@ -30,8 +30,7 @@ class Scaling:
     truncate: yarn: whether the bounds between kept and stretched are whole pairs.
     short_factor: longrope: what each pair's frequency is divided by; none: 1.
     long_factor: longrope: the same where the engine's context is longer than trained.
-    length: longrope, dynamic: the longest sequence there will be; as a default, the engine's
-        context.
+    length: longrope: the longest sequence there will be; as a default, the engine's context.
     """
 
     rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"]
@@ -56,7 +55,7 @@ class Scaling:
     )
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("longrope", "dynamic"):
+        if self.rope_type != "longrope":
             object.__setattr__(self, "length", None)
 
     def check(self) -> tuple[str, str] | None:

@@ -11,6 +11,7 @@ from jinfer.spec.blocks import Block
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
+from jinfer.spec.quantization import read_quantization
 from jinfer.spec.reader import fields, read
 from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
 from jinfer.spec.tables import (
@@ -23,12 +24,12 @@ from jinfer.spec.tables import (
 )
 from jinfer.spec.tables import merge as merge
 from jinfer.spec.tensors import FORMATS, read_tensor_map
-from jinfer.spec.values import KEY, Missing, Values
+from jinfer.spec.values import KEY, Missing, Values, no_rows
 
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
-_SETTINGS = ("dtype", "prompt", "engine", "generation")
+_SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation")
 _TOP = (*_TEXTS, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
@@ -41,12 +42,14 @@ class Facts:
         lookup: `$key` -> value; raises `Missing`.
         has: whether it has a tensor that matches a glob pattern.
         source: where the keys come from, for errors.
+        rows: of the tensor that matches a pattern; raises `MissingTensor`.
     """
 
     format: str = "safetensors"
     lookup: Callable[[str], Any] = lambda key: _no_key(key)
     has: Callable[[str], bool] = lambda pattern: False
     source: str = "the checkpoint"
+    rows: Callable[[str], int] = no_rows
 
 
 def _no_key(key: str) -> Any:
@@ -73,7 +76,8 @@ def resolve(
     whole = merge(merge(tables[0], base), tables[0].get(facts.format, {}))
     for table in tables[1:]:
         whole = merge(merge(whole, table), table.get(facts.format, {}))
-    values = Values(path, whole.get("dims", {}), facts.lookup, facts.has, facts.source)
+    dims = whole.get("dims", {})
+    values = Values(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
     table = as_table(whole.get("engine", {}), path, "engine")
     engine = read(EngineSpec, table, values, "engine")
     values.engine_context = engine.context
@@ -107,6 +111,7 @@ def resolve(
         dtype=read(fields(ModelSpec)["dtype"][1], whole.get("dtype", "auto"), values, "dtype"),
         prompt=PromptSpec(**whole.get("prompt", {})),
         engine=engine,
+        quantization=read_quantization(whole.get("quantization", {}), values),
         generation=whole.get("generation", {}),
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ class Entry:
         groups: a fused tensor holds its parts once per group, [group, (part, part, ...), ...].
         axis: of the file's tensor, along which its parts follow each other.
         transpose: the file has matrices as [in, out].
+        table: the number of the table it stands in.
     """
 
     names: tuple[str, ...]
@@ -36,6 +37,7 @@ class Entry:
     groups: int = 1
     axis: int = 0
     transpose: bool = False
+    table: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Place:
         names: the file's names, the first that exists counts; may have {e}, as in `Entry`.
         parts: every parameter fused in that tensor, in order; empty if it is alone.
         groups, axis, transpose: as in `Entry`.
+        otherwise: where it is in a file that has none of these.
     """
 
     names: tuple[str, ...]
@@ -53,6 +56,14 @@ class Place:
     groups: int = 1
     axis: int = 0
     transpose: bool = False
+    otherwise: Place | None = None
+
+    def choices(self) -> Iterator[Place]:
+        """This place and those after it, in the order in which they are tried."""
+        place: Place | None = self
+        while place is not None:
+            yield place
+            place = place.otherwise
 
 
 @dataclass(frozen=True)
@@ -61,22 +72,33 @@ class TensorMap:
 
     Attributes:
         entries: (pattern of the parameter's name, entry), the ones that win first.
-        prefixes: the file's names may or may not begin with one of these.
+        prefixes: the file's names may begin with one of these, which stands for its second text.
         ignore: glob patterns of tensors that the model has no use for.
         suffixes: other words at the end of the file's names -> "weight" or "bias".
     """
 
     entries: tuple[tuple[str, Entry], ...]
-    prefixes: tuple[str, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
 
     def place(self, parameter: str) -> Place | None:
-        """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped."""
-        module, _, leaf = parameter.rpartition(".")
-        return self._find(parameter, "") or self._find(module, "." + leaf)
+        """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
 
-    def _find(self, name: str, leaf: str) -> Place | None:
+        The most specific table that has a line for it decides. Of several lines there, one that
+        names the parameter comes before those that name its module; those after the first are for
+        files that lack the tensors of the ones before.
+        """
+        module, _, leaf = parameter.rpartition(".")
+        found = [*self._find(parameter, ""), *self._find(module, "." + leaf)]
+        last = max((table for table, _ in found), default=0)
+        place: Place | None = None
+        for table, each in reversed(found):
+            if table == last:
+                place = replace(each, otherwise=place)
+        return place
+
+    def _find(self, name: str, leaf: str) -> Iterator[tuple[int, Place]]:
         for pattern, entry in self.entries:
             found = _regex(pattern).fullmatch(name)
             if not found:
@@ -84,8 +106,7 @@ class TensorMap:
             layer = found.groupdict().get("i") or ""
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
             names = tuple(source.replace("{i}", layer) + leaf for source in entry.names)
-            return Place(names, parts, entry.groups, entry.axis, entry.transpose)
-        return None
+            yield entry.table, Place(names, parts, entry.groups, entry.axis, entry.transpose)
 
 
 @cache
@@ -110,25 +131,30 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
         SpecError: for an entry that is not as docs/specs.md says.
     """
     entries: list[tuple[str, Entry]] = []
-    listed: dict[str, list[str]] = {"prefix": [], "ignore": []}
+    ignore: list[str] = []
+    prefixes: dict[str, str] = {}
     suffixes: dict[str, str] = {}
     where = f"tensors.{format}" if format in FORMATS else "tensors"
-    for layer in layers:
+    for number, layer in enumerate(layers):
         own = []
         for name, written in _table_of(layer, format, values.path).items():
-            if name in listed:
-                listed[name] += check_texts(written, values.path, f"{where}.{name}")
-            elif name == "suffixes":
-                for suffix, usual in as_table(written, values.path, f"{where}.suffixes").items():
-                    key = f"{where}.suffixes.{suffix}"
-                    suffixes[suffix] = check_text(usual, values.path, key)
+            key = f"{where}.{name}"
+            if name == "ignore":
+                ignore += check_texts(written, values.path, key)
+            elif name == "prefix" and not isinstance(written, Mapping):
+                prefixes |= dict.fromkeys(check_texts(written, values.path, key), "")
+            elif name in ("prefix", "suffixes"):
+                known = prefixes if name == "prefix" else suffixes
+                for part, usual in as_table(written, values.path, key).items():
+                    known[part] = check_text(usual, values.path, f"{key}.{part}")
             else:
-                own.append((name, _read_entry(name, written, values, f"{where}.{name!r}")))
+                entry = _read_entry(name, written, values, f"{where}.{name!r}")
+                own.append((name, replace(entry, table=number)))
         entries = own + entries
     return TensorMap(
         tuple(entries),
-        tuple(listed["prefix"]),
-        tuple(listed["ignore"]),
+        tuple(prefixes.items()),
+        tuple(ignore),
         tuple(suffixes.items()),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from jinfer.spec.bounds import DEFAULT_CONTEXT
@@ -31,6 +32,37 @@ class Missing(LookupError):
     """A `$key` that the checkpoint does not have."""
 
 
+class MissingTensor(Missing):
+    """A tensor that the checkpoint does not have."""
+
+
+def no_rows(pattern: str) -> int:
+    """What counts the rows of a checkpoint without tensors."""
+    raise MissingTensor(pattern)
+
+
+def rows_in(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
+    """How many rows (output features) a tensor has, by its name or a pattern of names."""
+
+    def rows(pattern: str) -> int:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{show(pattern)} is not the name of a tensor, in quotes")
+        names = [pattern] if pattern in shapes else [n for n in shapes if fnmatchcase(n, pattern)]
+        if not names:
+            raise MissingTensor(pattern)
+        if any(not shapes[name] for name in names):
+            raise ValueError(f"{show(pattern)} is a single number, without rows")
+        found = sorted({shapes[name][-2:][0] for name in names})
+        if len(found) > 1:
+            counts = ", ".join(map(str, found[:8]))
+            raise ValueError(
+                f"{len(names)} tensors match {show(pattern)}, with {counts} rows; name one"
+            )
+        return found[0]
+
+    return rows
+
+
 @dataclass
 class Values:
     """Evaluates the values of one specification.
@@ -41,6 +73,7 @@ class Values:
         lookup: `$key` -> value; raises `Missing`.
         has: whether the checkpoint has a tensor that matches a glob pattern.
         source: what `lookup` reads, for errors ("config.json").
+        rows: of the tensor that matches a pattern; raises `MissingTensor`.
         engine_context: the context that `[engine]` asks for.
         used: dimensions that were asked for.
     """
@@ -50,6 +83,7 @@ class Values:
     lookup: Callable[[str], Any]
     has: Callable[[str], bool]
     source: str = "the checkpoint"
+    rows: Callable[[str], int] = no_rows
     engine_context: int | None = None
     used: set[str] = field(default_factory=set)
     _known: dict[str, Any] = field(default_factory=dict)
@@ -103,19 +137,26 @@ class Values:
             return written
         if len(written) > MAX_LENGTH:
             raise SpecError(self.path, key, f"is longer than {MAX_LENGTH} characters")
-        missing: list[str] = []
+        missing: list[Missing] = []
         for alternative in _alternatives(written):
             if words and not re.search(r"[$'\"(]", alternative):
                 return _CONSTANTS.get(alternative, alternative)
             try:
                 return self._evaluate(alternative, key, names or {})
             except Missing as absent:
-                missing.append(f"'{absent}'")
-        wanted = " or ".join(missing)
+                missing.append(absent)
         where = key if key.startswith("dims.") else "it"
-        raise SpecError(
-            self.path, key, f"{self.source} has no {wanted}; set {where} or add a default: '| ...'"
-        )
+        reason = f"{self._lacking(missing)}; set {where} or add a default: '| ...'"
+        raise SpecError(self.path, key, reason)
+
+    def _lacking(self, missing: list[Missing]) -> str:
+        """What the checkpoint lacks, keys and then tensors: a clause for an error."""
+        tensors = [f"'{each}'" for each in missing if isinstance(each, MissingTensor)]
+        keys = [f"'{each}'" for each in missing if not isinstance(each, MissingTensor)]
+        clauses = [f"{self.source} has no {' or '.join(keys)}"] if keys else []
+        if tensors:
+            clauses.append(f"the checkpoint has no tensor {' or '.join(tensors)}")
+        return " and ".join(clauses)
 
     def _evaluate(self, text: str, key: str, names: Mapping[str, Any]) -> Any:
         """The value of one alternative. Raises `Missing` if it reads a key that is not there."""
@@ -168,10 +209,11 @@ class _ValueScope:
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name == "has":
             return any(self.values.has(pattern) for pattern in arguments)
+        if name == "rows":
+            return self.values.rows(*arguments)
         if name not in FUNCTIONS:
-            raise ExpressionError(
-                f"unknown function {name!r}; {nearest(name, [*FUNCTIONS, 'has'])}"
-            )
+            known = nearest(name, [*FUNCTIONS, "has", "rows"])
+            raise ExpressionError(f"unknown function {name!r}; {known}")
         return FUNCTIONS[name](*arguments)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a cache: both forms against NumPy's, whatever else the cache holds."""
+"""Attention over a cache: all forms against NumPy's, whatever else the cache holds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +19,14 @@ from jinfer.ops.attention import (
     _partial,
     attend,
     attend_reference,
+    attend_xla,
     merge,
 )
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_blocks import attention as numpy_attention
 
 SLOTS, HEAD_DIM, SCALE = 3, 8, 0.4
-FORMS = pytest.mark.parametrize("form", [attend, attend_reference])
+FORMS = pytest.mark.parametrize("form", [attend, attend_xla, attend_reference])
 
 
 @partial(jax.jit, static_argnames=("form", "window"))
@@ -231,7 +232,8 @@ def test_nothing_merged_with_nothing_is_nothing() -> None:
     assert merged.highest.item() == -np.inf
 
 
-def test_cost_follows_the_tokens_that_are_there() -> None:
+@pytest.mark.parametrize("form", [attend, attend_xla])
+def test_cost_follows_the_tokens_that_are_there(form: Callable[..., Array]) -> None:
     """NaN in every block that nobody needs: neither beyond the last position nor before a window
     is anything read."""
     q = random(15, 1, 1, 1, HEAD_DIM)
@@ -239,16 +241,17 @@ def test_cost_follows_the_tokens_that_are_there() -> None:
     for x in (keys, values):
         x[:, :, : 2 * BLOCK] = np.nan
         x[:, :, 3 * BLOCK :] = np.nan
-    got = run(attend, q, keys, values, [3 * BLOCK - 1], window=20)
+    got = run(form, q, keys, values, [3 * BLOCK - 1], window=20)
     assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize("form", [attend, attend_xla])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_a_row_does_not_depend_on_its_neighbours(tokens: int) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(form: Callable[..., Array], tokens: int) -> None:
     """To the bit, for the same request gives the same tokens whoever shares its batch."""
     q = random(17, 3, tokens, 4, HEAD_DIM)
     keys, values = random(18, 2, SLOTS, 2, 2 * BLOCK, HEAD_DIM)
-    step = partial(run, attend, keys=keys, values=values)
+    step = partial(run, form, keys=keys, values=values)
     together = step(q, starts=[20, 40, 5])  # one block
     neighbours = step(np.stack([q[2], q[1], q[0]]), starts=[400, 40, 300])  # two
     assert np.array_equal(together[1], neighbours[1])

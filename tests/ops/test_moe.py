@@ -44,7 +44,7 @@ def made_up(count: int, gated: bool, biased: bool) -> Experts:
 def numpy_mixture(x: Array, chosen: np.ndarray, weights: np.ndarray, experts: Experts) -> Floats:
     def project(projection: Projection, e: int, row: Floats) -> Floats:
         weight, bias = projection
-        return linear(row, weight[e], None if bias is None else bias[e])
+        return linear(row, np.asarray(weight[e]), None if bias is None else bias[e])
 
     def expert(e: int, row: Floats) -> Floats:
         up = project(experts.up, e, row)

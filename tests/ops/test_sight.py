@@ -9,11 +9,11 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.ops.attention import BLOCK, Sight, attend, attend_reference
+from jinfer.ops.attention import BLOCK, Sight, attend, attend_reference, attend_xla
 from tests.reference.numpy_blocks import Floats
 
 HEAD_DIM, SCALE = 8, 0.4
-FORMS = pytest.mark.parametrize("form", [attend, attend_reference])
+FORMS = pytest.mark.parametrize("form", [attend, attend_xla, attend_reference])
 
 
 def random(seed: int, *shape: int) -> Floats:

@@ -1,7 +1,7 @@
 """Tensors by name in float64, and the two layers that nearly every model writes with them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -38,6 +38,12 @@ def within(tensors: Tensors, prefix: str) -> Tensors:
         for name, array in tensors.items()
         if name.startswith(prefix)
     }
+
+
+def layers_of(tensors: Tensors, prefix: str = "model.layers.") -> Iterator[Tensors]:
+    """Each layer's tensors, by the rest of their names."""
+    count = 1 + max(int(name.split(".")[0]) for name in within(tensors, prefix))
+    return (within(tensors, f"{prefix}{i}.") for i in range(count))
 
 
 def dense(x: Floats, tensors: Tensors, name: str) -> Floats:

@@ -14,7 +14,7 @@ from jinfer.spec.files import format_table, with_families
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.tables import merge, nested
-from jinfer.spec.values import Missing, Values, lookup_in
+from jinfer.spec.values import Missing, Values, lookup_in, rows_in
 
 PATH = "made-up.toml"
 
@@ -43,13 +43,17 @@ attn = { kind = "attention", position = { kind = "rope" } }
 """
 
 
-def facts(config: Mapping[str, Any] | None = None, tensors: tuple[str, ...] = ()) -> Facts:
-    """A checkpoint of safetensors whose config.json is `config`."""
+def facts(
+    config: Mapping[str, Any] | None = None,
+    tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
+) -> Facts:
+    """A checkpoint of safetensors whose config.json is `config`; `tensors` may have shapes."""
 
     def has(pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in tensors)
 
-    return Facts("safetensors", lookup_in(config or {}), has, "config.json")
+    rows = rows_in(tensors if isinstance(tensors, Mapping) else {})
+    return Facts("safetensors", lookup_in(config or {}), has, "config.json", rows)
 
 
 def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Facts:
@@ -68,11 +72,11 @@ def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Facts
 def values(
     dims: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
-    tensors: tuple[str, ...] = (),
+    tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
 ) -> Values:
     """What evaluates values, over these dimensions, config.json and tensors."""
     known = facts(config, tensors)
-    return Values(PATH, dims or {}, known.lookup, known.has, known.source)
+    return Values(PATH, dims or {}, known.lookup, known.has, known.source, known.rows)
 
 
 def model(text: str = MODEL, **changes: Any) -> dict[str, Any]:

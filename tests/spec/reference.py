@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from jinfer.spec.blocks import ACTIVATION_ALIASES, Attention, Block, QKNorm, Scaling
 from jinfer.spec.model import EngineSpec, PromptSpec
+from jinfer.spec.quantization import QuantizationSpec, RuleSpec
 from jinfer.spec.reader import fields, union
 
 PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
@@ -26,6 +27,8 @@ def reference() -> dict[str, str]:
         "scaling": _table(Scaling),
         "engine": _table(EngineSpec),
         "prompt": _table(PromptSpec),
+        "quantization": _table(QuantizationSpec),
+        "rules": _table(RuleSpec),
         "activations": ", ".join(
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),
@@ -107,7 +110,8 @@ def _option(option: Any) -> str:
     if get_origin(option) is Literal:
         return ", ".join(f"`{word}`" for word in get_args(option))
     if get_origin(option) is tuple:
-        return "a list of numbers"
+        of_tables = dataclasses.is_dataclass(get_args(option)[0])
+        return "a list of tables" if of_tables else "a list of numbers"
     if dataclasses.is_dataclass(option):
         kind = get_type_hints(option).get("kind")
         kinds = " or ".join(f"`{word}`" for word in get_args(kind))

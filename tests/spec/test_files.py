@@ -17,6 +17,7 @@ from jinfer.spec.files import (
     read_toml,
     with_families,
 )
+from jinfer.spec.match import matches
 from jinfer.spec.resolve import Facts
 from jinfer.spec.values import lookup_in
 
@@ -117,6 +118,25 @@ def test_a_condition_decides_between_families_of_one_name() -> None:
     for metadata, family in (({"expert_count": 8}, "mixtral"), ({"expert_count": 0}, "llama")):
         known = Facts("gguf", lookup_in(metadata))
         assert find_family(known, ["llama"], Path("file.gguf")).stem == family
+
+
+def test_a_condition_may_ask_for_rows() -> None:
+    table = {"architectures": ["A"], "when": "rows('head') == 9 or rows('none')"}
+
+    def fits(head: int) -> bool:
+        known = facts({}, {"head": (head, 4)})
+        return matches(
+            table,
+            "",
+            format=known.format,
+            architectures=["A"],
+            lookup=known.lookup,
+            has=known.has,
+            rows=known.rows,
+        )
+
+    assert fits(9)
+    assert not fits(8)
 
 
 @pytest.mark.parametrize(

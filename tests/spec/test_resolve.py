@@ -231,11 +231,15 @@ def test_scaling_that_depends_on_the_length_served(
     table = model(
         engine=engine,
         dims__context=context,
-        decoder__modules__attn__position__scaling={"rope_type": "dynamic", "factor": 2},
+        decoder__modules__attn__position__scaling={"rope_type": "longrope", "factor": 2},
     )
     assert f" length={length})" in repr(resolved(table).stacks)
-    table["decoder"]["modules"]["attn"]["position"]["scaling"]["rope_type"] = "yarn"
-    assert " length=None)" in repr(resolved(table).stacks)
+    assert resolved(table).steady is None
+    for other, steady in (("yarn", None), ("dynamic", context)):
+        table["decoder"]["modules"]["attn"]["position"]["scaling"]["rope_type"] = other
+        spec = resolved(table)
+        assert " length=None)" in repr(spec.stacks)
+        assert (spec.steady, spec.stretch) == (steady, 2.0 if steady else 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tensor maps: patterns, fused tensors, formats, and which table wins."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,15 +68,41 @@ def test_stacked_tensors() -> None:
     """{e} is left for loading, which knows how many there are."""
     tensors = tensor_map(
         {
-            "decoder.{i}.ffn.experts.up": ["h.{i}.experts.{e}.up", "h.{i}.up_exps"],
+            "decoder.{i}.ffn.experts.down": ["h.{i}.experts.{e}.down", "h.{i}.down_exps"],
             "decoder.{i}.ffn.experts.{gate,up}": {"from": "h.{i}.x", "groups": 2, "axis": 1},
         }
     )
-    place = tensors.place("decoder.2.ffn.experts.up.bias")
-    assert place == Place(("h.2.experts.{e}.up.bias", "h.2.up_exps.bias"))
+    place = tensors.place("decoder.2.ffn.experts.down.bias")
+    assert place == Place(("h.2.experts.{e}.down.bias", "h.2.down_exps.bias"))
     parts = ("decoder.2.ffn.experts.gate.weight", "decoder.2.ffn.experts.up.weight")
     place = tensors.place(parts[0])
     assert place == Place(("h.2.x.weight",), parts, groups=2, axis=1)
+
+
+def test_several_lines_for_one_parameter() -> None:
+    """They are tried in turn, but only those of the table that decides."""
+    family = {
+        "a.up": "up.{e}",
+        "a.{gate,up}": "both",
+        "a.{gate,up}.weight": {"from": "fused", "axis": 1},
+    }
+    parts = ("a.gate.weight", "a.up.weight")
+    tensors = tensor_map({"a.up.weight": "base"}, family)
+    assert list_of(tensors.place("a.up.weight")) == [
+        Place(("fused",), parts, axis=1),
+        Place(("up.{e}.weight",)),
+        Place(("both.weight",), parts),
+    ]
+    assert list_of(tensors.place("a.gate.weight")) == [
+        Place(("fused",), parts, axis=1),
+        Place(("both.weight",), parts),
+    ]
+    own = tensor_map(family, {"a.up": "own"})
+    assert list_of(own.place("a.up.weight")) == [Place(("own.weight",))]
+
+
+def list_of(place: Place | None) -> list[Place]:
+    return [replace(each, otherwise=None) for each in place.choices()] if place else []
 
 
 def test_every_format_has_its_own_table() -> None:
@@ -86,7 +113,12 @@ def test_every_format_has_its_own_table() -> None:
     assert names(gguf, "embed.weight") == ("token_embd.weight",)
     assert (gguf.prefixes, gguf.ignore) == ((), ("x.*",))
     assert tensor_map(table, format="llama2c").entries == ()
-    assert tensor_map(table).prefixes == ("m.",)
+    assert tensor_map(table).prefixes == (("m.", ""),)
+
+
+def test_prefixes_may_stand_for_others() -> None:
+    tensors = tensor_map({"prefix": ["a.", "b."]}, {"prefix": {"b.": "c.", "d.e.": "d."}})
+    assert tensors.prefixes == (("a.", ""), ("b.", "c."), ("d.e.", "d."))
 
 
 def test_the_most_specific_table_wins_and_lists_add_up() -> None:
@@ -131,6 +163,7 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"{i}.{i}": "x"}, "tensors.'{i}.{i}': has {i} more than once"),
         ({"embed": "x.{i}"}, "tensors.'embed': has no {i}, but the file's name has"),
         ({"prefix": 3}, "tensors.prefix: 3 is not a text or a list of texts"),
+        ({"prefix": {"a": 3}}, "tensors.prefix.a: 3 is not a text"),
         ({"ignore": {}}, "tensors.ignore: {} is not a text or a list of texts"),
         ({"ignore": [3]}, "tensors.ignore: [3] is not a text or a list of texts"),
         ({"suffixes": "gamma"}, "tensors.suffixes: 'gamma' is not a table"),

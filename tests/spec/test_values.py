@@ -139,6 +139,53 @@ def test_value_refused(written: str, reason: str) -> None:
     assert reason in text
 
 
+TENSORS: dict[str, tuple[int, ...]] = {
+    "up.weight": (48, 16),
+    "up.bias": (48,),
+    "one": (),
+    "h.0.experts": (3, 24, 16),
+    "h.1.experts": (5, 24, 8),
+    "h.1.other": (7,),
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("rows('up.weight')", 48),
+        ("rows('up.bias')", 48),
+        ("rows('up.*') // 2", 24),
+        ("rows('h.*.experts')", 24),
+        ("rows('down.weight') | rows('up.weight') | 1", 48),
+        ("rows('down.weight') | $hidden_size", 64),
+        ("$missing | rows('down.weight') | 5", 5),
+        ("rows('down.weight') if has('down.weight') else none", None),
+    ],
+)
+def test_rows(written: str, expected: int) -> None:
+    assert values(DIMS, CONFIG, TENSORS).value(written, "key") == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("rows('down')", "the checkpoint has no tensor 'down'; set it or add a default: '| ...'"),
+        ("rows('a') | $b | rows('c')", "config.json has no 'b' and the checkpoint has no tensor "
+         "'a' or 'c'; set it or add a default"),
+        ("rows('h.1.*')", "has no value: 2 tensors match 'h.1.*', with 7, 24 rows; name one"),
+        ("rows('one')", "has no value: 'one' is a single number, without rows"),
+        ("rows()", "has no value: "),
+        ("rows(3)", "has no value: 3 is not the name of a tensor, in quotes"),
+        ("rows([1])", "has no value: [1] is not the name of a tensor, in quotes"),
+        ("row('x')", "unknown function 'row'; did you mean 'rows'?"),
+    ],
+)  # fmt: skip
+def test_rows_refused(written: str, reason: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        values(DIMS, CONFIG, TENSORS).value(written, "some.key")
+    assert reason in one_line(caught.value)
+
+
 @pytest.mark.parametrize(
     "written",
     [
