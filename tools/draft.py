@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jinfer.checkpoint import Tensor
 from jinfer.recognize import Located
-from tools.roles import Line, is_ignorable, module_of, role_of
+from tools.roles import Line, is_ignorable, module_of, roles_of
 
 # jinfer's word -> the words that config files have for it, and what holds without any.
 _DIMS = {
     "vocab": (("vocab_size",), ""),
-    "hidden": (("hidden_size", "n_embd", "d_model", "dim"), ""),
+    "hidden": (("hidden_size", "n_embd", "n_embed", "d_model", "dim"), ""),
     "layers": (("num_hidden_layers", "n_layer", "n_layers", "num_layers"), ""),
     "heads": (
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
@@ -29,24 +30,36 @@ _DIMS = {
     "eps": (("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"), "1e-5"),
     "rope_theta": (("rope_theta", "rotary_emb_base"), "10000"),
 }
+# Which dimensions of a head are rotated: a key with their number, or with their share.
+_ROTARY_DIM = "rotary_dim"
+_ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_emb_fraction")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+# Keys that say nothing of the model's structure, or what its tensors say as well.
+_SAYS_NOTHING = re.compile(
+    r"_.*|architectures|auto_map|model_type|tokenizer_class|transformers_version|(torch_)?dtype"
+    r"|tie_word_embeddings|use_cache|gradient_checkpointing|pretraining_tp|task_specific_params"
+    r"|.*_token_id|.*_ids?|.*drop(out)?(_.*)?|.*initializer_.*|initializer|summary_.*|id2label"
+    r"|label2id|output_.*|return_.*|quantization_config"
+)
 _TO_CHECK = """\
 # A draft: what names and shapes tell. Check against the model's own code:
 # the order of the norms, the activation, rotary pairs (halves or adjacent), scales, windows."""
 
 
-def draft(opened: Located) -> str:
-    """The text of a specification: complete for a plain decoder or encoder, else its names."""
+def draft(opened: Located, weights: str = "") -> str:
+    """The text of a specification: complete for a plain decoder or encoder, else its names.
+
+    Args:
+        weights: where the checkpoint is, as seen from the file with the text; "" leaves it out.
+    """
     tensors = list(opened.checkpoint.tensors.values())
     modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
-    roles: dict[str, str] = {}
-    for module, tensor in modules.items():
-        role = role_of(tensor, modules)
-        roles[module] = "" if role in roles.values() else role
+    roles = roles_of(tensors)
     found = {role: modules[module] for module, role in roles.items() if role}
     stacks = sorted({role.partition(".")[0] for role in found} & {"encoder", "decoder"})
     unnamed = [module for module, role in roles.items() if not role]
-    parts = [_TO_CHECK, _match(opened)]
+    at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
+    parts = [_TO_CHECK, at, _match(opened)]
     if opened.checkpoint.format != "gguf":  # whose sizes specs/formats/gguf.toml supplies
         parts.append(_dims(opened.config, found))
     if len(stacks) == 1:
@@ -56,6 +69,8 @@ def draft(opened: Located) -> str:
     parts.append(_tensors(opened, roles, modules, tensors))
     if unnamed:
         parts.append("\n".join(f"# no name found for {json.dumps(module)}" for module in unnamed))
+    if opened.checkpoint.format not in ("gguf", "llama2c"):
+        parts.append(_unread(opened.config, "".join(parts)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -65,6 +80,20 @@ def _match(opened: Located) -> str:
     return f"[match]\n{key} = [{names}]" if names else ""
 
 
+def _unread(config: Mapping[str, Any], text: str) -> str:
+    """The keys of config.json that may matter, but that nothing in the text looks up."""
+    read = {key.partition(".")[0] for key in re.findall(r"\$([\w.]+)", text)}
+    unread = {
+        key: value
+        for key, value in config.items()
+        if key not in read and value is not None and not _SAYS_NOTHING.fullmatch(key)
+    }
+    if not unread:
+        return ""
+    lines = [f"#   {json.dumps(key)[1:-1]} = {json.dumps(v)[:60]}" for key, v in unread.items()]
+    return "\n".join(["# config.json also says, and nothing here reads:", *lines])
+
+
 def _dims(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> str:
     lines = ["[dims]"]
     rotary = not any(role.endswith(".position") for role in found)
@@ -72,25 +101,41 @@ def _dims(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> str:
         if name == "rope_theta" and not rotary:
             continue
         present = [key for key in keys if config.get(key) is not None]
+        null = [key for key in keys if key in config]
+        by_shape = "" if default or present else _by_shape(name, found)
         if present:
             value = f'"${present[0]} | {default}"' if default else f'"${present[0]}"'
         elif default:
             value = default if default.replace("e-", "").isdigit() else f'"{default}"'
+        elif null and by_shape:
+            value = f'"${null[0]} | {by_shape}"'
         else:
-            value = str(_by_shape(name, found) or '"?"')
+            value = by_shape if by_shape.isdigit() else f'"{by_shape or "?"}"'
         lines.append(f"{name:<12} = {value}")
+    if rotary and (dim := _rotary_dim(config)):
+        lines.append(f'{"rotary_dim":<12} = "{dim} | head_dim"')
     return "\n".join(lines)
 
 
-def _by_shape(name: str, found: Mapping[str, Tensor]) -> int | None:
+def _rotary_dim(config: Mapping[str, Any]) -> str:
+    """How many dimensions of a head are rotated; "" for all of them."""
+    if config.get(_ROTARY_DIM) is not None:
+        return f"${_ROTARY_DIM}"
+    shares = [key for key in _ROTARY_SHARES if config.get(key) not in (None, 1)]
+    return f"floor(head_dim * ${shares[0]})" if shares else ""
+
+
+def _by_shape(name: str, found: Mapping[str, Tensor]) -> str:
+    """A size as the tensors have it: a number, or a multiple of another size; "" if none says."""
     embed = found.get("embed")
-    if embed is None:
-        return None
+    if embed is None or len(embed.shape) != 2:
+        return ""
+    vocab, hidden = embed.shape
     up = next((t for role, t in found.items() if role.endswith("ffn.up")), None)
-    sizes = {"vocab": embed.shape[0], "hidden": embed.shape[-1]}
-    if up is not None and len(up.shape) == 2:
-        sizes["intermediate"] = max(up.shape, key=lambda size: size != embed.shape[-1])
-    return sizes.get(name)
+    if name == "intermediate" and up is not None and len(up.shape) == 2:
+        size = max(up.shape, key=lambda size: size != hidden)
+        return str(size) if size % hidden else f"{size // hidden} * hidden"
+    return {"vocab": str(vocab), "hidden": str(hidden)}.get(name, "")
 
 
 def _stack(stack: str, opened: Located, found: set[str], biased: set[str]) -> str:
@@ -142,7 +187,8 @@ def _modules(opened: Located, has: set[str], has_bias: set[str]) -> Iterator[tup
     letters = "".join(p for p in "qkvo" if f"attn.{p}" in has_bias or (fused and p != "o"))
     attention = f', bias = "{letters}"' if letters else ""
     if "position" not in has:
-        attention += ', position = { kind = "rope", theta = "rope_theta" }'
+        dim = ', dim = "rotary_dim"' if _rotary_dim(opened.config) else ""
+        attention += f', position = {{ kind = "rope", theta = "rope_theta"{dim} }}'
     yield "attn", f'kind = "attention"{attention}'
     keys = [key for key in _ACTIVATIONS if opened.config.get(key)]
     words = f', activation = "${keys[0]}"' if keys else ""

@@ -1,4 +1,4 @@
-"""What a checkpoint is: `python -m tools.inspect SOURCE [--set k=v] [--json|--svg|--html FILE]`.
+"""What a checkpoint is: `python -m tools.inspect SOURCE [--set k=v] [--draft|--json|... FILE]`.
 
 It needs no family to fit: for a checkpoint that none does, or not quite, it lists what is left
 over and missing, and proposes lines for a specification.
@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.errors import USER_ERRORS
+from jinfer.recognize import Located
 from jinfer.spec.drawing import draw
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
+from tools.command import run
+from tools.draft import draft
 from tools.matching import describe
 from tools.report import to_html, to_json, to_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (*USER_ERRORS, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run(_run, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--draft", metavar="FILE", help="write a first draft of a specification (.toml)")
     add("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
     add("--svg", metavar="FILE", help="write a drawing of the wiring")
     add("--html", metavar="FILE", help="write the report with the drawing as a page")
@@ -53,10 +52,12 @@ def _run(options: argparse.Namespace) -> int:
     found = describe(options.source, overrides)
     if options.svg and found.spec is None:
         raise SpecError(options.source, "--svg", f"nothing to draw: {found.problem}")
+    if options.draft:
+        _write_draft(found.opened, options.source, Path(options.draft))
     if options.json == "-":
         print(json.dumps(to_json(found), ensure_ascii=False, indent=1))
     else:
-        print(to_text(found))
+        print(to_text(found, options.draft or ""))
     if options.json and options.json != "-":
         text = json.dumps(to_json(found), ensure_ascii=False, indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
@@ -65,6 +66,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.html:
         Path(options.html).write_text(to_html(found), encoding="utf-8")
     return 0
+
+
+def _write_draft(opened: Located, source: str, file: Path) -> None:
+    """Writes a draft with a path to its weights, but never over a file that is there."""
+    weights = os.path.relpath(opened.weights.resolve(), file.resolve().parent)
+    text = draft(opened, source if "://" in source else weights)
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as error:
+        raise SpecError(file, "--draft", "is there already, and may have been changed") from error
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
         family, how = _family(opened, overrides)
         spec = opened.spec(overrides)
     except SpecError as error:
-        return Description(opened, family, how, str(error), rows=bare)
+        problem = str(error).removeprefix(f"{opened.path}: ")
+        return Description(opened, family, how, problem, rows=bare)
     model = build(spec, "float32")
     rows, missing, wrong = _match(opened, spec, model)
     sizes = sizes_of(spec, model)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from jinfer.checkpoint import Tensor
 from jinfer.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
 from tools.draft import draft
 from tools.folding import fold, fold_names, pattern_of
 from tools.matching import Description
-from tools.roles import Line, propose
+from tools.roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
 
 _WIDTH_HEADS = ("bits", "stored", "embeddings", "all else", "together")
-_TENSOR_HEADS = ("tensor", "shape", "type", "parameter")
+_TENSOR_HEADS = ("tensor", "shape", "type")
 
 
 def facts(found: Description) -> list[tuple[str, str]]:
@@ -41,8 +42,8 @@ def facts(found: Description) -> list[tuple[str, str]]:
         ("dims", ", ".join(f"{name} {value}" for name, value in found.spec.dims.items())),
         (
             "parameters",
-            f"{count_text(sizes.parameters)}: {tables}, {sizes.matrices:,} in other matrices, "
-            f"{sizes.vectors:,} in norms and biases",
+            f"{count_text(sizes.parameters)}: {tables}, {sizes.matrices + sizes.heads:,} in other "
+            f"matrices, {sizes.plain:,} in norms, biases and the like",
         ),
         *([("KV cache", _cache(found))] if sizes.cache_per_token else []),
     ]
@@ -76,7 +77,11 @@ def memory(found: Description) -> list[tuple[str, ...]]:
 
 
 def tensors(found: Description) -> list[tuple[str, ...]]:
-    """The file's tensors, those of equal layers on one line: name, shape, type, what it is."""
+    """The file's tensors, those of equal layers on one line: name, shape, type, what it is.
+
+    Without a specification, what it is by its name.
+    """
+    likely = {} if found.spec else roles_of(row.tensor for row in found.rows)
     groups = fold(
         found.rows,
         lambda row: row.tensor.name,
@@ -91,9 +96,23 @@ def tensors(found: Description) -> list[tuple[str, ...]]:
     for name, rows in groups:
         held = " + ".join(fold_names(p for row in rows for p in row.parameters))
         note = f"({rows[0].note})" if rows[0].note else ""
+        if not found.spec:
+            held = _likely(likely, rows[0].tensor)
         shape = " x ".join(map(str, rows[0].tensor.shape)) or "one number"
         lines.append((name, shape, rows[0].tensor.type, f"{held} {note}".strip()))
     return lines
+
+
+def _likely(roles: Mapping[str, str], tensor: Tensor) -> str:
+    """The parameter that a tensor's name sounds like."""
+    if is_ignorable(tensor):
+        return "none: a buffer"
+    role = roles[module_of(tensor)]
+    return f"{role}.{leaf_of(tensor.name)}".rstrip(".") if role else "?"
+
+
+def _tensor_heads(found: Description) -> tuple[str, ...]:
+    return (*_TENSOR_HEADS, "parameter" if found.spec else "by its name")
 
 
 def wiring(found: Description) -> Iterator[str]:
@@ -126,8 +145,8 @@ def proposals(found: Description) -> list[Line]:
     return propose(found.unused, found.missing) if found.spec else []
 
 
-def to_text(found: Description) -> str:
-    """The whole report."""
+def to_text(found: Description, drafted: str = "") -> str:
+    """The whole report; `drafted` is the file that has the draft, if one has."""
     width = max(len(word) for word, _ in facts(found))
     parts = ["\n".join(f"{word:<{width}}  {value}" for word, value in facts(found))]
     if found.spec:
@@ -135,15 +154,17 @@ def to_text(found: Description) -> str:
             f"Memory ({WIDTHS_NOTE}):\n{_columns(_WIDTH_HEADS, memory(found), right=True)}"
         )
         parts.append("Wiring:\n" + "\n".join(f"  {line}" for line in wiring(found)))
-    parts.append(f"Tensors:\n{_columns(_TENSOR_HEADS, tensors(found))}")
+    parts.append(f"Tensors:\n{_columns(_tensor_heads(found), tensors(found))}")
     parts += [
         f"{heading}:\n" + "\n".join(f"  {line}" for line in lines)
         for heading, lines in _problems(found).items()
         if lines
     ]
-    if found.spec is None:
+    if drafted:
+        parts.append(f"A first draft is in {drafted}.")
+    elif found.spec is None:
         parts.append(f"A first draft, to save as a .toml:\n\n{draft(found.opened)}".rstrip())
-    elif found.fits:
+    if found.fits:
         parts.append("Every parameter has its tensor, and every tensor its place.")
     # Names come from the file, and what a terminal obeys has no place in them.
     text = "\n\n".join(parts)
@@ -216,7 +237,7 @@ def to_html(found: Description) -> str:
         parts += [draw(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]
         parts.append(html_table(_WIDTH_HEADS, memory(found)))
         parts.append(f"<h2>Wiring</h2><pre>{escape(chr(10).join(wiring(found)))}</pre>")
-    parts += ["<h2>Tensors</h2>", html_table(_TENSOR_HEADS, tensors(found))]
+    parts += ["<h2>Tensors</h2>", html_table(_tensor_heads(found), tensors(found))]
     for heading, lines in _problems(found).items():
         if lines:
             parts.append(f"<h2>{escape(heading)}</h2><pre>{escape(chr(10).join(lines))}</pre>")

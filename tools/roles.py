@@ -60,6 +60,8 @@ _OUTSIDE = {
 _IGNORED = re.compile(r"(.*\.)?(inv_freq|masked_bias|position_ids|causal_mask)")
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 
+type Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -87,6 +89,13 @@ def module_of(tensor: Tensor) -> str:
     """A tensor's name without weight or bias, the layer's number as {i} and an expert's as {e}."""
     name = _LEAF.sub("", tensor.name)
     return numbered(name, "ie" if re.search(r"experts?\.\d+(\.|$)", name) else "i")
+
+
+def leaf_of(name: str) -> str:
+    """What a parameter of that name is in its module: "weight", "bias", or "" if it says none."""
+    found = _LEAF.search(name)
+    leaf = found[1] if found else ""
+    return {"gamma": "weight", "beta": "bias"}.get(leaf, leaf)
 
 
 def is_ignorable(tensor: Tensor) -> bool:
@@ -139,34 +148,55 @@ def _word(table: Mapping[str, str], word: str) -> str:
     return next((role for role, words in table.items() if re.fullmatch(words, word)), "")
 
 
-def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
-    """Lines for tensors that fit a missing parameter, by their words or else by their shape."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for each in missing:
-        wanted.setdefault(numbered(_LEAF.sub("", each.parameter), "i"), each.shape)
-    modules: dict[str, Tensor] = {}
-    for tensor in unused:
-        modules.setdefault(module_of(tensor), tensor)
-    lines: dict[str, Line] = {}
+def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """What each module of a file most likely is; "" for those that are not plain, or seen before.
+
+    Buffers that no model needs are left out.
+    """
+    modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
+    roles: dict[str, str] = {}
     for module, tensor in modules.items():
         role = role_of(tensor, modules)
-        if role in wanted and (fit := _fits(tensor, wanted[role], "{e}" in module)):
+        roles[module] = "" if role in roles.values() else role
+    return roles
+
+
+def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
+    """Lines for tensors that fit a missing parameter, by their words or else by their shape."""
+    wanted: dict[str, dict[str, Shape]] = {}
+    for each in missing:
+        name = numbered(_LEAF.sub("", each.parameter), "i")
+        wanted.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for tensor in unused:
+        modules.setdefault(module_of(tensor), {}).setdefault(leaf_of(tensor.name), tensor)
+    lines: dict[str, Line] = {}
+    for module, tensors in modules.items():
+        role = role_of(next(iter(tensors.values())), modules)
+        if role in wanted and (fit := _fits(tensors, wanted[role], "{e}" in module)):
             lines[role] = Line(role, module, fit == "transposed")
-    by_shape: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for parameter, shape in wanted.items():
+    by_shape: dict[tuple[Shape, bool], list[str]] = {}
+    for parameter, shapes in wanted.items():
         if parameter not in lines:
-            by_shape.setdefault((shape, "{i}" in parameter), []).append(parameter)
+            by_shape.setdefault((_first(shapes), "{i}" in parameter), []).append(parameter)
     taken = {line.source for line in lines.values()}
-    free = {module: tensor for module, tensor in modules.items() if module not in taken}
+    free = {module: _first(t).shape for module, t in modules.items() if module not in taken}
     for (shape, in_layer), parameters in by_shape.items():
-        alike = [m for m, t in free.items() if t.shape == shape and ("{i}" in m) == in_layer]
+        alike = [m for m, own in free.items() if own == shape and ("{i}" in m) == in_layer]
         if len(alike) == len(parameters) == 1:
             lines[parameters[0]] = Line(parameters[0], alike[0], reason="by its shape")
     return list(lines.values())
 
 
-def _fits(tensor: Tensor, wanted: tuple[int, ...], stacked: bool) -> str:
-    wanted = wanted[1:] if stacked else wanted
-    if tensor.shape == wanted:
-        return "as it is"
-    return "transposed" if tensor.shape == wanted[::-1] else ""
+def _first[T](of_leaves: Mapping[str, T]) -> T:
+    """That of the weight, if there is one."""
+    return of_leaves.get("weight", next(iter(of_leaves.values())))
+
+
+def _fits(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], stacked: bool) -> str:
+    """How those of a module fit those that are wanted: every leaf that both have has to."""
+    found = set()
+    for leaf in tensors.keys() & wanted.keys():
+        shape, own = wanted[leaf][stacked:], tensors[leaf].shape
+        found.add("as it is" if own == shape else "transposed" if own == shape[::-1] else "")
+    return "" if "" in found or not found else "transposed" if "transposed" in found else "as it is"

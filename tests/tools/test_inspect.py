@@ -12,8 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from tools.draft import draft
 from tools.inspect import main
 from tools.matching import describe
+from tools.report import proposals
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 Tensors = dict[str, np.ndarray]
@@ -74,7 +76,7 @@ def test_sizes_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.sizes.embeddings == 320 * 64
     assert found.sizes.total_bytes(16) == 2 * stored
     assert found.sizes.total_bytes(32) == 4 * stored
-    assert found.sizes.embedding_bytes(3.5) == 320 * 64 * 4.5 / 8
+    assert found.sizes.embedding_bytes(3.5) == 320 * 64 * 7 / 8
     # Three layers, two arrays of 64 numbers, two bytes each.
     assert found.sizes.cache_per_token == 3 * 2 * 64 * 2
     assert "768 B a token, 192.00 KiB for a context of 256" in printed(capsys, GOLDENS / "llama2")
@@ -140,11 +142,65 @@ def test_an_unknown_architecture_is_drafted_and_the_draft_loads(
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
 
 
+def test_a_draft_is_written_beside_its_weights_and_never_over_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for a checkpoint whose family is known: a variant of it starts from there."""
+    folder = changed(tmp_path / "weights", lambda t: None)
+    file = tmp_path / "mine.toml"
+    text = printed(capsys, folder, "--draft", file)
+    assert text.endswith(
+        f"A first draft is in {file}.\n\nEvery parameter has its tensor, "
+        "and every tensor its place.\n"
+    )
+    assert 'weights = "weights"\n' in file.read_text()
+    assert describe(file, {}).fits
+    file.write_text("# changed by hand")
+    assert main([str(folder), "--draft", str(file)]) == 2
+    assert "mine.toml: --draft: is there already" in capsys.readouterr().err
+    assert file.read_text() == "# changed by hand"
+
+
+def test_a_draft_reads_what_config_json_says_and_lists_the_rest(tmp_path: Path) -> None:
+    folder = changed(tmp_path, lambda t: None, "SomethingNewForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "partial_rotary_factor": 0.25,
+        "logit_scale": 0.1,
+        "odd\nkey": [1],
+        "bos_token_id": 1,
+    }
+    config["intermediate_size"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    found = describe(folder, {"family": "llama"})
+    lines = draft(found.opened).splitlines()
+    assert 'rotary_dim   = "floor(head_dim * $partial_rotary_factor) | head_dim"' in lines
+    assert 'intermediate = "$intermediate_size | 112"' in lines
+    assert any(line.startswith("attn =") and 'dim = "rotary_dim"' in line for line in lines)
+    _, _, rest = draft(found.opened).partition("# config.json also says, and nothing here reads:\n")
+    assert "#   logit_scale = 0.1\n#   odd\\nkey = [1]\n" in rest
+    assert all(line.startswith("#   ") for line in rest.splitlines())
+    assert "partial_rotary_factor" not in rest
+    assert "bos_token_id" not in rest
+
+
+def test_lines_are_proposed_where_only_some_of_a_module_is_there(tmp_path: Path) -> None:
+    """The specification wants a bias that the file lacks: its matrix still has a likely line."""
+
+    def change(tensors: Tensors) -> None:
+        for i in range(3):
+            old = tensors.pop(f"model.layers.{i}.self_attn.q_proj.weight")
+            tensors[f"model.layers.{i}.self_attn.query.weight"] = old
+
+    biased = {"decoder": {"modules": {"attn": {"bias": "q"}}}}
+    found = describe(changed(tmp_path, change), biased)
+    lines = [str(line) for line in proposals(found)]
+    assert lines == ['"decoder.{i}.attn.q" = "model.layers.{i}.self_attn.query"']
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "gguf_llama2", "mixtral", "bloom", "phi2"])
 def test_drafts_name_most_tensors(name: str) -> None:
     """What a draft maps is what the family maps, as far as it maps it."""
-    from tools.draft import draft
-
     found = describe(GOLDENS / name, {})
     assert found.spec is not None
     lines = [line for line in draft(found.opened).splitlines() if line.startswith('"')]
@@ -196,6 +252,7 @@ def test_drawing_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
         (["{empty}"], "holds no checkpoint"),
         (["{llama2}", "--set", "x"], "key=value"),
         (["{unknown}", "--svg", "{empty}/x.svg"], "nothing to draw"),
+        (["{llama2}", "--draft", "{empty}/none/x.toml"], "No such file"),
         (["{llama2}", "--json", "{empty}/none/x.json"], "No such file"),
     ],
 )

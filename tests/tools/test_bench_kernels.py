@@ -1,0 +1,26 @@
+"""The kernels' benchmark, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jinfer.quant.format import QuantFormat
+from tools import bench_kernels
+
+
+def test_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    assert bench_kernels.main([]) == 1
+    assert capsys.readouterr().err == "bench_kernels needs a GPU; JAX found cpu\n"
+
+
+@pytest.mark.parametrize("width", ["3.5", "8"])
+def test_what_is_timed_fits_together(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "seconds", lambda run: run())
+    format = QuantFormat(width)  # type: ignore[arg-type]
+    token = jax.eval_shape(lambda: bench_kernels.time_decode(format, 1024, "triton")[0])
+    assert token.shape == ()
+    y = jax.eval_shape(lambda: bench_kernels.time_product(format, 4096, 4096, 8, "triton"))
+    assert y.shape == (8, 4096)

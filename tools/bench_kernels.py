@@ -1,0 +1,201 @@
+"""Times the GPU kernels: `python -m tools.bench_kernels [--json FILE]`.
+
+Products with the matrices of real models at every width, against what the machine's memory and
+tensor cores were measured to do, and the decode step of a model of Llama-3-8B's shape with random
+weights. Each time is of a loop over different matrices of a stack much larger than the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.quant.format import QuantFormat, Width
+from kernels_pallas import Kept, Packed, attend, matmul, with_sinks
+
+WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
+SHAPES = {  # outputs, inputs
+    "8B q": (4096, 4096),
+    "8B k": (1024, 4096),
+    "8B up": (14336, 4096),
+    "8B down": (4096, 14336),
+    "7B up": (11008, 4096),
+    "7B down": (4096, 11008),
+    "7B (2) up": (18944, 3584),
+    "7B (2) down": (3584, 18944),
+}
+ROWS = (1, 8, 64, 512)
+_STACK_BYTES = 1 << 30
+_REPEATS = 5
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Median time of a call, after one that compiles."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy reads and writes."""
+    x = jnp.zeros((1 << 29,), jnp.float32)
+
+    @jax.jit
+    def copies(x: Array) -> Array:
+        return lax.fori_loop(0, 10, lambda _, x: x + 1, x)
+
+    return 10 * 2 * x.nbytes / seconds(lambda: copies(x))
+
+
+def matmul_rate() -> float:
+    """Operations a second of a product of bf16 matrices of random numbers."""
+    size, times = 8192, 10
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / 90
+
+    @jax.jit
+    def products(x: Array) -> Array:
+        return lax.fori_loop(0, times, lambda _, x: x @ a, x)
+
+    return times * 2 * size**3 / seconds(lambda: products(a))
+
+
+def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> Packed:
+    """Matrices of random codes."""
+    superblocks = -(-inputs // 1024)
+    lead = (count, outputs, superblocks)
+    shape = (*lead, format.code_bits, 1, 32 // format.per_code)
+    words = jax.jit(functools.partial(jax.random.bits, shape=shape, dtype=jnp.uint32))(
+        jax.random.key(0)
+    )
+    scales = jnp.full((*lead, 1, 1024 // format.block, format.numbers), 0.01, jnp.float16)
+    return Packed(words, scales, format.levels, format.block, inputs)
+
+
+def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
+    """Seconds of one product."""
+    one = random_stack(format, 1, outputs, inputs).nbytes
+    count = max(2, min(64, _STACK_BYTES // one))
+    stack = random_stack(format, count, outputs, inputs)
+    x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+
+    @jax.jit
+    def products(x: Array, stack: Packed) -> Array:
+        def step(i: Array, x: Array) -> Array:
+            index = jnp.reshape(i, (1,)).astype(jnp.int32)
+            (y,) = matmul(x, [stack], index=index, backend=backend)  # type: ignore[arg-type]
+            # The next product must wait for this one.
+            return x + (y[:1, :1] * 1e-9).astype(x.dtype)
+
+        return lax.fori_loop(0, count, step, x)
+
+    return seconds(lambda: products(x, stack)) / count
+
+
+def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float, int]:
+    """Seconds of a token of a model of Llama-3-8B's shape, and the bytes it must read."""
+    layers, hidden, heads, kv_heads, dim, wide, vocab = 32, 4096, 32, 8, 128, 14336, 128256
+    stack = functools.partial(random_stack, format)
+    qkv = [stack(layers, n * dim, hidden) for n in (heads, kv_heads, kv_heads)]
+    out, down = stack(layers, hidden, heads * dim), stack(layers, hidden, wide)
+    gate_up = [stack(layers, wide, hidden) for _ in range(2)]
+    head = stack(1, vocab, hidden)
+    cache = Kept(jnp.zeros((layers, kv_heads, context, dim), jnp.bfloat16))
+    product = functools.partial(matmul, backend=backend)  # type: ignore[arg-type]
+
+    def norm(x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
+
+    @jax.jit
+    def step(x: Array, weights: Any, cache: Kept) -> Array:
+        qkv, out, gate_up, down, head = weights
+
+        def layer(i: Array, x: Array) -> Array:
+            index = jnp.reshape(i, (1,)).astype(jnp.int32)
+            q, k, v = product(norm(x), qkv, index=index)
+            # New keys and values are used, not written: a layer is a slot of this cache.
+            q = (q + jnp.sum(k + v) * 1e-9).astype(jnp.bfloat16).reshape(1, 1, heads, dim)
+            low, last = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), context - 1, jnp.int32)
+            seen = attend(q, cache, cache, index, low, last, scale=dim**-0.5)
+            x = x + product(with_sinks(seen).reshape(1, -1), [out], index=index)[0]
+            (inner,) = product(norm(x), gate_up, index=index, gated=True)
+            return x + product(inner, [down], index=index)[0]
+
+        (logits,) = product(norm(lax.fori_loop(0, layers, layer, x)), [head])
+        return jnp.argmax(logits)
+
+    x = jax.random.normal(jax.random.key(2), (1, hidden), jnp.float32)
+    weights = (qkv, out, gate_up, down, head)
+    read = layers * sum(m.nbytes for m in (*qkv, out, *gate_up, down)) + head.nbytes
+    return seconds(lambda: step(x, weights, cache)), read + 2 * cache.codes.nbytes
+
+
+def measure(widths: list[Width], rows: list[int], backend: str) -> dict[str, Any]:
+    """All figures; times in seconds, rates in bytes or operations a second."""
+    copied, multiplied = copy_rate(), matmul_rate()
+    device = jax.devices()[0].device_kind
+    result: dict[str, Any] = {"device": device, "copy": copied, "matmul": multiplied}
+    print(f"{device}: copy {copied / 1e12:.2f} TB/s, bf16 {multiplied / 1e12:.0f} TFLOP/s")
+    print("width  matrix       rows        µs     GB/s  of copy  of matmul")
+    result["products"] = []
+    for width in widths:
+        format = QuantFormat(width)
+        for name, (outputs, inputs) in SHAPES.items():
+            size = random_stack(format, 1, outputs, inputs).nbytes
+            for count in rows:
+                took = time_product(format, outputs, inputs, count, backend)
+                read = size / took
+                share = 2 * count * outputs * inputs / took / multiplied
+                row = {"width": width, "matrix": name, "rows": count, "seconds": took}
+                result["products"].append(
+                    {**row, "bytes": size, "of_copy": read / copied, "of_matmul": share}
+                )
+                print(
+                    f"q{width:<5} {name:<12} {count:4} {took * 1e6:9.1f} {read / 1e9:8.0f} "
+                    f"{read / copied:8.0%} {share:9.0%}",
+                    flush=True,
+                )
+    print("width  decode of a Llama-3-8B shape, 1,024 tokens: ms, tokens/s, of copy")
+    result["decode"] = []
+    for width in widths:
+        took, size = time_decode(QuantFormat(width), 1024, backend)
+        share = size / took / copied
+        result["decode"].append({"width": width, "seconds": took, "bytes": size, "of_copy": share})
+        print(f"q{width:<5} {took * 1e3:8.2f} {1 / took:8.0f} {share:8.0%}", flush=True)
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; 1 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="bench_kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "gpu":
+        print(f"bench_kernels needs a GPU; JAX found {jax.default_backend()}", file=sys.stderr)
+        return 1
+    result = measure(options.widths, options.rows, options.backend)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

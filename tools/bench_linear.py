@@ -1,0 +1,130 @@
+"""Measures products with quantized matrices, by width, shape and rows.
+
+Many matrices of each shape are gone through in turn in one program, more than caches hold, so that
+weights come from memory as in a model. GB/s counts the weights' bytes; GMAC/s the multiplications.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jinfer.ops.linear import linear
+from jinfer.quant.format import parse_format
+from jinfer.quant.tensor import Activations, QuantizedTensor, abstract
+from tools.command import run
+
+_SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
+_BYTES = 256 << 20  # of all matrices of a shape
+
+
+def _matrices(
+    shape: tuple[int, int], name: str, most: int, activations: Activations
+) -> list[QuantizedTensor]:
+    format = parse_format(name)
+    empty = abstract(shape, format)
+    rng = np.random.default_rng(0)
+
+    def one() -> QuantizedTensor:
+        words = rng.integers(0, 2**32, empty.words.shape, np.uint32)
+        if format.per_code == 2:  # pairs are below 121
+            words &= np.uint32(0x3F3F3F3F)
+        scales = rng.standard_normal(empty.scales.shape).astype(np.float16)
+        parts = jnp.asarray(words), jnp.asarray(scales)
+        return QuantizedTensor(*parts, None, format, *shape, activations)
+
+    return [one() for _ in range(max(1, min(most, _BYTES // empty.nbytes)))]
+
+
+def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float:
+    """Seconds for a product, the least of several runs."""
+
+    def products(x: jax.Array, weights: list[QuantizedTensor]) -> jax.Array:
+        total = jnp.zeros((), jnp.float32)
+        for weight in weights:
+            # Each waits for the one before, as layers do.
+            total = linear(x + total, weight)[0, 0] * jnp.float32(0)
+        return total
+
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, weights[0].inputs)), "float32")
+    compiled = jax.jit(products).lower(x, weights).compile()
+    compiled(x, weights).block_until_ready()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        compiled(x, weights).block_until_ready()
+        best = min(best, time.perf_counter() - begin)
+    return best / len(weights)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table, and writes it as JSON if asked; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench_linear", description=__doc__)
+    add = parser.add_argument
+    add("--formats", type=_list(_format), default="q4,q8,q3.5")
+    add("--shapes", type=_list(_shape), default=_SHAPES, help="outputs x inputs")
+    add("--rows", type=_list(_count), default="1,8,512")
+    add("--mode", default="int8", choices=["int8", "float"])
+    add("--seconds", type=float, default=0.5, help="of each measurement")
+    add("--most", type=_count, default=64, help="matrices of a shape")
+    add("--json", type=Path)
+    return run(_run, parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    results = []
+    print(f"{'format':8}{'shape':12}{'rows':>5}{'µs':>11}{'GB/s':>8}{'GMAC/s':>9}")
+    for outputs, inputs in options.shapes:
+        for name in options.formats:
+            weights = _matrices((outputs, inputs), name, options.most, options.mode)
+            for rows in options.rows:
+                some = weights[: 4 if rows > 64 else None]
+                took = _measure(some, rows, options.seconds)
+                gb, gmac = weights[0].nbytes / took / 1e9, rows * outputs * inputs / took / 1e9
+                shape = f"{outputs}x{inputs}"
+                print(f"{name:8}{shape:12}{rows:5}{took * 1e6:11.1f}{gb:8.1f}{gmac:9.1f}")
+                results.append({"format": name, "shape": shape, "rows": rows, "seconds": took,
+                                "gb_per_second": gb, "gmac_per_second": gmac})  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _list[T](one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Reads texts with commas between them."""
+
+    def read(text: str) -> list[T]:
+        try:
+            return [one(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _format(text: str) -> str:
+    parse_format(text)
+    return text
+
+
+def _shape(text: str) -> tuple[int, int]:
+    outputs, _, inputs = text.partition("x")
+    return _count(outputs), _count(inputs)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

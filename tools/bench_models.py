@@ -1,0 +1,140 @@
+"""Checkpoints to measure with: real weights in another type, or made-up ones of a real shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+
+from jinfer.checkpoint import open_checkpoint
+
+# Weights of a row of random numbers, quantized once and used for all rows.
+_MADE_UP_ROWS = 64
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a decoder with gated feed-forwards and shared key and value heads."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    context: int = 4096
+
+    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and shapes."""
+        kv = self.hidden // self.heads * self.kv_heads
+        yield "token_embd.weight", (vocab, self.hidden)
+        yield "output_norm.weight", (self.hidden,)
+        yield "output.weight", (vocab, self.hidden)
+        for i in range(self.layers):
+            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
+            yield f"blk.{i}.attn_q.weight", (self.hidden, self.hidden)
+            yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
+            yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
+            yield f"blk.{i}.attn_output.weight", (self.hidden, self.hidden)
+            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
+            yield f"blk.{i}.ffn_gate.weight", (self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_up.weight", (self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_down.weight", (self.hidden, self.intermediate)
+
+    def metadata(self) -> dict[str, Any]:
+        """What GGUF says of these sizes."""
+        return {
+            "llama.block_count": self.layers,
+            "llama.context_length": self.context,
+            "llama.embedding_length": self.hidden,
+            "llama.feed_forward_length": self.intermediate,
+            "llama.attention.head_count": self.heads,
+            "llama.attention.head_count_kv": self.kv_heads,
+            "llama.rope.dimension_count": self.hidden // self.heads,
+            "llama.rope.freq_base": 10000.0,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        }
+
+
+# The sizes of TinyLlama-1.1B and of Llama-3-8B.
+SHAPES = {
+    "1.1b": LlamaShape(22, 2048, 32, 4, 5632),
+    "8b": LlamaShape(32, 4096, 32, 8, 14336),
+}
+
+
+def convert(source: Path, out: Path, type_name: str) -> None:
+    """Writes a GGUF file again with all its matrices in one type."""
+    checkpoint = open_checkpoint(source)
+    writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
+    copy_metadata(writer, checkpoint.metadata)
+    for name, tensor in checkpoint.tensors.items():
+        add_tensor(writer, name, tensor.read().astype(np.float32), type_name)
+    finish(writer)
+
+
+def make_up(shape: LlamaShape, tokenizer: Path, out: Path, type_name: str) -> None:
+    """Writes a model of random weights, with the tokenizer of another GGUF file."""
+    metadata = open_checkpoint(tokenizer).metadata
+    writer = gguf.GGUFWriter(out, "llama")
+    words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    copy_metadata(writer, {**words, **shape.metadata()})
+    rng = np.random.default_rng(0)
+    for name, size in shape.tensors(len(metadata["tokenizer.ggml.tokens"])):
+        if len(size) == 1:
+            writer.add_tensor(name, np.ones(size, np.float32))
+            continue
+        rows = rng.standard_normal((_MADE_UP_ROWS, size[1]), np.float32) / np.sqrt(size[1])
+        kind = gguf.GGMLQuantizationType[type_name]
+        packed = np.resize(quantize(rows, kind), (size[0], quantize(rows[:1], kind).shape[1]))
+        writer.add_tensor(name, packed, raw_dtype=kind)
+    finish(writer)
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
+    """Adds a tensor: a matrix in the type, a vector in float32."""
+    if values.ndim == 1:
+        writer.add_tensor(name, values)
+        return
+    kind = gguf.GGMLQuantizationType[type_name]
+    writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+
+
+def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Adds another file's metadata, but what the writer says itself."""
+    for key, value in metadata.items():
+        if key not in ("general.architecture", "general.file_type") and key[:5] != "GGUF.":
+            _add(writer, key, value)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A value of metadata, in the type that it was read as."""
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else list(value))
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file, which gets its name when it is whole."""
+    out = Path(writer.path or "")
+    part = out.with_name(f".{out.name}.part")
+    try:
+        writer.write_header_to_file(part)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)

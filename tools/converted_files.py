@@ -1,0 +1,204 @@
+"""The files of a converted checkpoint: arrays in safetensors files, a spec, the tokenizer's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jinfer.checkpoint.converted import ALIGNMENT, PADDING, marks
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.recognize import SPEC_FILE, Located, read_json_value
+from jinfer.sources import SourceError
+from jinfer.spec.files import families, with_families
+from jinfer.spec.resolve import merge
+from tools.toml_text import toml_text
+
+SHARD_BYTES = 4 << 30
+# What tokenizers, chat templates and poolings are read from.
+_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.spm", "tokenizer.bin")
+_SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation", "description")
+_PLACES = ("family", "weights", "tokenizer")
+_MORE_TEMPLATES = "additional_chat_templates"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name when all is written, and goes if it fails.
+
+    Raises:
+        SourceError: there is something of that name that is not an empty folder.
+    """
+    try:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise SourceError(f"{out}: is there already; name another folder, or remove it")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+        partial.mkdir()
+    except OSError as error:
+        raise SourceError(f"{out}: cannot be written: {error.strerror}") from error
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class Writer:
+    """Writes named arrays to `model.safetensors`, or to several files with an index."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """No more than `shard_bytes` are held in memory, and the arrays last added."""
+        self._folder, self._most = folder, shard_bytes
+        self._held: dict[str, np.ndarray] = {}
+        self._shards: list[list[str]] = []
+        self.nbytes = 0
+
+    def add(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Adds arrays that stay together in a file."""
+        size = sum(array.nbytes for array in arrays.values())
+        held = sum(array.nbytes for array in self._held.values())
+        if self._held and size + held > self._most:
+            self._flush(marks())
+        self._held |= arrays
+        self.nbytes += size
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Writes what is left, and `metadata`."""
+        self._flush(metadata)
+        count = len(self._shards)
+        if count == 1:
+            self._shard(0).rename(self._folder / "model.safetensors")
+            return
+        names = dict[str, str]()
+        for i, shard in enumerate(self._shards):
+            name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._shard(i).rename(self._folder / name)
+            names |= dict.fromkeys(shard, name)
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": names}
+        path = self._folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+    def _shard(self, number: int) -> Path:
+        return self._folder / f"shard-{number}"
+
+    def _flush(self, metadata: Mapping[str, str]) -> None:
+        write_safetensors(self._shard(len(self._shards)), self._held, metadata)
+        self._shards.append(list(self._held))
+        self._held = {}
+
+
+def write_safetensors(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes a file in which every array begins at a multiple of `ALIGNMENT`.
+
+    The format has no holes, so what fills the gaps are tensors as well.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    gaps = {}
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        kind = _NAMES[array.dtype]
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [begin, end]}
+        if gap := -end % ALIGNMENT:
+            gaps[name] = gap
+            begin, end = end, end + gap
+            padding = {"dtype": "U8", "shape": [gap], "data_offsets": [begin, end]}
+            header[name + PADDING] = padding
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, array in arrays.items():
+            np.ascontiguousarray(array).tofile(file)
+            file.write(bytes(gaps.get(name, 0)))
+
+
+def write_specification(
+    folder: Path, source: Located, overrides: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Writes `spec.toml`, and beside it the specifications that it builds on.
+
+    Args:
+        overrides: tables that the user laid over the source's.
+        settings: tables that replace what these say, such as the whole `[quantization]`.
+    """
+    own = dict(source.own if source.describes_model else {"family": source.family(), **source.own})
+    over = {key: table for key, table in overrides.items() if key not in _PLACES}
+    tables = with_families(own, source.path)
+    if over.keys() <= set(_SETTINGS):
+        tables[-1] = merge(own, over)
+    else:  # a table of its own, because the format's part of the source's counts before it
+        tables.append({**over, "family": ""})
+    known = families()
+    by_path = {str(path): name for name, path in known.items()}
+    head = f"# Converted by tools.quantize from {source.weights.name}.\n"
+    name = SPEC_FILE
+    replaced: dict[str, Any] = {"weights": ".", **settings}
+    for number, table in enumerate(reversed(tables), start=1):
+        family = table.get("family")
+        beside = f"family-{number}.toml"
+        whole = {key: value for key, value in table.items() if key not in _PLACES} | replaced
+        if family is not None:
+            whole = {"family": by_path.get(family, family if family in known else beside), **whole}
+        (folder / name).write_text(head + toml_text(whole), encoding="utf-8")
+        if family is None or family in known or family in by_path:
+            return
+        name, replaced = beside, {}
+
+
+def copy_companions(folder: Path, source: Located, tokenizer: Path) -> dict[str, Any]:
+    """Copies what is read beside the weights: config.json, the tokenizer's files, the pooling's.
+
+    Args:
+        tokenizer: where the source's tokenizer is looked for.
+
+    Returns:
+        What the specification has to say of them.
+    """
+    weights, format = source.weights, source.checkpoint.format
+    patterns = {"gguf": (), "llama2c": _PATTERNS[-1:]}.get(format, _PATTERNS)
+    _copy(_folder(weights), folder, patterns)
+    _copy_pooling(_folder(source.checkpoint.path), folder)
+    if tokenizer == weights:
+        return {}
+    _copy(_folder(tokenizer), folder / "tokenizer", _PATTERNS)
+    return {"tokenizer": "tokenizer"}
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _copy(source: Path, target: Path, patterns: Iterable[str]) -> None:
+    target.mkdir(exist_ok=True)
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)
+    more = source / _MORE_TEMPLATES
+    if patterns and more.is_dir():
+        _copy(more, target / _MORE_TEMPLATES, ("*.jinja",))
+
+
+def _copy_pooling(source: Path, target: Path) -> None:
+    """sentence-transformers' modules, each in a folder of its own."""
+    if not (source / "modules.json").is_file():
+        return
+    shutil.copyfile(source / "modules.json", target / "modules.json")
+    modules = read_json_value(source / "modules.json")
+    names = [str(module.get("path", "")) for module in modules if isinstance(module, Mapping)]
+    for name in names:
+        if name and name.isprintable() and not set(name) & set("/\\:") and name != "..":
+            _copy(source / name, target / name, ("*.json", "*.safetensors", "*.bin"))
