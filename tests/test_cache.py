@@ -76,6 +76,8 @@ def test_write_takes_the_type_of_the_cache() -> None:
         jnp.zeros(1, jnp.int32),
         jnp.int32(1),
     )
+    assert isinstance(new.keys, Array)
+    assert isinstance(new.values, Array)
     assert new.keys.dtype == new.values.dtype == jnp.bfloat16
     written = np.asarray(new.keys[1, :, :2], np.float32)
     assert_allclose(written, tokens(1, 1, 2)[0].swapaxes(0, 1), rtol=2**-8)
@@ -94,7 +96,7 @@ def compiled_step(
             x = attention(x, *after[name], here, here, jnp.int32(0), Sight(scale=1.0))
         return after, x
 
-    dtype = next(iter(cache.values())).keys.dtype
+    dtype = jax.tree.leaves(cache)[0].dtype
     x = jnp.ones((SLOTS, 1, KV_HEADS, HEAD_DIM), dtype)
     arguments = (cache, x, jnp.array([3, 5, 0, 9], jnp.int32))
     program = jax.jit(step, donate_argnums=0).lower(*arguments).compile()

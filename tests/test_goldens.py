@@ -35,8 +35,6 @@ CAUSAL |= {
         *("minicpm", "orion", "phi2", "qwen15", "xverse", "mixtral", "deepseek_moe"),
     )
 }
-# What a file says wrongly: this converter wrote 4 * hidden, whatever the width was.
-OVERRIDES: dict[str, dict[str, Any]] = {"gguf_phi2": {"dims.intermediate": 128}}
 # Its hidden states are narrower than its layers, and were left out of the values.
 NO_HIDDEN = ("opt350m",)
 
@@ -44,7 +42,7 @@ NO_HIDDEN = ("opt350m",)
 def open_model(name: str) -> LLM:
     folder = GOLDENS / name
     file = folder / "model.bin"
-    return LLM(file if file.exists() else folder, dtype="float32", **OVERRIDES.get(name, {}))
+    return LLM(file if file.exists() else folder, dtype="float32")
 
 
 def expected(name: str) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from jinfer.sampling import (
     Sampled,
     Sampler,
     SamplingParams,
+    argmax,
     empty_sampler,
     filter_logits,
     sample,
@@ -438,3 +439,12 @@ def test_one_program_serves_all_parameters() -> None:
         _, sampler = program(jnp.zeros((1, VOCAB)), sampler_row(p, (1, 2)))
         program(jnp.zeros((1, VOCAB)), sampler)
     assert traces == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
+def test_argmax_is_the_first_greatest(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 3, (50, vocab)).astype(np.float32)
+    logits[:10] = -np.inf
+    logits[10:20, -1] = np.inf
+    assert np.array_equal(argmax(jnp.asarray(logits)), logits.argmax(axis=-1))
