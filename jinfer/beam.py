@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jinfer import cache as kv_cache
-from jinfer.engine import Engine, Request, padded
-from jinfer.programs import Shape, empty_state
+from jinfer.engine import Engine, padded
+from jinfer.programs import Shape
+from jinfer.requests import Request
 from jinfer.sampling import empty_sampler
+from jinfer.steps import empty_state
 
 
 @dataclass(frozen=True)

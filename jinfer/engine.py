@@ -1,17 +1,19 @@
 """The step loop: requests enter slots, their prompts are computed, their tokens come out.
 
-All that a step needs of the step before stays on the device, so step n + 1 is launched before the
-host has seen the token of step n; a token computed for a request that has meanwhile ended is
-dropped.
+All that a step needs of the step before stays on the device, so call n + 1 is launched before the
+host has seen the tokens of call n; a token computed for a request that has meanwhile ended is
+dropped. Where steps are short, a call takes several.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -20,54 +22,33 @@ from jaxtyping import Float
 from jinfer import cache as kv_cache
 from jinfer.cache import Cache
 from jinfer.model import AbstractModel, Want
-from jinfer.programs import Programs, Shape, State, empty_state
-from jinfer.sampling import Sampled, SamplingParams, sampler_row
+from jinfer.programs import Programs, Shape
+from jinfer.requests import Request, Token, token_of
+from jinfer.sampling import Sampled, sampler_row
+from jinfer.steps import MAX_STEPS, State, empty_state
 
 SMALLEST_CHUNK = 16
 SMALLEST_CACHE = 256
-
-
-@dataclass(frozen=True)
-class Request:
-    """A sequence to be continued.
-
-    Attributes:
-        id: of the caller's choosing; its tokens carry it.
-        prompt: token ids, at least one.
-        sampling: how tokens are chosen.
-        encoder: token ids that an encoder reads; the prompt is then the decoder's.
-        limit: tokens it may have in the end, prompt included; at most the context.
-        end_ids: the model's own ends of sequence.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    limit: int
-    end_ids: tuple[int, ...] = ()
-    encoder: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Token:
-    """A new token of a request.
-
-    Attributes:
-        logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
-    """
-
-    request: int
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+# A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
+# waits no longer than two calls, and the host has little to do with a small model's short steps.
+CALL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose tokens the host has not read yet: (row of the result, request)."""
+    """A call whose tokens the host has not read yet.
+
+    Attributes:
+        sampled: with a leading axis of steps.
+        rows: (row of the result, request).
+        steps: tokens of each request, at most.
+        at: when, in seconds.
+    """
 
     sampled: Sampled
     rows: tuple[tuple[int, Request], ...]
+    steps: int
+    at: float
 
 
 @dataclass
@@ -111,6 +92,8 @@ class Engine:
     _slots: _Slots | None = None
     _waiting: deque[Request] = field(default_factory=deque)
     _launched: deque[_Launched] = field(default_factory=deque)
+    _last_read: float = 0.0  # when
+    _step_seconds: float = CALL_SECONDS  # of the last decode
 
     @property
     def model(self) -> AbstractModel:
@@ -164,17 +147,27 @@ class Engine:
 
     def _step(self) -> list[Token]:
         slots = self._admit()
+        left = {slot: self._left(slots, slot) for slot in range(slots.count)}
         rows = tuple(
             (slot, request)
             for slot, request in enumerate(slots.requests)
-            if request is not None and len(slots.held[slot]) < request.limit
+            if request is not None and left[slot] > 0
         )
         if rows:
-            self._decode(slots, rows)
+            self._decode(slots, rows, max(left.values()))
         tokens: list[Token] = []
         while len(self._launched) > (1 if rows else 0):
             tokens += self._read(slots, self._launched.popleft())
         return tokens
+
+    def _left(self, slots: _Slots, slot: int) -> int:
+        """Tokens that a slot's sequence may still have beyond those launched; 0 where nobody is."""
+        if (request := slots.requests[slot]) is None:
+            return 0
+        ahead = sum(
+            call.steps for call in self._launched if any(r is request for _, r in call.rows)
+        )
+        return request.limit - len(slots.held[slot]) - ahead
 
     def _admit(self) -> _Slots:
         """Moves waiting requests into free slots, and computes their prompts."""
@@ -227,7 +220,7 @@ class Engine:
                 self.leaves, slots.cache, slots.state, tokens, *at, row
             )
             if start + count == len(prompt):
-                self._launched.append(_Launched(sampled, ((0, request),)))
+                self._launched.append(_Launched(sampled, ((0, request),), 1, time.perf_counter()))
         slots.requests[slot], slots.held[slot] = request, list(prompt)
         slots.prompts[slot] = len(prompt)
 
@@ -253,22 +246,34 @@ class Engine:
         encoded = lax.dynamic_update_slice_in_dim(slots.state.encoded, count, slot, 0)
         slots.state = slots.state._replace(encoded=encoded)
 
-    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...]) -> None:
+    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...], longest: int) -> None:
         logprobs = any(request.sampling.logprobs is not None for _, request in rows)
         shape = Shape("decode", slots.count, slots.length, slots.encoded, 1, logprobs)
         program = self.programs.get(shape)
-        active = np.zeros(slots.count, np.bool_)
-        active[[slot for slot, _ in rows]] = True
-        slots.cache, slots.state, sampled = program(self.leaves, slots.cache, slots.state, active)
-        self._launched.append(_Launched(sampled, rows))
+        limits = np.zeros(slots.count, np.int32)
+        for slot, request in rows:
+            limits[slot] = request.limit
+        steps = min(longest, MAX_STEPS, max(1, int(CALL_SECONDS / self._step_seconds)))
+        begun = time.perf_counter()
+        slots.cache, slots.state, sampled = program(
+            self.leaves, slots.cache, slots.state, limits, np.int32(steps)
+        )
+        self._launched.append(_Launched(sampled, rows, steps, begun))
 
     def _read(self, slots: _Slots, launched: _Launched) -> Iterator[Token]:
-        ids = np.asarray(launched.sampled.tokens)
-        for row, request in launched.rows:
-            slot = next((s for s, r in enumerate(slots.requests) if r is request), None)
-            if slot is not None:  # it has not ended meanwhile
-                slots.held[slot].append(int(ids[row]))
-                yield _token(launched.sampled, row, int(ids[row]), request)
+        sampled = jax.tree.map(np.asarray, launched.sampled)
+        now = time.perf_counter()
+        steps = max(1, np.count_nonzero((sampled.tokens >= 0).any(axis=1)))
+        self._step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
+        self._last_read = now
+        for i in range(launched.steps):
+            step = jax.tree.map(lambda part, i=i: part[i], sampled)
+            for row, request in launched.rows:
+                slot = next((s for s, r in enumerate(slots.requests) if r is request), None)
+                # It may have ended meanwhile: the host knows it, or already the device.
+                if slot is not None and step.tokens[row] >= 0:
+                    slots.held[slot].append(int(step.tokens[row]))
+                    yield token_of(step, row, request)
 
     def chunks(self, start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(first token, tokens, padded size) of each piece of a prompt.
@@ -384,13 +389,3 @@ def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(held), len(prompt))
-
-
-def _token(sampled: Sampled, row: int, id: int, request: Request) -> Token:
-    wanted = request.sampling.logprobs
-    if wanted is None:
-        return Token(request.id, id)
-    _, chosen, top_ids, top_logprobs = (np.asarray(part) for part in sampled)
-    ids, logprobs = top_ids[row], top_logprobs[row]
-    top = tuple((int(i), float(p)) for i, p in zip(ids[:wanted], logprobs[:wanted], strict=True))
-    return Token(request.id, id, float(chosen[row]), top)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jinfer.engine import Request, Token
+from jinfer.requests import Request, Token
 from jinfer.stopping import StopTexts
 from jinfer.tokenizer import Tokenizer
 

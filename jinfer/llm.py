@@ -16,11 +16,12 @@ from jaxtyping import Float
 from jinfer.compilation import use_persistent_cache
 from jinfer.conversation import Message
 from jinfer.embedding import Pooling, cut, pool
-from jinfer.engine import Engine, Request
+from jinfer.engine import Engine
 from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
 from jinfer.model import Want, build
 from jinfer.opened import open_model, sampling_params
 from jinfer.programs import Programs
+from jinfer.requests import Request
 from jinfer.running import Running
 from jinfer.sampling import SamplingParams
 from jinfer.tokenizer import Tokenizer

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jinfer.beam import beam_search
-from jinfer.engine import Engine, Request, Token
+from jinfer.engine import Engine
 from jinfer.generation import Chunk, Completion, Generation, RequestError, Usage, completion
+from jinfer.requests import Request, Token
 from jinfer.tokenizer import Tokenizer
 
 

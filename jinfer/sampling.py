@@ -143,6 +143,7 @@ class Sampler(NamedTuple):
     drawn: Int[Array, " batch"]
     min_tokens: Int[Array, " batch"]
     end_ids: Int[Array, "batch ids"]
+    endless: Bool[Array, " batch"]
 
 
 class Sampled(NamedTuple):
@@ -187,6 +188,7 @@ def sampler_row(params: SamplingParams, end_ids: Iterable[int]) -> Sampler:
         np.zeros(1, np.int32),
         np.array([params.min_tokens], np.int32),
         ids,
+        np.array([params.ignore_eos]),
     )
 
 
@@ -217,6 +219,15 @@ def sample(
     )
     sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
     return sampled, sampler._replace(drawn=sampler.drawn + 1)
+
+
+def ends(tokens: Int[Array, " batch"], sampler: Sampler) -> Bool[Array, " batch"]:
+    """Whether a row's token ends its sequence, as far as the device can know.
+
+    A request that goes on after the model's ends may still have its own (`stop_token_ids`), and
+    stop texts; the host finds these.
+    """
+    return jnp.any(tokens[:, None] == sampler.end_ids, axis=-1) & ~sampler.endless
 
 
 def argmax(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:

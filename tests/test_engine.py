@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer import LLM, RequestError, SamplingParams
+from jinfer import LLM, RequestError, SamplingParams, engine
 from jinfer.cache import nbytes
+from jinfer.engine import Engine
 from jinfer.programs import Shape
 from jinfer.spec.errors import SpecError
+from jinfer.steps import MAX_STEPS
 
 GOLDEN = Path(__file__).parent / "goldens" / "llama2"
 RNG = np.random.default_rng(5)
@@ -154,6 +156,42 @@ def test_end_of_sequence_and_stop_ids(llm: LLM, alone: list[list[int]]) -> None:
     answer = llm.generate([prompt], forbidden)[0].token_ids
     assert expected[4] not in answer[:8]
     assert answer[:first] == expected[:first]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_several_steps_a_call(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The tokens are the same; a call ends with the last of its sequences."""
+    monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+    launched = []
+    decode = Engine._decode
+
+    def watched(self: Engine, slots: Any, *rest: Any) -> None:
+        decode(self, slots, *rest)
+        launched.append((self._launched[-1], slots.state.positions))
+
+    monkeypatch.setattr(Engine, "_decode", watched)
+    limits = [9, 3, 10, 7, 1, 10, 2, 8, 4]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in limits]
+    expected = [tokens[:n] for tokens, n in zip(alone, limits, strict=True)]
+    assert ids(llm.generate(PROMPTS, params)) == expected
+    assert max(call.steps for call, _ in launched) == (1 if seconds == 0 else MAX_STEPS)
+    # The device alone finds a stop id; nothing is computed beyond it.
+    launched.clear()
+    prompt, stop = PROMPTS[3], alone[3][2]
+    answer = llm.generate([prompt], SamplingParams(max_tokens=30, stop_token_ids=[stop]))[0]
+    count = alone[3].index(stop) + 1
+    assert answer.token_ids == alone[3][:count]
+    (slot, _), positions = launched[-1][0].rows[0], launched[-1][1]
+    assert positions[slot] == len(prompt) + count - 1
+    drawn = [SamplingParams(temperature=1.5, seed=7, max_tokens=10, logprobs=2)] * 9
+    answers = llm.generate(PROMPTS, drawn)
+    assert [len(answer.logprobs or ()) for answer in answers] == [10] * 9
+    monkeypatch.undo()
+    again = llm.generate(PROMPTS, drawn)
+    assert ids(again) == ids(answers)
+    assert [a.logprobs for a in again] == [a.logprobs for a in answers]
 
 
 def test_logprobs(llm: LLM, alone: list[list[int]]) -> None:

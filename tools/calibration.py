@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from jinfer import LLM, cache
 from jinfer.generation import RequestError
-from jinfer.programs import encode, forward
 from jinfer.quant.calibration import Inputs, Kind, tap
+from jinfer.steps import encode, forward
 
 LENGTH = 512  # tokens of a window
 MOST_TOKENS = 1 << 15  # of the text
