@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -139,7 +140,11 @@ def choose_storages(
             storages[name] = Storage(format, False, spec.method, outliers, activations)
     for i, rule in enumerate(spec.rules):
         if rule not in used:
-            names = [n for n, role in zip(model.names, model.roles, strict=True) if role != "plain"]
+            names = {
+                re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight")
+                for name, role in zip(model.names, model.roles, strict=True)
+                if role != "plain"
+            }
             reason = f"{rule.match!r} matches no weight that the rules before it leave"
             raise SpecError(
                 path, f"quantization.rules[{i}].match", f"{reason}; {nearest(rule.match, names)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.recognize import recognize
+from jinfer.recognize import open_source, recognize
 from jinfer.sources import SourceError
 from jinfer.spec.errors import SpecError
 
@@ -70,3 +70,9 @@ def test_broken_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "model" / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=r"config.json: (cannot be read as JSON|is not a JSON)"):
         recognize(tmp_path / "model", {})
+
+
+def test_a_folder_that_holds_a_gguf_file_has_its_tokenizer() -> None:
+    found = open_source(GOLDENS / "gguf_llama2", {})
+    assert found.tokenizer({}) == GOLDENS / "gguf_llama2" / "model.gguf"
+    assert open_source(GOLDENS / "llama2", {}).tokenizer({}) == GOLDENS / "llama2"
