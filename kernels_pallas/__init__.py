@@ -7,8 +7,9 @@ Mosaic GPU and plain XLA, and `interpret`, which runs a kernel where there is no
 
 import warnings
 
-from kernels_pallas.attention import Kept, Partial, attend, with_sinks
+from kernels_pallas.attention import Alibi, Partial, attend, with_sinks
 from kernels_pallas.experts import expert_matmul
+from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import Backend, matmul
 
@@ -16,6 +17,7 @@ from kernels_pallas.matmul import Backend, matmul
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [
+    "Alibi",
     "Backend",
     "Kept",
     "Packed",

@@ -1,14 +1,16 @@
 """Times the GPU kernels: `python -m tools.bench_kernels [--json FILE]`.
 
 Products with the matrices of real models at every width, against what the machine's memory and
-tensor cores were measured to do, and the decode step of a model of Llama-3-8B's shape with random
-weights. Each time is of a loop over different matrices of a stack much larger than the caches.
+tensor cores were measured to do, attention over caches of every kind, and the decode step of a
+model of Llama-3-8B's shape with random weights. Each time is of a loop over different matrices of a
+stack, or slots, much larger than the machine's caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -21,7 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.quant.format import QuantFormat, Width
+from jinfer.cache import PLAIN
+from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.vectors import zeros
 from kernels_pallas import Kept, Packed, attend, matmul, with_sinks
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
@@ -36,6 +40,8 @@ SHAPES = {  # outputs, inputs
     "7B (2) down": (3584, 18944),
 }
 ROWS = (1, 8, 64, 512)
+CACHES = (*PLAIN, *FORMATS)
+ATTENTION_TOKENS = (1, 8, 256)
 _STACK_BYTES = 1 << 30
 _REPEATS = 5
 
@@ -106,6 +112,35 @@ def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, back
     return seconds(lambda: products(x, stack)) / count
 
 
+def filled_cache(kind: str, shape: tuple[int, ...]) -> Kept:
+    """Keys or values [slots, kv_heads, length, dim] of zeros."""
+    if kind in PLAIN:
+        return Kept(jnp.zeros(shape, PLAIN[kind]))
+    rows = zeros(shape, FORMATS[kind])
+    return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
+
+
+def time_attention(kind: str, context: int, tokens: int) -> tuple[float, int]:
+    """Seconds of 32 query heads' attention over 8 key heads, and the bytes it must read."""
+    slots, kv_heads, heads, dim = 16, 8, 32, 128
+    keys, values = (filled_cache(kind, (slots, kv_heads, context, dim)) for _ in range(2))
+    q = jax.random.normal(jax.random.key(1), (1, tokens, heads, dim), jnp.bfloat16)
+    last = context - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def attentions(q: Array, keys: Kept, values: Kept) -> Array:
+        def step(i: Array, q: Array) -> Array:
+            index = jnp.reshape(i, (1,)).astype(jnp.int32)
+            part = attend(q, keys, values, index, jnp.zeros_like(last), last, scale=dim**-0.5)
+            # The next must wait for this one.
+            return q + (with_sinks(part) * 1e-9).astype(q.dtype)
+
+        return lax.fori_loop(0, slots, step, q)
+
+    took = seconds(lambda: attentions(q, keys, values)) / slots
+    return took, (keys.nbytes + values.nbytes) // slots
+
+
 def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float, int]:
     """Seconds of a token of a model of Llama-3-8B's shape, and the bytes it must read."""
     layers, hidden, heads, kv_heads, dim, wide, vocab = 32, 4096, 32, 8, 128, 14336, 128256
@@ -142,10 +177,12 @@ def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float,
     x = jax.random.normal(jax.random.key(2), (1, hidden), jnp.float32)
     weights = (qkv, out, gate_up, down, head)
     read = layers * sum(m.nbytes for m in (*qkv, out, *gate_up, down)) + head.nbytes
-    return seconds(lambda: step(x, weights, cache)), read + 2 * cache.codes.nbytes
+    return seconds(lambda: step(x, weights, cache)), read + 2 * cache.nbytes
 
 
-def measure(widths: list[Width], rows: list[int], backend: str) -> dict[str, Any]:
+def measure(
+    widths: list[Width], rows: list[int], backend: str, caches: list[str]
+) -> dict[str, Any]:
     """All figures; times in seconds, rates in bytes or operations a second."""
     copied, multiplied = copy_rate(), matmul_rate()
     device = jax.devices()[0].device_kind
@@ -170,6 +207,14 @@ def measure(widths: list[Width], rows: list[int], backend: str) -> dict[str, Any
                     f"{read / copied:8.0%} {share:9.0%}",
                     flush=True,
                 )
+    print("cache  attention of new tokens over 16,384: tokens, µs, GB/s, of copy")
+    result["attention"] = []
+    for kind, count in itertools.product(caches, ATTENTION_TOKENS):
+        took, size = time_attention(kind, 1 << 14, count)
+        row = {"cache": kind, "tokens": count, "seconds": took, "bytes": size}
+        result["attention"].append(row)
+        rate = size / took
+        print(f"{kind:<6} {count:4} {took * 1e6:9.1f} {rate / 1e9:8.0f} {rate / copied:8.0%}")
     print("width  decode of a Llama-3-8B shape, 1,024 tokens: ms, tokens/s, of copy")
     result["decode"] = []
     for width in widths:
@@ -187,11 +232,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
+    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"bench_kernels needs a GPU; JAX found {jax.default_backend()}", file=sys.stderr)
         return 1
-    result = measure(options.widths, options.rows, options.backend)
+    result = measure(options.widths, options.rows, options.backend, options.caches)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

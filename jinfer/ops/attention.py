@@ -3,22 +3,23 @@
 `attend` walks over the cache in blocks and keeps a running maximum and sum of the softmax (arXiv
 2112.05682), so its cost follows the tokens that are there and not the cache's length; of a
 quantized cache one block at a time is decoded. `extend` first puts the new tokens' keys and values
-into the cache. On a CPU both are a custom call where there is one, else XLA's operations.
-`attend_reference` is the definition, which they are tested against.
+into the cache. Where there is one, a custom call for CPUs or a kernel for GPUs computes them, else
+XLA's operations. `attend_reference` is the definition, which they are tested against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jinfer.cache import LayerCache, Rows, write
+from jinfer.cache import PLAIN, LayerCache, Rows, write
 from jinfer.cpu import attention as custom
+from jinfer.ops.attention_gpu import attend_gpu, serves
 from jinfer.quant.vectors import QuantizedVectors
 
 BLOCK = 256  # keys a step of the loop looks at
@@ -93,8 +94,13 @@ def extend(
     Returns:
         Attention's output, and the cache with the new tokens in it.
     """
-    if not _has_custom_call(q, cache.keys, sight):
+    route = _route(q, cache.keys, None if v is None else cache.values, sight)
+    if route == "xla":
         return extend_xla(q, k, v, cache, positions, slot, sight)
+    if route == "gpu":
+        cache = write(cache, k, k[..., :0] if v is None else v, positions[:, 0], slot)
+        written = None if v is None else cache.values
+        return attend_gpu(q, cache.keys, written, positions, positions, slot, sight), cache
     values = None if v is None else _parts(cache.values)
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
     keys, coding, scores = _parts(cache.keys), _coding(cache.keys), _scores(sight)
@@ -122,8 +128,10 @@ def attend(
         last: the last key a query may see: its own position where attention is causal.
         slot: row b of the batch is row slot + b of the cache.
     """
-    if not _has_custom_call(q, keys, sight):
-        return attend_xla(q, keys, values, positions, last, slot, sight)
+    route = _route(q, keys, values, sight)
+    if route != "cpu":
+        form = attend_gpu if route == "gpu" else attend_xla
+        return form(q, keys, values, positions, last, slot, sight)
     parts = _parts(keys), _parts(values)
     return custom.attention(q, positions, last, slot, *parts, _coding(keys), _scores(sight))[0]
 
@@ -309,13 +317,21 @@ def _partial(
     return Partial(out, highest, jnp.sum(weights, axis=-1))
 
 
-def _has_custom_call(q: Array, keys: Rows, sight: Sight) -> bool:
-    if sight.bias is not None or jax.default_backend() != "cpu":
-        return False
-    types = (jnp.float32, jnp.bfloat16, jnp.float16)
+def _route(q: Array, keys: Rows, values: Rows | None, sight: Sight) -> Literal["cpu", "gpu", "xla"]:
+    """What computes attention here: the custom call, the kernel or XLA's operations.
+
+    The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
+    no scores are written to memory.
+    """
+    backend = jax.default_backend()
+    if sight.bias is not None:
+        return "xla"
+    if backend == "gpu":
+        return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
-    known = all(any(part.dtype == type for type in types) for part in plain)
-    return known and custom.supported(q.shape[2], keys.shape[1])
+    known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)
+    fits = backend == "cpu" and known and custom.supported(q.shape[2], keys.shape[1])
+    return "cpu" if fits else "xla"
 
 
 def _parts(rows: Rows) -> custom.Parts:

@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.quant.format import QuantFormat, Width
+from jinfer.cache import PLAIN
+from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.quantize import quantize
 from jinfer.quant.tensor import QuantizedTensor
+from jinfer.quant.vectors import quantize_vectors
+from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
+KINDS = [*PLAIN, *FORMATS]  # of a cache
 H200 = jax.sharding.AbstractMesh(
     (), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
 )
@@ -48,3 +52,11 @@ def assert_near(y: jax.Array, x: np.ndarray, matrix: np.ndarray, tolerance: floa
     size = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(matrix, axis=1)[None]
     error = np.abs(np.asarray(y, np.float64) - expected) / np.maximum(size, 1e-30)
     assert error.max(initial=0) < tolerance, error.max()
+
+
+def kept(kind: str, values: np.ndarray) -> Kept:
+    """Keys or values [slots, kv_heads, length, dim] as a cache of this kind has them."""
+    if kind in PLAIN:
+        return Kept(jnp.asarray(values, PLAIN[kind]))
+    rows = quantize_vectors(jnp.asarray(values, jnp.float32), FORMATS[kind])
+    return Kept(rows.words, rows.scales, rows.format.levels, rows.width)

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jinfer.quant.format import QuantFormat, Width
-from kernels_pallas.attention import Kept, attend
+from jinfer.cache import PLAIN
+from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.vectors import zeros
+from kernels_pallas.attention import Alibi, attend
 from kernels_pallas.experts import expert_matmul
+from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
 
@@ -80,28 +83,44 @@ def experts(width: Width) -> Target:
     return Target(f"experts-q{width}", function, args)
 
 
-def attention(kind: str, tokens: int = 1, dim: int = 128, **options: Any) -> Target:
-    """32 query heads on 8 key heads over 8,192 tokens."""
-    lead = (4, 8, 8192)
+def attention(
+    kind: str,
+    tokens: int = 1,
+    dim: int = 128,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    tree: bool = False,
+    alibi: bool = False,
+    shared: bool = False,
+    name: str = "",
+    **options: Any,
+) -> Target:
+    """Queries over 8,192 tokens.
+
+    Args:
+        heads: of queries and of keys.
+        shared: the keys are the values too.
+    """
+    lead = (4, heads[1], 8192)
 
     def kept() -> Kept:
-        scales = Shape((*lead, dim // 32), jnp.float16)
-        if kind == "q8":
-            return Kept(Shape((*lead, dim), jnp.int8), scales)
-        if kind == "q4":
-            return Kept(Shape((*lead, dim // 2), jnp.uint8), scales)
-        return Kept(Shape((*lead, dim), jnp.dtype(kind)))
+        if kind in PLAIN:
+            return Kept(Shape((*lead, dim), PLAIN[kind]))
+        rows = jax.eval_shape(lambda: zeros((*lead, dim), FORMATS[kind]))
+        return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
 
     place = Shape((4, tokens), jnp.int32)
-    args = (Shape((4, tokens, 32, dim), jnp.bfloat16), kept(), kept(), Shape((4,), jnp.int32))
-    tree = (Shape((4, tokens, tokens), jnp.bool_),) if tokens > 1 else ()
+    q = Shape((4, tokens, heads[0], dim), jnp.float32 if kind == "f32" else jnp.bfloat16)
+    args = (q, kept(), None if shared else kept(), Shape((4,), jnp.int32), place, place)
+    nodes = Shape((4, tokens, tokens), jnp.bool_) if tree else None
+    slopes = Shape((heads[0],), jnp.float32) if alibi else None
 
-    def function(
-        q: Any, keys: Kept, values: Kept, slots: Any, low: Any, last: Any, tree: Any = None
-    ) -> Any:
-        return attend(q, keys, values, slots, low, last, scale=0.1, tree=tree, **options)
+    def function(*given: Any) -> Any:
+        *args, nodes, slopes = given
+        far = None if slopes is None else Alibi(slopes, args[-1])
+        return attend(*args, scale=0.1, tree=nodes, alibi=far, **options)
 
-    return Target(f"attention-{kind}-{tokens}-{dim}", function, (*args, place, place, *tree))
+    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, (*args, nodes, slopes))
 
 
 def compiled_targets() -> list[Target]:
@@ -117,7 +136,14 @@ def compiled_targets() -> list[Target]:
         several("4"),
         gated("4"),
         experts("4"),
-        attention("bfloat16"),
-        attention("q8"),
-        attention("q4", tokens=5),
+        *(attention(kind) for kind in (*PLAIN, *FORMATS)),
+        attention("bf16", 64, heads=(8, 8)),
+        attention("q4", 64, heads=(8, 8)),
+        attention("q8", tokens=5, tree=True, alibi=True, softcap=30.0, name="all"),
+        attention("q4", dim=80),
+        attention("q4", dim=256),
+        attention("bf16", dim=576, heads=(128, 1), shared=True, name="latent"),
+        attention("f32", dim=256),
+        attention("bf16", dim=640),
+        attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),
     ]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
+from jinfer.cache import CacheShape, LayerCache, empty, parse_kind
+from jinfer.ops.attention import Sight, _route, attend_reference, extend
 from jinfer.quant.format import QuantFormat
-from kernels_pallas.attention import attend, with_sinks
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import matmul
-from tests.kernels_pallas.helpers import WIDTHS, assert_near, random_matrix, random_rows
-from tests.kernels_pallas.test_attention import kept
+from tests.kernels_pallas.helpers import KINDS, WIDTHS, assert_near, random_matrix, random_rows
+from tests.kernels_pallas.test_attention import check as check_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +27,8 @@ pytestmark = [
 ]
 run = functools.partial(jax.jit, static_argnames=("backend", "gated"))(matmul)
 run_experts = functools.partial(jax.jit, static_argnames=("backend", "gated"))(expert_matmul)
-run_attend = functools.partial(jax.jit, static_argnames=("backend", "scale", "softcap"))(attend)
+check = functools.partial(check_attention, interpret=False)
+LONG: dict[str, Any] = {"length": 3000, "ends": (3000, 17, 1234)}
 FORMATS = [QuantFormat(w, b, s) for w, b, s in product(WIDTHS, (32, 64, 128), (False, True))]
 
 
@@ -77,30 +81,49 @@ def test_experts(tokens: int) -> None:
         assert_near(y[row : row + 1], x[row // 2 : row // 2 + 1], chosen)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "q8", "q4"])
-@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 80, 128, 192])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_attention(kind: str, dim: int, tokens: int) -> None:
+    shape = {"dims": (dim, dim), "tokens": tokens, "heads": (14, 2), **LONG}
+    check((kind, kind), **shape)
+    everything: dict[str, Any] = {"window": 500, "softcap": 30.0, "alibi": True, "sinks": True}
+    check((kind, kind), **shape, **everything, tree=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_of_a_prompt(kind: str) -> None:
+    check((kind, kind), dims=(128, 128), tokens=300, heads=(4, 1), length=900, ends=(900, 300))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "f32"])
+def test_latent_attention(kind: str) -> None:
+    check((kind, None), dims=(576, 576), tokens=2, heads=(128, 1), **LONG)
+
+
+@pytest.mark.parametrize("kinds", [("f16", "q8"), ("q3.5", "bf16"), ("q2", "q6")])
+def test_attention_over_other_values(kinds: tuple[str, str]) -> None:
+    check(kinds, dims=(192, 128), tokens=3, heads=(12, 3), **LONG)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_in_jinfer(kind: str) -> None:
+    """New tokens written by XLA are what the kernel reads."""
     rng = np.random.default_rng(0)
-    keys, values = kept(kind, (5, 2, 3000, dim), 1), kept(kind, (5, 2, 3000, dim), 2)
-    q = jnp.asarray(rng.standard_normal((3, tokens, 14, dim)), jnp.bfloat16)
-    ends = np.asarray([3000, 17, 1234], np.int32)
-    positions = jnp.asarray(ends[:, None] - tokens + np.arange(tokens, dtype=np.int32)[None])
-    last = jnp.broadcast_to(jnp.asarray(ends)[:, None] - 1, positions.shape)
-    tree = jnp.asarray(
-        np.tril(rng.integers(0, 2, (3, tokens, tokens)) > 0) | np.eye(tokens, dtype=bool)
+    shape = CacheShape(2, 64, 64)
+    cache = empty({"a": shape}, 3, 500, 0, parse_kind(kind))["a"]
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 400, heads, 64)), jnp.float32) for heads in (8, 2, 2)
     )
-    slots = jnp.asarray([4, 0, 2], jnp.int32)
-    for low, softcap in ((jnp.zeros_like(last), None), (positions - 500, 30.0)):
-        results = [
-            run_attend(
-                *(q, keys, values, slots, low, last),
-                scale=dim**-0.5,
-                softcap=softcap,
-                tree=tree,
-                backend=backend,
-            )
-            for backend in ("triton", "xla")
-        ]
-        out, wanted = (np.asarray(with_sinks(part)) for part in results)
-        np.testing.assert_allclose(out, wanted, atol=1e-2, rtol=1e-2)
+    at = jnp.broadcast_to(jnp.arange(400, dtype=jnp.int32), (2, 400))
+    slot, sight = jnp.int32(1), Sight(0.125)
+    assert _route(q, cache.keys, cache.values, sight) == "gpu"
+
+    @jax.jit
+    def step(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+        return extend(q, k, v, cache, at, slot, sight)
+
+    got, cache = step(q, k, v, cache)
+    with jax.default_matmul_precision("highest"):
+        wanted = attend_reference(q, cache.keys, cache.values, at, at, slot, sight)
+    np.testing.assert_allclose(got, wanted, atol=2e-2 if kind == "bf16" else 5e-3)

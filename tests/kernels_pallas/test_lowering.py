@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jinfer.quant.format import QuantFormat
-from tests.kernels_pallas.helpers import H200, WIDTHS
+from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import Target, attention, experts, gated, one, several
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -23,10 +23,12 @@ TARGETS = [
     several("4"),
     gated("3.5"),
     experts("4"),
-    attention("bfloat16", softcap=30.0),
-    attention("float16", dim=96),
-    attention("q8", tokens=5),
-    attention("q4", dim=192),
+    *(attention(kind) for kind in KINDS),
+    attention("bf16", dim=96, softcap=30.0, name="softcap"),
+    attention("q8", tokens=5, tree=True, alibi=True, softcap=30.0, name="all"),
+    attention("q3", tokens=200, dim=192),
+    attention("q3.5", dim=40),
+    attention("q6", dim=576, heads=(128, 1), shared=True, name="latent"),
 ]
 
 

@@ -24,3 +24,20 @@ def test_what_is_timed_fits_together(width: str, monkeypatch: pytest.MonkeyPatch
     assert token.shape == ()
     y = jax.eval_shape(lambda: bench_kernels.time_product(format, 4096, 4096, 8, "triton"))
     assert y.shape == (8, 4096)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q3.5"])
+def test_attention_that_is_timed_fits_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "seconds", lambda run: 16.0 * run().size)
+    numbers = 32 * 128
+    took, size = 0.0, 0
+
+    def shapes() -> jax.Array:
+        nonlocal took, size
+        took, size = bench_kernels.time_attention(kind, 1024, 3)
+        return jax.numpy.zeros(())
+
+    jax.eval_shape(shapes)
+    assert took == 3 * numbers
+    bits = {"bf16": 16, "q3.5": 3.5 + 2 * 16 / 32}[kind]
+    assert size == 2 * 8 * 1024 * 128 * bits / 8
