@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.checkpoint import CheckpointError, Tensor
-from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed
+from jinfer.checkpoint.converted import AGAIN, ConvertedCheckpoint, Packed
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.orbax import OrbaxCheckpoint, restore
 from jinfer.model import AbstractModel
 from jinfer.origin import LoadError
 from jinfer.quant import QuantFormat, QuantizedTensor
@@ -25,7 +27,6 @@ from jinfer.storage import columns_here
 # What `[quantization]` may say anew, because no stored number depends on it.
 _FREE = ("activations", "kv_cache")
 _BLOCKS = (16, 32, 64, 128)
-_AGAIN = "convert the source again with tools.quantize"
 
 
 def weight_settings(spec: QuantizationSpec) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def check_settings(spec: QuantizationSpec, checkpoint: ConvertedCheckpoint, path
                 path,
                 f"quantization.{key}",
                 f"cannot be chosen here: {checkpoint.path} is converted already, with {made!r}; "
-                f"{_AGAIN}",
+                f"{AGAIN}",
             )
 
 
@@ -80,13 +81,13 @@ def stored_as(
             elif tensor.shape != like.shape or DTYPES[tensor.type] != like.dtype:
                 stored = f"{tensor.type} {list(tensor.shape)}"
                 reason = f"{part} is {stored}, but has to be {like.dtype} {list(like.shape)}"
-                raise CheckpointError(checkpoint.path, f"{reason}; {_AGAIN}")
+                raise CheckpointError(checkpoint.path, f"{reason}; {AGAIN}")
         parameters.append(parameter if packed is None else _as_here(parameter, activations))
     if left := sorted(checkpoint.parts.keys() - used):
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
-            f"use the spec.toml beside the weights, or {_AGAIN}"
+            f"use the spec.toml beside the weights, or {AGAIN}"
         )
     return replace(model, parameters=tuple(parameters))
 
@@ -94,25 +95,61 @@ def stored_as(
 def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tuple[Any, ...]:
     """The parameters, in the order of `model.names`.
 
-    On a CPU they are views of the memory map: nothing is read before it is used. A GPU's kernels
-    may want them packed in another way than they are in the file.
+    Of safetensors files they are views of the memory map on a CPU: nothing is read before it is
+    used. Orbax's are read, each shard by the process that holds it. A GPU's kernels may want them
+    packed in another way than they are in the file.
 
     Args:
-        model: of `stored_as`.
+        model: of `stored_as`. An abstract array that has a `sharding` says where it is to be;
+            others are put on the one device.
     """
-    loaded: dict[str, Any] = {}
+    packings, wanted = dict[str, Any](), dict[str, Any]()
     for name, parameter in zip(model.names, model.parameters, strict=True):
         first = checkpoint.same.get(name, name)
-        if first not in loaded:
-            packed = checkpoint.packed.get(first)
-            stored = parameter if packed is None else _abstract(checkpoint, first, packed)
-            parts = [_read(checkpoint, part, like) for part, like in part_names(first, stored)]
-            values = jax.tree.unflatten(jax.tree.structure(stored), parts)
-            if packed is not None:
-                values = _as_here(values, _activations(parameter))
-            loaded[first] = jax.device_put(values)
+        packed = checkpoint.packed.get(first)
+        packings[first] = parameter if packed is None else _abstract(checkpoint, first, packed)
+        wanted[first] = parameter
+    restored = dict[str, jax.Array]()
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        restored = restore(checkpoint, _placed(packings, wanted))
+    loaded: dict[str, Any] = {}
+    for first, parameter in wanted.items():
+        stored = packings[first]
+        parts = [
+            restored.pop(part) if part in restored else _read(checkpoint, part, like)
+            for part, like in part_names(first, stored)
+        ]
+        values = jax.tree.unflatten(jax.tree.structure(stored), parts)
+        if first in checkpoint.packed:
+            values = _as_here(values, _activations(parameter))
+        loaded[first] = jax.tree.map(
+            lambda array, like: jax.device_put(array, like.sharding), values, parameter
+        )
     jax.block_until_ready(loaded)
     return tuple(loaded[checkpoint.same.get(name, name)] for name in model.names)
+
+
+def _placed(
+    packings: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a checkpoint, with the shardings of those that become of them.
+
+    What is packed anew first goes to the host's memory.
+    """
+    placed = {}
+    for name, stored in packings.items():
+        arrays, here = part_names(name, stored), jax.tree.leaves(wanted[name])
+        for (part, like), target in zip(arrays, here, strict=True):
+            sharding = target.sharding if target.shape == like.shape else _host()
+            placed[part] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+    return placed
+
+
+def _host() -> jax.sharding.Sharding | None:
+    try:
+        return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX was told to know no CPU
+        return None
 
 
 def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:
@@ -129,7 +166,7 @@ def _read(checkpoint: ConvertedCheckpoint, part: str, like: jax.ShapeDtypeStruct
 def _part(checkpoint: ConvertedCheckpoint, part: str) -> Tensor:
     if part not in checkpoint.parts:
         reason = f"has no tensor {part}: it is damaged, or not the specification's model"
-        raise CheckpointError(checkpoint.path, f"{reason}; {_AGAIN}")
+        raise CheckpointError(checkpoint.path, f"{reason}; {AGAIN}")
     return checkpoint.parts[part]
 
 
@@ -139,7 +176,7 @@ def _check_shape(
     if shape != wanted:
         raise LoadError(
             f"{checkpoint.path}: {name} is {list(shape)}, but the specification says "
-            f"{list(wanted)}; use the spec.toml beside the weights, or {_AGAIN}"
+            f"{list(wanted)}; use the spec.toml beside the weights, or {AGAIN}"
         )
 
 
@@ -183,7 +220,7 @@ def _abstract(
         rounded = abstract(packed.shape, format, packed.columns)
     except (TypeError, ValueError):
         known = f"{packed.format}, columns {packed.columns}"[:300]
-        reason = f"{name} is in a format that is not known: {known}; update jinfer, or {_AGAIN}"
+        reason = f"{name} is in a format that is not known: {known}; update jinfer, or {AGAIN}"
         raise CheckpointError(checkpoint.path, reason) from None
     if packed.outliers is None:
         return rounded

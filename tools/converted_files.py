@@ -1,11 +1,13 @@
-"""The files of a converted checkpoint: arrays in safetensors files, a spec, the tokenizer's."""
+"""The files of a converted checkpoint: arrays, in safetensors files or Orbax's; a spec, the
+tokenizer's.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 
 from jinfer.checkpoint.converted import ALIGNMENT, PADDING, marks
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
 from jinfer.recognize import SPEC_FILE, Located, read_json_value
 from jinfer.sources import SourceError
 from jinfer.spec.files import families, with_families
@@ -21,12 +24,15 @@ from jinfer.spec.resolve import merge
 from tools.toml_text import toml_text
 
 SHARD_BYTES = 4 << 30
+CHUNK_BYTES = 1 << 20  # of an array in Orbax's folder
 # What tokenizers, chat templates and poolings are read from.
 _PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.spm", "tokenizer.bin")
+_ABOUT_WEIGHTS = (".index.json", DESCRIPTION)
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation", "description")
 _PLACES = ("family", "weights", "tokenizer")
 _MORE_TEMPLATES = "additional_chat_templates"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PACKED = (".words", ".scales", ".steps")  # the arrays of a `QuantizedTensor`
 
 
 @contextmanager
@@ -95,6 +101,55 @@ class Writer:
         write_safetensors(self._shard(len(self._shards)), self._held, metadata)
         self._shards.append(list(self._held))
         self._held = {}
+
+
+class OrbaxWriter(Writer):
+    """Writes named arrays to Orbax's folder `model.orbax`, and what describes it beside it."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        """As of `Writer`. Raises `CheckpointError` where Orbax is not installed."""
+        super().__init__(folder, shard_bytes // 2)  # Orbax copies what it writes
+        self._api = orbax_api(folder)
+        self._arrays: dict[str, list[Any]] = {}
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Writes what is left, and `metadata`."""
+        self._flush(metadata)
+        path = self._folder / FOLDER
+        self._api.partial.finalize(path.absolute())
+        files = {
+            file.relative_to(path).as_posix(): describe_file(file)
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        }
+        described = {"__metadata__": dict(metadata), "arrays": self._arrays, "files": files}
+        text = json.dumps(described, indent=1)
+        (self._folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+
+    def _flush(self, metadata: Mapping[str, str]) -> None:
+        context = self._api.Context()
+        context.array.saving.use_compression = False  # codes are as good as random
+        context.array.saving.scoped_storage_options_creator = self._chunks
+        context.memory.deepcopy_host_arrays = False  # nobody changes them
+        # It has no place for empty arrays.
+        whole = {name: array for name, array in self._held.items() if array.size}
+        if whole:
+            with context:
+                self._api.partial.save((self._folder / FOLDER).absolute(), whole)
+        for name, array in self._held.items():
+            self._arrays[name] = [_NAMES[array.dtype], array.shape]
+        self._held = {}
+
+    def _chunks(self, path: Sequence[Any], array: np.ndarray) -> Any:
+        """A chunk is the least that is read: a shard should not have to read much of another.
+
+        Orbax cuts the longest axes, which serves plain matrices and the rows of packed ones. Of
+        these, [*stack, tiles, superblocks, ...], matrices and superblocks are cut first.
+        """
+        cut = array.nbytes > CHUNK_BYTES and path[-1].key.endswith(_PACKED)
+        axes = (*range(array.ndim - 5), array.ndim - 4) if cut else None
+        options = self._api.options.ArrayOptions.Saving.StorageOptions
+        return options(chunk_byte_size=CHUNK_BYTES, shard_axes=axes)
 
 
 def write_safetensors(
@@ -185,7 +240,7 @@ def _copy(source: Path, target: Path, patterns: Iterable[str]) -> None:
     target.mkdir(exist_ok=True)
     for pattern in patterns:
         for path in source.glob(pattern):
-            if path.is_file() and not path.name.endswith(".index.json"):
+            if path.is_file() and not path.name.endswith(_ABOUT_WEIGHTS):
                 shutil.copyfile(path, target / path.name)
     more = source / _MORE_TEMPLATES
     if patterns and more.is_dir():

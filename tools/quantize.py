@@ -1,6 +1,7 @@
 """Quantizes a model once and for all: `python -m tools.quantize SOURCE OUT --weights q3.5`.
 
-OUT is a folder that loads at once: its files are memory-mapped, and used as they are.
+OUT is a folder that loads at once: its files are memory-mapped, and used as they are. With
+`--orbax` its arrays are in a folder of Orbax's, of which every process reads what its devices hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jinfer import LLM
 from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
 from jinfer.checkpoint.mapped import release
+from jinfer.checkpoint.orbax import orbax_api
 from jinfer.converted import packing, part_names, weight_settings
 from jinfer.load import find_origins, parameter_shapes, quantized, read_values, same_arrays
 from jinfer.model import AbstractModel, build
@@ -45,6 +47,7 @@ from tools.calibration import MOST_TOKENS, collect_inputs
 from tools.command import run
 from tools.converted_files import (
     SHARD_BYTES,
+    OrbaxWriter,
     Writer,
     copy_companions,
     new_folder,
@@ -106,6 +109,7 @@ def convert(
     tokens: int = MOST_TOKENS,
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    orbax: bool = False,
 ) -> list[Row]:
     """Writes a converted checkpoint, and says what is in it, one row for each format.
 
@@ -120,10 +124,13 @@ def convert(
         tokens: of the calibration text that are read at most.
         progress: show a bar.
         shard_bytes: size of a file.
+        orbax: write the arrays with Orbax, instead of to safetensors files.
 
     Raises:
         SourceError, SpecError, CheckpointError, LoadError: one line each.
     """
+    if orbax:
+        orbax_api(out)  # missing, it is missed before anything is done
     with new_folder(out) as folder:
         located = open_source(source, overrides)
         checkpoint = located.checkpoint
@@ -148,7 +155,8 @@ def convert(
             for name, each in storages.items()
         }
         same = same_arrays(model, origins, storages)
-        writer, packed, rows = Writer(folder, shard_bytes), dict[str, Packed](), list[_Done]()
+        writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
+        packed, rows = dict[str, Packed](), list[_Done]()
         firsts = list(dict.fromkeys(same.values()))
         convert_one = partial(_convert, model, origins, storages, inputs)
         with _bar(origins, firsts, progress) as bar:
@@ -331,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it")
     add("--tokens", type=int, default=MOST_TOKENS, help=f"of that text ({MOST_TOKENS})")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--orbax", action="store_true", help="write the arrays with Orbax, to be read in shards")
     add("--json", metavar="FILE", help="write the table as JSON too")
     return parser
 
@@ -356,6 +365,7 @@ def _run(options: argparse.Namespace) -> int:
         method=method if method == "feedback" else None,
         tokens=options.tokens,
         progress=sys.stderr.isatty(),
+        orbax=options.orbax,
     )
     seconds = time.perf_counter() - begun
     print(to_text(rows))

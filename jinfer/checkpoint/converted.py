@@ -10,6 +10,8 @@ memory map can be used as it is; tensors called "....padding" fill the gaps. `__
     "settings"    the `[quantization]` that the parameters were made with
     "source"      the format, metadata and tensors (name -> [type, shape]) of the checkpoint that
                   was converted: from these its specification is resolved again
+
+The same arrays and metadata in Orbax's folders: `jinfer.checkpoint.orbax`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jinfer.checkpoint.base import Checkpoint, CheckpointError, Format, Tensor
 FORMAT, VERSION = "jinfer", 1
 ALIGNMENT = 64
 PADDING = ".padding"
-_AGAIN = "convert the source again with tools.quantize"
+AGAIN = "convert the source again with tools.quantize"
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,40 @@ def as_converted(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: they are a converted checkpoint, but damaged, not whole, or too new.
     """
     said = checkpoint.metadata
+    if isinstance(checkpoint, ConvertedCheckpoint):  # its metadata are the source's
+        return checkpoint
     if checkpoint.format != "safetensors" or said.get("format") != FORMAT:
         return checkpoint
     path = checkpoint.path
+    check_version(path, said)
+    if "source" not in said:
+        raise CheckpointError(path, "is one file of a converted checkpoint; give the folder")
+    parts = {n: part for n, part in checkpoint.tensors.items() if not n.endswith(PADDING)}
+    return parse_converted(path, said, parts)
+
+
+def check_version(path: Path, said: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if a converted checkpoint is of another version than this one."""
     version = said.get("version", "")
     if version != str(VERSION):
         newer = version.isdecimal() and int(version) > VERSION
         what = "update jinfer, or " if newer else ""
         reason = f"is a converted checkpoint of version {version[:20]!r}, and {VERSION} is known"
-        raise CheckpointError(path, f"{reason}; {what}{_AGAIN}")
-    if "source" not in said:
-        raise CheckpointError(path, "is one file of a converted checkpoint; give the folder")
+        raise CheckpointError(path, f"{reason}; {what}{AGAIN}")
+
+
+def parse_converted(
+    path: Path, said: Mapping[str, Any], parts: Mapping[str, Tensor]
+) -> ConvertedCheckpoint:
+    """A converted checkpoint from its `__metadata__`.
+
+    Args:
+        path: the file that says it.
+        parts: the arrays that are there.
+
+    Raises:
+        CheckpointError: the metadata are damaged.
+    """
     source = _table(path, said, "source")
     format = source.get("format")
     metadata, tensors = source.get("metadata"), source.get("tensors")
@@ -102,7 +127,7 @@ def as_converted(checkpoint: Checkpoint) -> Checkpoint:
         cast("Format", format),
         {name: _unreadable(path, name, written) for name, written in tensors.items()},
         metadata,
-        {n: part for n, part in checkpoint.tensors.items() if not n.endswith(PADDING)},
+        parts,
         {n: _packed(path, n, w) for n, w in _table(path, said, "parameters").items()},
         same,
         _table(path, said, "settings"),
@@ -127,10 +152,10 @@ def _packed(path: Path, name: str, written: Any) -> Packed:
     format = table.get("format")
     outliers = table.get("outliers")
     if not (
-        _are_sizes(shape)
-        and _are_sizes([columns])
+        are_sizes(shape)
+        and are_sizes([columns])
         and isinstance(format, dict)
-        and (outliers is None or _are_sizes([outliers], least=0))
+        and (outliers is None or are_sizes([outliers], least=0))
     ):
         raise _damaged(path, "parameters", f"{name[:200]!r} needs a shape, columns and a format")
     return Packed(tuple(shape), columns, format, outliers)
@@ -141,7 +166,7 @@ def _unreadable(path: Path, name: str, written: Any) -> Tensor:
     type_name: Any
     shape: Any
     type_name, shape = written if isinstance(written, list) and len(written) == 2 else ("", None)
-    if not isinstance(type_name, str) or not _are_sizes(shape, least=0):
+    if not isinstance(type_name, str) or not are_sizes(shape, least=0):
         raise _damaged(path, "source", f"tensor {name[:200]!r} is not a type and a shape")
     refuse = partial(_refuse, path, name)
     return Tensor(name, tuple(shape), type_name, 0, refuse, refuse)
@@ -151,7 +176,8 @@ def _refuse(path: Path, name: str) -> NoReturn:
     raise CheckpointError(path, f"has {name} converted only; use the checkpoint it was made from")
 
 
-def _are_sizes(values: Any, least: int = 1) -> bool:
+def are_sizes(values: Any, least: int = 1) -> bool:
+    """Whether JSON gives a list of whole numbers that can be a shape."""
     return (
         isinstance(values, list)
         and all(type(size) is int and size >= least for size in values)
@@ -160,7 +186,7 @@ def _are_sizes(values: Any, least: int = 1) -> bool:
 
 
 def _damaged(path: Path, key: str, reason: str) -> CheckpointError:
-    return CheckpointError(path, f"__metadata__.{key} {reason}: it is damaged, {_AGAIN}")
+    return CheckpointError(path, f"__metadata__.{key} {reason}: it is damaged, {AGAIN}")
 
 
 def written(

@@ -14,6 +14,7 @@ from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
 from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.pickle import open_pickle
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
@@ -43,8 +44,8 @@ _SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})(\.\w+)")
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Opens a checkpoint file, or a folder that holds one, sharded or not.
 
-    A folder is searched for, in this order: a .safetensors index, .safetensors files, a PyTorch
-    index, PyTorch files, a .gguf (one file or one split set), a single other .bin.
+    A folder is searched for, in this order: model.orbax, a .safetensors index, .safetensors files,
+    a PyTorch index, PyTorch files, a .gguf (one file or one split set), a single other .bin.
 
     Args:
         path: a .safetensors, .gguf, PyTorch or llama2.c file, or a folder.
@@ -103,6 +104,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     except OSError as error:
         raise CheckpointError(folder, f"cannot be read: {error}") from None
+    if DESCRIPTION in names or (folder / FOLDER).is_dir():
+        return open_orbax(folder / DESCRIPTION)
     names = [name for name in names if not any(fnmatch(name, rule) for rule in _IGNORED)]
     for index, patterns, reader in (
         ("model.safetensors.index.json", ("*.safetensors",), open_safetensors),

@@ -23,31 +23,8 @@ from jinfer.opened import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.spec.errors import SpecError
 from jinfer.weights import find_weights
+from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves
 from tools.quantize import convert
-
-GOLDENS = Path(__file__).parents[1] / "goldens"
-MODEL = GOLDENS / "llama2"
-IDS = [1, 5, 9, 2, 40, 7, 3]
-SMALL = {"threshold": 0}
-
-
-def leaves(source: Path, **quantization: Any) -> dict[str, Any]:
-    """The parameters of a model, by name."""
-    keys = {f"quantization.{key}": value for key, value in quantization.items()}
-    opened = open_model(source, keys)
-    model = build(opened.spec, opened.dtype)
-    weights = find_weights(model, opened)
-    return dict(zip(model.names, weights.load(False), strict=True))
-
-
-def check_equal(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert ours.keys() == wanted.keys()
-    for name, leaf in ours.items():
-        assert str(jax.tree.structure(leaf)) == str(jax.tree.structure(wanted[name])), name
-        for a, b in zip(jax.tree.leaves(leaf), jax.tree.leaves(wanted[name]), strict=True):
-            assert a.dtype == b.dtype
-            assert np.array_equal(a, b), name
-    assert len({id(leaf) for leaf in ours.values()}) == len({id(w) for w in wanted.values()})
 
 
 @pytest.mark.parametrize(

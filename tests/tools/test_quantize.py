@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.checkpoint.orbax import orbax_api
 from jinfer.opened import open_model
 from jinfer.recognize import recognize
 from tools.inspect import main as inspect
@@ -110,13 +112,66 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_damage_found_late_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("orbax", [False, True])
+def test_damage_found_late_leaves_nothing(
+    orbax: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tools.quantize.copy_companions", stop)
     with pytest.raises(KeyboardInterrupt):
-        convert(str(MODEL), tmp_path / "out", SMALL)
+        convert(str(MODEL), tmp_path / "out", SMALL, orbax=orbax)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["save", "finalize"])
+def test_orbax_that_fails_leaves_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orbax_api(tmp_path).partial, where, stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(MODEL), tmp_path / "out", SMALL, orbax=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_in_a_folder_of_orbax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(MODEL, source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / "tok_gpt2" / name, source)
+    options = ("--weights", "q4", "--set", "quantization.threshold=0")
+    assert run(source, tmp_path / "files", *options) == 0
+    table = capsys.readouterr().out.splitlines()[:-1]
+    assert run(source, tmp_path / "orbax", *options, "--orbax") == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == table
+    shutil.rmtree(source)
+    names = {path.name for path in (tmp_path / "files").iterdir()} - {"model.safetensors"}
+    assert {path.name for path in (tmp_path / "orbax").iterdir()} == {
+        *("model.orbax", "model.orbax.json"),
+        *names,
+    }
+    wanted, ours = LLM(tmp_path / "files"), LLM(tmp_path / "orbax")
+    assert ours.encode("Hello there") == wanted.encode("Hello there")
+    assert np.array_equal(ours.logits([[1, 2, 3]])[0], wanted.logits([[1, 2, 3]])[0])
+    assert inspect([str(tmp_path / "orbax")]) == 0
+    assert "Every parameter has its tensor" in capsys.readouterr().out
+    assert run(tmp_path / "orbax", tmp_path / "again") == 2
+    assert "is converted already" in capsys.readouterr().err
+
+
+def test_without_orbax(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert run(MODEL, tmp_path / "out", "--orbax") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'out'}: needs the package orbax-checkpoint")
+    assert error.endswith("-m pip install 'jinfer[orbax]'\n")
+    assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

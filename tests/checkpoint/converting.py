@@ -1,0 +1,40 @@
+"""What tests of converted checkpoints share: a model's parameters by name, and their comparison."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer.model import build
+from jinfer.opened import open_model
+from jinfer.weights import find_weights
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODEL = GOLDENS / "llama2"
+IDS = [1, 5, 9, 2, 40, 7, 3]
+SMALL = {"threshold": 0}
+
+
+def leaves(source: Path, **quantization: Any) -> dict[str, Any]:
+    """The parameters of a model, by name, with keys of `[quantization]`."""
+    return load(source, {f"quantization.{key}": value for key, value in quantization.items()})
+
+
+def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a model, by name, with any keys of its specification."""
+    opened = open_model(source, overrides)
+    model = build(opened.spec, opened.dtype)
+    weights = find_weights(model, opened)
+    return dict(zip(model.names, weights.load(False), strict=True))
+
+
+def check_equal(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Asserts that parameters are the same, bit for bit, and shared alike."""
+    assert ours.keys() == wanted.keys()
+    for name, leaf in ours.items():
+        assert str(jax.tree.structure(leaf)) == str(jax.tree.structure(wanted[name])), name
+        for a, b in zip(jax.tree.leaves(leaf), jax.tree.leaves(wanted[name]), strict=True):
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b), name
+    assert len({id(leaf) for leaf in ours.values()}) == len({id(w) for w in wanted.values()})

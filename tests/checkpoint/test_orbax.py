@@ -1,0 +1,487 @@
+"""Converted checkpoints in Orbax's folders: the same parameters, in shards; damage is told."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from jinfer import LLM
+from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.checkpoint.converted import written
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
+from jinfer.errors import USER_ERRORS
+from jinfer.load import LoadError
+from jinfer.model import build
+from jinfer.opened import open_model
+from jinfer.weights import find_weights
+from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
+from tools.converted_files import CHUNK_BYTES, OrbaxWriter
+from tools.quantize import convert
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "quantization"),
+    [
+        ("llama2", {"weights": "q4", "threshold": 0}),
+        ("llama2", {"weights": "q3.5", "threshold": 0, "outliers": 0.01}),
+        ("llama2", {"weights": "q4", "threshold": 0, "outliers": 1e-9}),  # arrays of no element
+        ("llama2", {"weights": "plain"}),
+        ("gguf_llama_mixed", {}),  # blocks as they are in the file
+        ("mixtral", {"weights": "q8", "threshold": 0}),
+        ("llama2c_v0_tied/model.bin", {"weights": "q8", "threshold": 0}),
+    ],
+)
+def test_what_is_loaded_is_what_the_source_gives(
+    source: str, quantization: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert(str(GOLDENS / source), out, {"quantization": quantization}, orbax=True)
+    check_equal(leaves(out), leaves(GOLDENS / source, **quantization))
+    assert not [path for path in out.rglob("*") if path.suffix == ".safetensors"]
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"weights": "q4"}, {"weights": "q3.5", "outliers": 0.01}], ids=["q4", "q3.5"]
+)
+def test_logits_are_those_of_the_other_files(quantization: dict[str, Any], tmp_path: Path) -> None:
+    tables = {"quantization": {**quantization, **SMALL}}
+    convert(str(MODEL), tmp_path / "files", tables)
+    convert(str(MODEL), tmp_path / "orbax", tables, orbax=True)
+    wanted = LLM(tmp_path / "files").logits([IDS])[0]
+    assert np.array_equal(LLM(tmp_path / "orbax").logits([IDS])[0], wanted)
+
+
+def test_large_models_are_written_in_pieces(tmp_path: Path) -> None:
+    tables = {"quantization": {"weights": "q4", **SMALL}}
+    convert(str(MODEL), tmp_path / "out", tables, shard_bytes=80_000, orbax=True)
+    assert len(list((tmp_path / "out" / FOLDER / "state").glob("ocdbt.process_*"))) > 2
+    check_equal(leaves(tmp_path / "out"), leaves(MODEL, weights="q4", **SMALL))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_plain_parameters_become_what_is_asked_for(dtype: str, tmp_path: Path) -> None:
+    tables = {"quantization": {"weights": "plain"}}
+    convert(str(MODEL), tmp_path / "files", tables)
+    convert(str(MODEL), tmp_path / "orbax", tables, orbax=True)
+    ours = load(tmp_path / "orbax", {"dtype": dtype})
+    assert ours["embed.weight"].dtype == dtype
+    check_equal(ours, load(tmp_path / "files", {"dtype": dtype}))
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.01])
+def test_a_gpu_may_want_other_columns(
+    outliers: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"weights": "q3.5", "threshold": 0, "outliers": outliers}
+    convert(str(MODEL), tmp_path / "out", {"quantization": settings}, orbax=True)
+    monkeypatch.setattr("jinfer.storage.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.converted.columns_here", lambda format: 16)
+    check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
+
+
+SHARDED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jinfer.converted import load_converted, stored_as
+from jinfer.model import build
+from jinfer.opened import open_model
+
+mesh = jax.make_mesh((2, 2), ("x", "y"))
+
+def spread(like):
+    # The longest axis over four devices, or two; what cannot be cut is on all of them.
+    axis = int(np.argmax(like.shape)) if like.shape else 0
+    for names in (("x", "y"), "x"):
+        if like.shape and like.shape[axis] % (4 if names == ("x", "y") else 2) == 0:
+            spec = PartitionSpec(*(names if i == axis else None for i in range(len(like.shape))))
+            break
+    else:
+        spec = PartitionSpec()
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, spec))
+
+loaded = {}
+for source in sys.argv[1:]:
+    opened = open_model(Path(source), {})
+    model = stored_as(build(opened.spec, "float32"), opened.checkpoint, opened.activations)
+    model = replace(model, parameters=tuple(jax.tree.map(spread, model.parameters)))
+    loaded[source] = load_converted(model, opened.checkpoint)
+    cut = 0
+    for like, array in zip(*map(jax.tree.leaves, (model.parameters, loaded[source])), strict=True):
+        assert array.sharding == like.sharding, (array.sharding, like.sharding)
+        assert len(array.addressable_shards) == 4
+        for shard in array.addressable_shards:
+            assert shard.data.shape == like.sharding.shard_shape(like.shape)
+            assert shard.data.devices() == {shard.device}
+        held = sum(shard.data.nbytes for shard in array.addressable_shards)
+        if like.sharding.spec and like.sharding.spec[np.argmax(like.shape)] == ("x", "y"):
+            assert held == array.nbytes
+            cut += 1
+    assert cut > 20, cut
+first, *others = (jax.tree.leaves(loaded[source]) for source in sys.argv[1:])
+for other in others:
+    for a, b in zip(first, other, strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b)
+print("good")
+"""
+
+
+def test_each_device_holds_its_shard_only(tmp_path: Path) -> None:
+    """Orbax's folder and memory-mapped files give the same arrays on a mesh."""
+    tables = {"quantization": {"weights": "q4", "outliers": 0.01, **SMALL}}
+    convert(str(MODEL), tmp_path / "files", tables)
+    convert(str(MODEL), tmp_path / "orbax", tables, orbax=True)
+    done = run(SHARDED, tmp_path / "orbax", tmp_path / "files", devices=4)
+    assert done == "good\n"
+
+
+def run(program: str, *arguments: object, devices: int = 1) -> str:
+    """What a program prints, in a process of its own."""
+    flags = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def write(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
+    """A converted checkpoint of no model; gives its description."""
+    folder.mkdir()
+    writer = OrbaxWriter(folder, 128 << 20)
+    for name, array in arrays.items():
+        writer.add({name: array})
+    writer.finish(written(Checkpoint(folder, "safetensors", {}, {}), {}, {}, {}))
+    return folder / DESCRIPTION
+
+
+@settings(max_examples=15)
+@given(
+    st.dictionaries(
+        st.text(st.characters(categories=["L", "N"], include_characters="._/ '"), min_size=1),
+        st.tuples(
+            st.sampled_from([DTYPES[kind] for kind in ("U32", "F16", "I8", "I32", "F32", "BF16")]),
+            st.lists(st.integers(0, 9), max_size=6),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**32 - 1),
+)
+@example({"a.words": (DTYPES["U32"], [5, 3, 2]), "none": (DTYPES["F32"], [3, 0])}, 0)
+def test_arrays_of_any_kind(kinds: dict[str, tuple[np.dtype, list[int]]], seed: int) -> None:
+    """All bits come back, whatever they mean; one array can be had without the others."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        name: np.frombuffer(rng.bytes(prod(shape) * dtype.itemsize), dtype).reshape(shape)
+        for name, (dtype, shape) in kinds.items()
+    }
+    assume(any(array.size for array in arrays.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_orbax(write(Path(folder) / "out", arrays))
+        wanted = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays.items()}
+        ours = restore(checkpoint, wanted)
+        last = list(arrays)[-1]
+        alone = restore(checkpoint, {last: wanted[last]})
+    assert ours.keys() == arrays.keys()
+    assert alone.keys() == {last}
+    for name, array in [*ours.items(), *alone.items()]:
+        assert (array.dtype, array.shape) == (arrays[name].dtype, arrays[name].shape)
+        assert np.asarray(array).tobytes() == arrays[name].tobytes(), name
+
+
+def test_chunks_can_be_read_by_rows_and_by_columns(tmp_path: Path) -> None:
+    arrays = {
+        "packed.words": np.zeros((2048, 6, 4, 1, 32), np.uint32),
+        "experts.words": np.zeros((4, 512, 4, 4, 1, 32), np.uint32),
+        "small.words": np.zeros((64, 6, 4, 1, 32), np.uint32),
+        "plain": np.zeros((1024, 1024), np.float32),
+    }
+    path = write(tmp_path / "out", arrays)
+    found = orbax_api(path).metadata(path.parent / FOLDER).metadata
+    chunks = {name: found[name].storage_metadata.chunk_shape for name in arrays}
+    assert chunks["packed.words"] == (2048, 1, 4, 1, 32)
+    assert chunks["experts.words"] == (1, 512, 1, 4, 1, 32)
+    assert chunks["small.words"] == arrays["small.words"].shape
+    assert max(chunks["plain"]) < 1024
+    for name, array in arrays.items():
+        assert np.prod(chunks[name]) * array.itemsize <= CHUNK_BYTES
+
+
+RESTORING = """
+import sys
+from pathlib import Path
+import jax
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.orbax import open_orbax, orbax_api, restore
+
+def peak():
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    return int(status["VmHWM"].split()[0]) << 10
+
+checkpoint = open_orbax(Path(sys.argv[1]))
+orbax_api(checkpoint.path)
+jax.block_until_ready(jax.device_put(1.0))
+before = peak()
+parts = checkpoint.parts.items()
+arrays = restore(checkpoint, {n: jax.ShapeDtypeStruct(p.shape, DTYPES[p.type]) for n, p in parts})
+jax.block_until_ready(arrays)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
+def test_restoring_holds_no_second_copy(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, (4096, 4, 4, 2, 32), dtype=np.uint32)
+    names = [f"decoder.{i}.attn.q.weight.words" for i in range(24)]
+    try:
+        more = int(run(RESTORING, write(tmp_path / "out", dict.fromkeys(names, words))))
+    finally:
+        shutil.rmtree(tmp_path / "out")  # pytest would keep it
+    assert more < 1.5 * len(names) * words.nbytes
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted checkpoint, to be copied."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    convert(str(MODEL), out, {"quantization": {"weights": "q4", **SMALL}}, orbax=True)
+    return out
+
+
+def changed(out: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = out / DESCRIPTION
+    described = json.loads(path.read_text())
+    change(described)
+    path.write_text(json.dumps(described))
+
+
+def in_metadata(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    def apply(described: dict[str, Any]) -> None:
+        said = described["__metadata__"]
+        table = json.loads(said[key])
+        change(table)
+        said[key] = json.dumps(table)
+
+    return apply
+
+
+Q = "decoder.0.attn.q.weight"
+MANIFEST = "state/manifest.ocdbt"
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
+    "no metadata": (
+        lambda d: d.pop("__metadata__"), CheckpointError, "__metadata__ is not a table of strings",
+    ),
+    "metadata of numbers": (
+        lambda d: d["__metadata__"].update(same=1), CheckpointError, "not a table of strings",
+    ),
+    "another's": (
+        lambda d: d["__metadata__"].update(format="pt"), CheckpointError, "does not describe what",
+    ),
+    "version": (
+        lambda d: d["__metadata__"].update(version="2"), CheckpointError, "of version '2', and 1",
+    ),
+    "no source": (
+        lambda d: d["__metadata__"].pop("source"), CheckpointError, "__metadata__.source is not",
+    ),
+    "arrays": (lambda d: d.update(arrays=[]), CheckpointError, "arrays is not a table"),
+    "files": (lambda d: d.pop("files"), CheckpointError, "files is not a table"),
+    "size": (
+        lambda d: d["files"].update({MANIFEST: 7}), CheckpointError, f"'{MANIFEST}' is not a file",
+    ),
+    "elsewhere": (
+        lambda d: d["files"].update({"../spec.toml": [1, 2]}), CheckpointError,
+        "is not a file of model",
+    ),
+    "anywhere": (
+        lambda d: d["files"].update({"/dev/null": [0, 0]}), CheckpointError,
+        "is not a file of model",
+    ),
+    "no mark": (
+        lambda d: d["files"].pop("orbax.checkpoint"), CheckpointError,
+        "files: orbax.checkpoint is missing",
+    ),
+    "a file too many": (
+        lambda d: d["files"].update({"state/d/x": [1, 2]}), CheckpointError,
+        "state/d/x: is missing",
+    ),
+    "a name too long": (
+        lambda d: d["files"].update({"a" * 300: [1, 2]}), CheckpointError,
+        "is missing, or not readable",
+    ),
+    "a file's size": (
+        lambda d: d["files"].update({MANIFEST: [7, 8]}), CheckpointError, "but 7 were written",
+    ),
+    "type": (
+        lambda d: d["arrays"][f"{Q}.words"].__setitem__(0, "Q4"), CheckpointError,
+        f"'{Q}.words' is not a type and a shape",
+    ),
+    "shape": (
+        lambda d: d["arrays"].update({f"{Q}.words": ["U32", [1, -1]]}), CheckpointError,
+        f"'{Q}.words' is not a type and a shape",
+    ),
+    "too many axes": (
+        lambda d: d["arrays"].update({f"{Q}.words": ["U32", [1] * 99]}), CheckpointError,
+        f"'{Q}.words' has too large a shape",
+    ),
+    "other type": (
+        lambda d: d["arrays"]["decoder.norm.weight"].__setitem__(0, "F16"), CheckpointError,
+        r"norm.weight is float32 \[64\], but model.orbax.json says float16 \[64\]",
+    ),
+    "other shape": (
+        in_metadata("parameters", lambda t: t[Q]["format"].update(width="5")), CheckpointError,
+        f"{Q}.words is U32 .*, but has to be uint32",
+    ),
+    "array that is not there": (
+        lambda d: (
+            d["arrays"].update({"decoder.n": d["arrays"]["decoder.norm.weight"]}),
+            in_metadata("same", lambda t: t.update({"decoder.norm.weight": "decoder.n"}))(d),
+            d["arrays"].pop("decoder.norm.weight"),
+        ),
+        CheckpointError, "has no array decoder.n: it is damaged",
+    ),
+    "array that is too many": (
+        lambda d: d["arrays"].update({"more": ["F32", [1]]}), LoadError, "has no place for more",
+    ),
+    "array that is too few": (
+        lambda d: d["arrays"].pop(f"{Q}.scales"), CheckpointError, f"has no tensor {Q}.scales",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told_in_a_line(kind: str, converted: Path, tmp_path: Path) -> None:
+    change, error, words = DAMAGE[kind]
+    out = tmp_path / "out"
+    shutil.copytree(converted, out)
+    changed(out, change)
+    with pytest.raises(error, match=words) as caught:
+        leaves(out)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(out / FOLDER))
+
+
+def test_every_file_is_missed_and_measured(converted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(converted, out)
+    files = [path for path in (out / FOLDER).rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in (*files, out / DESCRIPTION):
+        data = path.read_bytes()
+        path.unlink()
+        with pytest.raises(CheckpointError, match=f"{path.name}: is missing"):
+            open_checkpoint(out)
+        if data:
+            path.write_bytes(data[: len(data) // 2])
+            with pytest.raises(
+                CheckpointError, match=f"{path.name}.*(cut off|not valid)"
+            ) as caught:
+                open_checkpoint(out)
+            assert "\n" not in str(caught.value)
+        path.write_bytes(data)
+    check_equal(leaves(out), leaves(converted))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "state/_METADATA", "_CHECKPOINT_METADATA"])
+def test_files_that_are_changed(name: str, converted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(converted, out)
+    path = out / FOLDER / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is not what was written") as caught:
+        open_checkpoint(out)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_what_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors become one line; of some, it only says that it has found nothing."""
+    api = orbax_api(converted)
+
+    def fail(*_: object) -> None:
+        try:
+            raise ValueError("DATA_LOSS: bad block\n[a specification]")
+        except ValueError as error:
+            raise RuntimeError("while reading") from error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "load", fail)
+        with pytest.raises(CheckpointError) as caught:
+            leaves(converted)
+    assert str(caught.value) == (
+        f"{converted / FOLDER}: cannot be restored: DATA_LOSS: bad block; "
+        "convert the source again with tools.quantize"
+    )
+    monkeypatch.setattr(api, "metadata", lambda path: Nothing())
+    with pytest.raises(CheckpointError, match=r"has no array embed\.weight"):
+        leaves(converted)
+
+
+class Nothing:
+    """What Orbax says of a folder that it cannot read."""
+
+    metadata = None
+
+
+def test_no_byte_of_the_description_breaks_the_reader(converted: Path, tmp_path: Path) -> None:
+    """Whatever one byte becomes, there is a model, or one of our errors."""
+    out = tmp_path / "out"
+    shutil.copytree(converted, out)
+    path = out / DESCRIPTION
+    good = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        data = bytearray(good)
+        data[int(rng.integers(len(data)))] = int(rng.integers(32, 127))
+        path.write_bytes(data)
+        with suppress(*USER_ERRORS):
+            opened = open_model(out, {})
+            find_weights(build(opened.spec, "float32"), opened)
+
+
+@pytest.mark.parametrize("place", [FOLDER, f"{FOLDER}/state"])
+def test_a_folder_of_somebody_elses(place: str, converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / place, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_without_orbax(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert open_checkpoint(converted).format == "safetensors"  # to look at it, it is not needed
+    with pytest.raises(CheckpointError, match=r"-m pip install 'jinfer\[orbax\]'$") as caught:
+        leaves(converted)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_description_names_every_array(converted: Path) -> None:
+    described = json.loads((converted / DESCRIPTION).read_text())
+    api = orbax_api(converted)
+    found = api.metadata(converted / FOLDER).metadata
+    arrays = {
+        name: (DTYPES[kind], tuple(shape)) for name, (kind, shape) in described["arrays"].items()
+    }
+    assert arrays == {name: (each.dtype, tuple(each.shape)) for name, each in found.items()}
+    with pytest.raises(CheckpointError, match="is not read alone"):
+        open_orbax(converted / DESCRIPTION).parts[f"{Q}.words"].read()
