@@ -263,7 +263,7 @@ class Engine:
     def _read(self, slots: _Slots, launched: _Launched) -> Iterator[Token]:
         sampled = jax.tree.map(np.asarray, launched.sampled)
         now = time.perf_counter()
-        steps = max(1, np.count_nonzero((sampled.tokens >= 0).any(axis=1)))
+        steps = max(1, int(np.count_nonzero((sampled.tokens >= 0).any(axis=1))))
         self._step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now
         for i in range(launched.steps):
