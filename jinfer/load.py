@@ -63,7 +63,7 @@ def load(
     Beyond the result, memory holds one decoded tensor per thread at a time.
 
     Args:
-        model: as `build` gives it, all its parameters plain.
+        model: all its parameters plain, in the types that they are to have.
         origins: of `find_origins`.
         storages: of the parameters that are to be quantized.
         progress: show a bar.

@@ -1,4 +1,4 @@
-"""How each parameter is stored: which are quantized, to what, and how they get there."""
+"""How each parameter is stored: in which type, which are quantized, to what, and how."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.model import AbstractModel
 from jinfer.nn.parameter import Role
 from jinfer.origin import Origin, Shapes
@@ -31,6 +32,7 @@ from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, RuleSpec
 
+_SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 _TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
 
 
@@ -99,6 +101,39 @@ class Storage:
         return replace(tensor, activations=self.activations)
 
 
+def kept_types(
+    model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
+) -> dict[str, str]:
+    """Name of each parameter whose numbers may stay as they are -> their type in the checkpoint."""
+    types = {}
+    for name, role in zip(model.names, model.roles, strict=True):
+        if name not in model.normalized and _word(spec, name, role) == AUTO:
+            first, *others = {file.type for file in origins[name].files}
+            if not others:
+                types[name] = first
+    return types
+
+
+def in_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+    """The model with its matrices in those of these types that have 16 bits, if its own is wider.
+
+    What is not only multiplied with or looked up stays in the computation's type.
+
+    Args:
+        model: as `build` gives it, all its parameters plain.
+        types: names of parameters -> types, as checkpoints name them.
+    """
+
+    def typed(name: str, parameter: Any, role: Role) -> Any:
+        type_name = types.get(name)
+        if role == "plain" or type_name not in _SIXTEEN_BITS or parameter.dtype.itemsize <= 2:
+            return parameter
+        return parameter.update(dtype=DTYPES[type_name])
+
+    each = zip(model.names, model.parameters, model.roles, strict=True)
+    return replace(model, parameters=tuple(typed(*one) for one in each))
+
+
 def choose_storages(
     model: AbstractModel,
     spec: QuantizationSpec,
@@ -120,7 +155,7 @@ def choose_storages(
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":
             continue
-        rule = next((rule for rule in spec.rules if _matches(rule, name)), None)
+        rule = _rule_of(spec, name)
         if rule is not None:
             used.add(rule)
         elif prod(parameter.shape) < spec.threshold:
@@ -128,7 +163,7 @@ def choose_storages(
         outliers = spec.outliers
         if rule is not None and rule.outliers is not None:
             outliers = rule.outliers
-        word = rule.weights if rule is not None else usual_word(spec, role)
+        word = _word(spec, name, role)
         if word == AUTO:
             origin = origins[name]
             can_keep = origin.is_rows(shapes) and name not in model.normalized
@@ -159,6 +194,15 @@ def stored(model: AbstractModel, storages: Mapping[str, Storage]) -> AbstractMod
         for name, parameter in zip(model.names, model.parameters, strict=True)
     )
     return replace(model, parameters=parameters)
+
+
+def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:
+    return next((rule for rule in spec.rules if _matches(rule, name)), None)
+
+
+def _word(spec: QuantizationSpec, name: str, role: Role) -> str:
+    rule = _rule_of(spec, name)
+    return rule.weights if rule is not None else usual_word(spec, role)
 
 
 def _matches(rule: RuleSpec, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from jinfer.converted import check_settings, load_converted, stored_as
 from jinfer.load import find_origins, load
 from jinfer.model import AbstractModel
 from jinfer.opened import Opened
-from jinfer.storage import choose_storages, stored
+from jinfer.ops.dense import reads_as_stored
+from jinfer.storage import choose_storages, in_types, kept_types, stored
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,20 @@ def find_weights(model: AbstractModel, opened: Opened) -> Weights:
     spec, checkpoint = opened.spec, opened.checkpoint
     if isinstance(checkpoint, ConvertedCheckpoint):
         check_settings(spec.quantization, checkpoint, spec.path)
+        firsts = {name: checkpoint.same.get(name, name) for name in model.names}
+        parts = checkpoint.parts
+        model = _typed(model, {n: parts[f].type for n, f in firsts.items() if f in parts})
         whole = stored_as(model, checkpoint, opened.activations)
         return Weights(whole, lambda progress: load_converted(whole, checkpoint))
     origins = find_origins(model, checkpoint, spec.tensors)
+    model = _typed(model, kept_types(model, spec.quantization, origins))
     storages = choose_storages(model, spec.quantization, origins, opened.activations, spec.path)
     return Weights(
         stored(model, storages),
         lambda progress: load(model, origins, storages, progress=progress),
     )
+
+
+def _typed(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+    """The model with matrices as the checkpoint has them, where products read them so."""
+    return in_types(model, types) if reads_as_stored() else model

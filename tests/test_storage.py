@@ -87,7 +87,8 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     keys: dict[str, Any] = {f"quantization.{key}": value for key, value in
             {"weights": weights, "threshold": 0, "activations": activations}.items()}  # fmt: skip
     quantized = LLM(source, **keys)
-    plain = LLM(source, dtype="float32")
+    whole: dict[str, Any] = {"dtype": "float32", "quantization.weights": "plain"}
+    plain = LLM(source, **whole)
     engine = quantized._engine
     # The same model, in full, with the weights that the codes stand for.
     plain._engine.leaves = tuple(

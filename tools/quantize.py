@@ -42,7 +42,7 @@ from jinfer.recognize import open_source
 from jinfer.spec.files import parse_override
 from jinfer.spec.quantization import PLAIN
 from jinfer.spec.resolve import merge
-from jinfer.storage import Storage, choose_storages
+from jinfer.storage import Storage, choose_storages, in_types, kept_types
 from tools.calibration import MOST_TOKENS, collect_inputs
 from tools.command import run
 from tools.converted_files import (
@@ -141,6 +141,7 @@ def convert(
         # Not this machine's choice of a type: what the checkpoint says must not be lost.
         model = build(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         origins = find_origins(model, checkpoint, spec.tensors)
+        model = in_types(model, kept_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
         if method is not None:
             storages = {name: replace(each, method=method) for name, each in storages.items()}

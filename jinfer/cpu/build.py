@@ -117,7 +117,7 @@ def _opened() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(library_path()))
     except (BuildError, OSError) as error:
-        _log.warning("no custom calls: quantized models run several times slower (%s)", error)
+        _log.warning("no custom calls: models run several times slower (%s)", error)
         return None
     library.jinfer_isa.restype = ctypes.c_int
     library.jinfer_limit_isa.restype = ctypes.c_int

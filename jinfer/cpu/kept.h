@@ -11,27 +11,22 @@
 namespace jinfer {
 namespace {
 
+template <class T>
+inline void widen(const void* from, int64_t count, float* to) {
+  const T* x = static_cast<const T*>(from);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(x + i));
+  if (i < count) {
+    const Floats rest = load_some(x + i, count - i);
+    memcpy(to + i, &rest, 4 * (count - i));
+  }
+}
+
 // Converts `count` numbers to float, and back.
 inline void to_floats(Kind kind, const void* from, int64_t count, float* to) {
-  int64_t i = 0;
-  if (kind == Kind::f32) {
-    memcpy(to, from, 4 * count);
-  } else if (kind == Kind::bf16) {
-    const uint16_t* x = static_cast<const uint16_t*>(from);
-    for (; i + 16 <= count; i += 16)
-      for (int j = 0; j < 16; ++j) to[i + j] = from_bfloat(x[i + j]);
-    for (; i < count; ++i) to[i] = from_bfloat(x[i]);
-  } else {
-    const uint16_t* x = static_cast<const uint16_t*>(from);
-#if defined(__AVX512F__)
-    for (; i + 16 <= count; i += 16)
-      _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(x + i))));
-#elif defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
-#endif
-    for (; i < count; ++i) to[i] = from_half(x[i]);
-  }
+  if (kind == Kind::f32) memcpy(to, from, 4 * count);
+  if (kind == Kind::bf16) widen<Bfloat>(from, count, to);
+  if (kind == Kind::f16) widen<Half>(from, count, to);
 }
 
 inline void from_floats(Kind kind, const float* from, int64_t count, void* to) {

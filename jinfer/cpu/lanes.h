@@ -187,11 +187,49 @@ inline uint16_t to_half(float x) {
 #endif
 }
 
-inline float from_bfloat(uint16_t bits) {
-  uint32_t word = uint32_t(bits) << 16;
-  float x;
-  memcpy(&x, &word, 4);
-  return x;
+// Numbers of 16 bits, as a file has them.
+struct Bfloat {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+// Numbers of 16 bits as they stand, in lanes of 32.
+inline Ints load_bits(const void* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+  Shorts x;
+  memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(x, Ints);
+#endif
+}
+
+inline Floats load(const Bfloat* from) { return (Floats)(load_bits(from) << 16); }
+
+inline Floats load(const Half* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  const Ints bits = load_bits(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+  const Ints normal = (rest << 13) + (rest >= 0x7c00 ? Ints{} + 0x70000000 : Ints{} + 0x38000000);
+  const Floats small = __builtin_convertvector(rest, Floats) * 0x1p-24f;
+  return (Floats)(sign | (rest < 0x400 ? (Ints)small : normal));
+#endif
+}
+
+// The first `count` numbers, fewer than LANES, and zeros.
+template <class T>
+inline Floats load_some(const T* from, int64_t count) {
+  T some[LANES] = {};
+  memcpy(some, from, count * sizeof(T));
+  return load(some);
 }
 
 inline uint16_t to_bfloat(float x) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "gate.h"
+
 namespace jinfer {
 
 struct Matrix {
@@ -55,9 +57,6 @@ struct Activations {
   Form form;
   const char* data;
 };
-
-// The numbers are those of ACTIVATIONS in linear.py.
-enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, relu = 3 };
 
 // One instruction set's kernels. A row group is the rows that one vector holds: L / G, or one row
 // that takes several vectors.

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
+from jinfer.ops import dense
 from jinfer.ops.quantized import FUSED, pick, products
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Tapped, record
@@ -26,7 +27,7 @@ def linear(
 
     Args:
         weight: [outputs, inputs], as files store it: on XLA:CPU this is as fast as the transposed
-            layout, and loading copies nothing.
+            layout, and loading copies nothing. A plain one may be of another type than x.
     """
     return linears(x, [weight], [bias])[0]
 
@@ -43,14 +44,14 @@ def linear_of(
     Args:
         where: rows whose results count; None: all. The others are only left out of a calibration.
     """
-    (weight,) = record(x, [weight], index, where)
-    if isinstance(weight, OutlierTensor):
-        y = products(x, [weight.rounded], index=index)[0]
-        y = y + pick(weight.outliers, index).product(x)
-    elif isinstance(weight, QuantizedTensor):
-        y = products(x, [weight], index=index)[0]
+    (untapped,) = record(x, [weight], index, where)
+    if isinstance(untapped, OutlierTensor):
+        y = products(x, [untapped.rounded], index=index)[0]
+        y = y + pick(untapped.outliers, index).product(x)
+    elif isinstance(untapped, QuantizedTensor):
+        y = products(x, [untapped], index=index)[0]
     else:
-        y = _dense(x, pick(weight, index))
+        y = dense.products(x, [untapped], index=index)[0]
     return _finished(y, None if bias is None else pick(bias, index), x.dtype)
 
 
@@ -59,26 +60,23 @@ def linears(
     weights: Sequence[Weight],
     biases: Sequence[Float[Array, " outputs"] | None],
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """`linear` with several weights; those that are quantized share one call."""
+    """`linear` with several weights; those that are quantized share one call, the others too."""
     weights = record(x, weights)
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
-    together = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
-    quantized = iter(products(x.reshape(-1, x.shape[-1]), together) if together else ())
+    quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
+    plain = [weight for weight in codes if not isinstance(weight, QuantizedTensor)]
+    of_quantized = iter(products(x.reshape(-1, x.shape[-1]), quantized) if quantized else ())
+    of_plain = iter(dense.products(x, plain) if plain else ())
     results = []
     for weight, code, bias in zip(weights, codes, biases, strict=True):
         if isinstance(code, QuantizedTensor):
-            y = next(quantized).reshape(*x.shape[:-1], code.outputs)
+            y = next(of_quantized).reshape(*x.shape[:-1], code.outputs)
         else:
-            y = _dense(x, weight)
+            y = next(of_plain)
         if isinstance(weight, OutlierTensor):
             y = y + weight.outliers.product(x)
         results.append(_finished(y, bias, x.dtype))
     return tuple(results)
-
-
-def _dense(x: Array, weight: Array) -> Array:
-    contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, contracted, preferred_element_type=jnp.float32)
 
 
 def _finished(y: Array, bias: Array | None, dtype: DTypeLike) -> Array:
@@ -91,9 +89,13 @@ def gated_linear(
     x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
 ) -> Float[Array, "*rows outputs"] | None:
     """activation(x @ gate.T) * (x @ up.T) as one operation, where there is one; else None."""
+    if activation not in FUSED:
+        return None
+    if isinstance(gate, Array) and isinstance(up, Array) and dense.reads_as_stored():
+        return dense.products(x, [gate, up], activation=activation)[0].astype(x.dtype)
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return None
-    if activation not in FUSED or gate.words.shape != up.words.shape or gate.format != up.format:
+    if gate.words.shape != up.words.shape or gate.format != up.format:
         return None
     (y,) = products(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
     return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
@@ -102,8 +104,8 @@ def gated_linear(
 def take_rows(
     weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape inputs"]:
-    """Rows of a matrix, in full."""
+    """Rows of a matrix, in full and in this type."""
     table: Any = weight.weight if isinstance(weight, Tapped) else weight
     if isinstance(table, QuantizedTensor | OutlierTensor):
         return table.take(rows, dtype)
-    return table[rows]
+    return table[rows].astype(dtype)

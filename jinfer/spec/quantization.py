@@ -43,7 +43,8 @@ class QuantizationSpec:
 
     Attributes:
         weights: a format such as "q4", "q3.5", "q4_b64_sym"; "plain": as numbers of the
-            computation's type; "auto": blocks of GGUF as they are in the file, all else as "plain".
+            computation's type; "auto": as they are in the file: blocks of GGUF, and on a CPU 16-bit
+            numbers too where the computation's type is wider; all else as "plain".
         embedding: the same for tables of vectors; none: as `weights`, but at least "q6".
         head: the same for the projection onto the vocabulary; none: as `embedding`. A tied head is
             the embedding.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import platform
 import threading
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,28 +17,13 @@ from jinfer.cpu import build
 from jinfer.cpu.linear import Coded, Mode, coded_linear, supports
 from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.tensor import QuantizedTensor, from_codes
+from tests.cpu.helpers import FUNCTIONS, isas
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 TWO_LEVEL = (("2", 16, False), ("3", 16, True), ("4", 32, False), ("5", 32, False), ("6", 16, True))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _memory_is_poisoned() -> Iterator[None]:
-    """Fresh memory holds 3.4e38 in every float32: what a kernel does not write shows."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.libc_ver()[0] else None
-    if mallopt is not None:
-        mallopt(-6, 0x80)  # M_PERTURB
-    yield
-    if mallopt is not None:
-        mallopt(-6, 0)
-
-
-def isas() -> list[build.Isa]:
-    """What this machine can run."""
-    return list(build.ISAS[: build.ISAS.index(build.isa()) + 1]) if build.available() else []
 
 
 def matrix(
@@ -212,17 +194,6 @@ def test_several_matrices_share_a_call() -> None:
             results = run(x, tensors)
         for got, tensor in zip(results, tensors, strict=True):
             assert_product(got, rounded(x), tensor, 2e-6)
-
-
-def _gelu_tanh(v: np.ndarray) -> np.ndarray:
-    return v / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
-
-
-FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "silu": lambda v: v / (1 + np.exp(-v)),
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda v: np.maximum(v, 0),
-}
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS)

@@ -1,0 +1,50 @@
+"""Products with plain matrices as one custom call, with weights of 16 bits as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from jinfer.cpu import build
+from jinfer.cpu.linear import ACTIVATIONS
+
+
+def available() -> bool:
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return build.register("jinfer_dense")
+
+
+def dense_linear(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[Float[Array, "*stack outputs inputs"]],
+    *,
+    activation: str = "none",
+    index: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ weight.T for each weight, in float32; all weights share the reading of x.
+
+    Args:
+        x: float32.
+        weights: float32, bfloat16 or float16, converted to float32 without loss.
+        activation: other than "none": there are two weights, gate and up, of equal shape, and the
+            one result is activation(x @ gate.T) * (x @ up.T).
+        index: int32, which matrix of each stack; weights then have three axes, else two.
+    """
+    if not available():
+        raise RuntimeError("there are no custom calls on this machine")
+    results = weights if activation == "none" else weights[:1]
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], w.shape[-2]), np.float32) for w in results]
+    chosen: list[Any] = [] if index is None else [index.reshape(1)]
+    out = jax.ffi.ffi_call("jinfer_dense", shapes)(
+        x,
+        *chosen,
+        *weights,
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        indexed=index is not None,
+    )
+    return tuple(out)

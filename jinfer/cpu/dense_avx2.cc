@@ -1,0 +1,3 @@
+#include "dense_kernels.h"
+
+const jinfer::DenseKernels& jinfer::dense_avx2() { return jinfer::kernels; }

@@ -1,0 +1,23 @@
+"""What tests of custom calls share: this machine's instructions, and activation functions."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jinfer.cpu import build
+
+
+def isas() -> list[build.Isa]:
+    """What this machine can run."""
+    return list(build.ISAS[: build.ISAS.index(build.isa()) + 1]) if build.available() else []
+
+
+def _gelu_tanh(v: np.ndarray) -> np.ndarray:
+    return v / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+
+
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda v: v / (1 + np.exp(-v)),
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda v: np.maximum(v, 0),
+}

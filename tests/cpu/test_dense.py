@@ -1,0 +1,201 @@
+"""The custom call for products with plain matrices, against NumPy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jinfer.cpu import build
+from jinfer.cpu.dense import dense_linear
+from jinfer.ops.dense import products_reference
+from tests.cpu.helpers import FUNCTIONS, isas
+
+pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+
+TYPES = ("float32", "bfloat16", "float16")
+
+
+@partial(jax.jit, static_argnames="activation")
+def _run(x: Any, weights: Any, activation: str, index: Any) -> Any:
+    return dense_linear(x, weights, activation=activation, index=index)
+
+
+def run(
+    x: np.ndarray, weights: Sequence[Any], activation: str = "none", index: int | None = None
+) -> list[np.ndarray]:
+    """Waits for the results, so that they are of the instructions chosen when it is called."""
+    which = None if index is None else np.int32(index)
+    return [np.asarray(y) for y in _run(x, list(weights), activation, which)]
+
+
+def matrix(type: str, *shape: int, seed: int = 0) -> np.ndarray:
+    """Random numbers of the type."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(type))
+
+
+def within_nan(weight: np.ndarray) -> np.ndarray:
+    """A stack in which the matrix has index 1, and is surrounded by numbers that are none."""
+    nan = np.full_like(weight, np.nan)
+    return np.stack([nan, weight, nan])
+
+
+def check(got: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
+    """Relative to the sum of the terms' magnitudes, which is what rounding errors grow with."""
+    wide = weight.astype(np.float64)
+    size = np.abs(x).astype(np.float64) @ np.abs(wide).T
+    assert got.dtype == np.float32
+    np.testing.assert_array_less(np.abs(got - x.astype(np.float64) @ wide.T), 1e-6 * size + 1e-30)
+
+
+def on_all(check_one: Callable[[], None]) -> None:
+    for isa in isas():
+        with build.lowered_isa(isa):
+            check_one()
+
+
+@settings(max_examples=60)
+@given(
+    type=st.sampled_from(TYPES),
+    rows=st.one_of(st.integers(1, 40), st.integers(41, 300)),
+    inputs=st.integers(1, 600),
+    outputs=st.integers(1, 150),
+)
+def test_any_shape(type: str, rows: int, inputs: int, outputs: int) -> None:
+    x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
+    stack = within_nan(weight)
+    on_all(lambda: check(run(x, [stack], index=1)[0], x, weight))
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 2048, 700), (36, 1100, 300), (37, 1100, 300), (1024, 96, 9)]
+)
+def test_large_products_are_cut_into_pieces(
+    type: str, rows: int, inputs: int, outputs: int
+) -> None:
+    x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
+    on_all(lambda: check(run(x, [weight])[0], x, weight))
+
+
+@pytest.mark.parametrize("type", ["bfloat16", "float16"])
+def test_every_number_of_16_bits_is_exact(type: str) -> None:
+    """Each times 1, beside zeros; subnormal ones of bfloat16 may count as 0, as they do in XLA."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(type))
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+    weight = np.zeros((len(numbers), 17), numbers.dtype)
+    weight[np.arange(len(numbers)), np.arange(len(numbers)) % 17] = numbers
+    wanted = numbers.astype(np.float32)
+    small = np.abs(wanted) < np.finfo(np.float32).tiny
+    for rows in (1, 40):
+        x = np.ones((rows, 17), np.float32)
+
+        def compare(x: np.ndarray = x) -> None:
+            for got in run(x, [weight])[0]:
+                np.testing.assert_array_equal(got[~small], wanted[~small])
+                assert (np.abs(got[small]) <= np.abs(wanted[small])).all()
+
+        on_all(compare)
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize("type", TYPES)
+def test_numbers_that_are_not_finite(rows: int, type: str) -> None:
+    """They spoil their own row of activations, or of weights, and no other."""
+    for bad in (np.nan, np.inf, -np.inf):
+        x, weight = matrix("float32", rows, 70, seed=1), matrix(type, 90, 70)
+        weight[3, 65], x[rows - 1, 2] = bad, bad
+
+        def compare(x: np.ndarray = x, weight: np.ndarray = weight) -> None:
+            (got,) = run(x, [weight])
+            clean = np.ones_like(got, np.bool_)
+            clean[:, 3], clean[rows - 1] = False, False
+            assert np.isfinite(got[clean]).all()
+            assert not np.isfinite(got[~clean]).any()
+
+        on_all(compare)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_several_weights_share_a_call(rows: int) -> None:
+    x = matrix("float32", rows, 200, seed=9)
+    sizes = (130, 1, 64)
+    weights = [matrix(type, n, 200, seed=n) for type, n in zip(TYPES, sizes, strict=True)]
+
+    def compare() -> None:
+        for got, weight in zip(run(x, weights), weights, strict=True):
+            check(got, x, weight)
+
+    on_all(compare)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("rows", [1, 9, 130])
+@pytest.mark.parametrize("type", TYPES)
+def test_gated(activation: str, rows: int, type: str) -> None:
+    gate, up = (matrix(type, 150, 96, seed=seed) for seed in (1, 2))
+    x = matrix("float32", rows, 96, seed=3) / 8
+    wide = [x.astype(np.float64) @ each.astype(np.float64).T for each in (gate, up)]
+    wanted = FUNCTIONS[activation](wide[0]) * wide[1]
+
+    def compare() -> None:
+        (got,) = run(x, [gate, up], activation)
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-5)
+
+    on_all(compare)
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("rows", [1, 45])
+def test_matrix_of_a_stack(type: str, rows: int) -> None:
+    x, stack = matrix("float32", rows, 33, seed=1), matrix(type, 4, 70, 33)
+    for index in range(4):
+        on_all(partial(lambda i: check(run(x, [stack], index=i)[0], x, stack[i]), index))
+
+
+def test_index_outside_the_stack_is_refused() -> None:
+    for index in (-1, 2):
+        with pytest.raises(Exception, match="no such matrix in the stack"):
+            run(matrix("float32", 1, 64), [matrix("float32", 2, 16, 64)], index=index)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "activation", "what"),
+    [
+        ([(8, 63)], "none", "shape does not fit"),
+        ([(2, 8, 64)], "none", "shape does not fit"),
+        ([(8, 64), (9, 64)], "silu", "not two weights of one shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    shapes: list[tuple[int, ...]], activation: str, what: str
+) -> None:
+    with pytest.raises(Exception, match=what):
+        run(matrix("float32", 1, 64), [matrix("float32", *shape) for shape in shapes], activation)
+
+
+def test_nothing_to_compute() -> None:
+    assert run(matrix("float32", 0, 64), [matrix("float16", 16, 64)])[0].shape == (0, 16)
+    (got,) = run(matrix("float32", 3, 0), [matrix("bfloat16", 16, 0)])
+    assert (got == np.zeros((3, 16))).all()
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("type", TYPES)
+def test_the_reference_agrees(rows: int, type: str) -> None:
+    """XLA's operations, which stand in where there are no custom calls."""
+    x, stack = matrix("float32", rows, 100, seed=1), matrix(type, 3, 70, 100)
+    weights = [jnp.asarray(stack[0]), jnp.asarray(stack[1])]
+    for got, weight in zip(products_reference(jnp.asarray(x), weights), stack, strict=False):
+        check(np.asarray(got), x, weight)
+    (got,) = products_reference(jnp.asarray(x), [jnp.asarray(stack)], index=jnp.int32(2))
+    check(np.asarray(got), x, stack[2])
+    (got,) = products_reference(jnp.asarray(x), weights, activation="silu")
+    np.testing.assert_allclose(got, run(x, list(stack[:2]), "silu")[0], rtol=1e-4, atol=1e-4)
