@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ def specs_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "specs"
 
 
-@cache
 def read_toml(path: Path) -> Table:
     """Reads one TOML file. Raises `SpecError`."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path, path.read_bytes())
     except OSError as error:
         raise SpecError(path, "", f"cannot be read: {error.strerror}") from error
+
+
+@lru_cache(maxsize=512)  # by what is in it: in a notebook, files are edited and read again
+def _parsed(path: Path, content: bytes) -> Table:
+    try:
+        table = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers without end
         raise SpecError(path, "", f"is not TOML: {error}") from error
     check_plain(table, path)
