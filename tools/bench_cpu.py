@@ -63,17 +63,17 @@ class Worker:
     def close(self) -> dict[str, Any]:
         """Ends the process; what it says of its memory."""
         assert self.process.stdin is not None, "the process reads its tasks"
-        self.process.stdin.close()
-        last = self._answer()
-        self.process.wait()
-        return last
+        with self.process:
+            self.process.stdin.close()
+            return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None, "the process writes its answers"
         for line in self.process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        status = self.process.wait()
+        with self.process:
+            status = self.process.wait()
         hint = "; --peer-python has to name a Python with llama-cpp-python"
         hint = hint if self.engine == "llama.cpp" else ""
         raise OSError(f"{self.engine} ended without an answer (status {status}){hint}")
