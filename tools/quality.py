@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", default=[], choices=("nearest", "search"),
         help="default: both")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
-        help="also a checkpoint that tools.quantize wrote")  # fmt: skip
+        help="also what tools.quantize wrote; the folder's name is the row's")  # fmt: skip
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
     add("--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then")
     add("--peer-type", action="append", default=[], metavar="TYPE", help="such as Q4_K_M")
@@ -289,7 +289,7 @@ def _ways(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any
             keys = {"quantization.weights": weights, "quantization.method": method}
             yield f"{weights} {method}", options.source, keys
     for folder in options.calibrated:
-        yield f"{Path(folder).name} calibrated", folder, {}
+        yield Path(folder).name, folder, {}
     for kind in options.kv_cache:
         keys = {"dtype": "float32", "quantization.kv_cache": kind}
         yield f"f32 cache {kind}", options.source, keys

@@ -120,8 +120,9 @@ def convert(
         out: a folder that is not there yet, or empty.
         overrides: tables laid over the source's specification.
         calibration: a text; the model reads it first, to learn which weights matter.
-        method: instead of the specification's; "feedback" needs a calibration.
-        tokens: of the calibration text that are read at most.
+        method: instead of the specification's. "feedback" without a calibration text reads tokens
+            by chance.
+        tokens: that are read at most.
         progress: show a bar.
         shard_bytes: size of a file.
         orbax: write the arrays with Orbax, instead of to safetensors files.
@@ -146,7 +147,7 @@ def convert(
         if method is not None:
             storages = {name: replace(each, method=method) for name, each in storages.items()}
         inputs: Mapping[str, Inputs] = {}
-        if calibration is not None:
+        if calibration is not None or method == "feedback":
             inputs = _calibrated(source, overrides, model, storages, calibration, tokens, progress)
         # What is multiplied with nothing, such as a table of vectors, has no error to feed back.
         storages = {
@@ -191,11 +192,11 @@ def _calibrated(
     overrides: Mapping[str, Any],
     model: AbstractModel,
     storages: Mapping[str, Storage],
-    text: str,
+    text: str | None,
     tokens: int,
     progress: bool,
 ) -> dict[str, Inputs]:
-    """What the weights that will be quantized are multiplied with while the model reads a text."""
+    """What the weights that will be quantized are multiplied with while the model reads."""
     plain = {"weights": PLAIN, "embedding": PLAIN, "head": PLAIN, "rules": []}
     llm = LLM(source, progress=progress, **{**overrides, "quantization": plain})
     kinds: dict[str, Kind] = {
@@ -337,8 +338,9 @@ def _parser() -> argparse.ArgumentParser:
     add("out", type=Path, help="the folder to write")
     add("--weights", metavar="FORMAT", help="as quantization.weights: q4, q3.5, q4_b64_sym, ...")
     add("--method", choices=get_args(Method), help="how weights are quantized (search)")
-    add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it")
-    add("--tokens", type=int, default=MOST_TOKENS, help=f"of that text ({MOST_TOKENS})")
+    add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
+        "Without one, --method feedback reads tokens by chance")  # fmt: skip
+    add("--tokens", type=int, default=MOST_TOKENS, help=f"read to learn that ({MOST_TOKENS})")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--orbax", action="store_true", help="write the arrays with Orbax, to be read in shards")
     add("--json", metavar="FILE", help="write the table as JSON too")
@@ -353,9 +355,6 @@ def _run(options: argparse.Namespace) -> int:
     for key, value in (("weights", options.weights), ("method", method)):
         if value not in (None, "feedback"):  # which no specification can ask for
             overrides = merge(overrides, {"quantization": {key: value}})
-    if method == "feedback" and options.calibration is None:
-        print("error: --method feedback needs --calibration", file=sys.stderr)
-        return 2
     text = options.calibration and Path(options.calibration).read_text(encoding="utf-8")
     begun = time.perf_counter()
     rows = convert(

@@ -22,7 +22,7 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import search
 
-DAMPING = 0.01  # added to the diagonal of H, as a share of its mean
+DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
 _WHOLE = 64  # rows of a triangle that is inverted at once
 
 

@@ -67,7 +67,7 @@ def test_exact_weights_make_no_error() -> None:
     plain = feedback(weight, x.T @ x, format)
     before = decoded(*plain[:3], format).reshape(OUTPUTS, -1)[:, :INPUTS]
     mixed = output_error(x, weight, np.where(exact, moved, full))
-    assert mixed < 0.95 * output_error(x, weight, before)
+    assert mixed < 0.97 * output_error(x, weight, before)
 
 
 def test_stacks_have_their_own_inputs() -> None:

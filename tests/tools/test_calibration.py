@@ -43,7 +43,7 @@ def test_the_inputs_of_weights(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     found = collect_inputs(plain, TEXT, kinds, length=64, most=200)
     assert found.keys() == kinds.keys() - {"embed.weight"}, "a table is not multiplied with"
     q, k, logits = (found[name] for name in kinds if name in found)
-    assert q.rows == k.rows == logits.rows == 192
+    assert (q.rows, k.rows, logits.rows) == (192, 192, 192)
     np.testing.assert_allclose(q.importance, k.importance, rtol=1e-4)
     ids = plain.encode(TEXT)[:192]
     hidden = np.concatenate(plain.hidden([ids[i : i + 64] for i in range(0, 192, 64)]))
@@ -74,11 +74,37 @@ def test_calibrated_weights_give_nearer_results(plain: LLM, tmp_path: Path) -> N
     ids = plain.encode(TEXT)[100:200]
     wanted = plain.logits([ids])[0]
     errors = list[float]()
-    for more in ((), ("--calibration", text, "--method", "feedback")):
+    for more in ((), ("--method", "feedback"), ("--calibration", text, "--method", "feedback")):
         out = tmp_path / f"out{len(errors)}"
         assert main([str(each) for each in (MODEL, out, *small, *more)]) == 0
         errors.append(float(np.square(LLM(out).logits([ids])[0] - wanted).mean()))
-    assert errors[1] < 0.9 * errors[0]
+    searched, by_chance, by_text = errors
+    assert by_chance < 0.9 * searched
+    assert by_text < 0.9 * searched
+
+
+def test_first_tokens_count_more(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 640 tokens ten are read once more, each as the first of a text."""
+    kinds: dict[str, Kind] = {"decoder.1.attn.q.weight": "products", "logits.weight": "squares"}
+    found = collect_inputs(plain, TEXT, kinds, length=128)
+    ids: Any = plain.encode(TEXT)[:640:64]
+    firsts = collect_inputs(plain, ids, kinds, length=1)
+    monkeypatch.setattr(calibration, "_FIRST", 640)  # windows are short then: nothing is added
+    windows = collect_inputs(plain, TEXT[:640], kinds, length=128)
+    for name, inputs in found.items():
+        assert (inputs.rows, firsts[name].rows, windows[name].rows) == (650, 10, 640)
+        mean = (windows[name].mean * 640 + firsts[name].mean * 10) / 650
+        np.testing.assert_allclose(inputs.mean, mean, rtol=1e-3, atol=1e-5)
+
+
+def test_tokens_by_chance(plain: LLM) -> None:
+    """Those of the whole vocabulary, as many as were asked for, in windows of 64."""
+    kinds: dict[str, Kind] = {"decoder.0.attn.q.weight": "products"}
+    (found,) = collect_inputs(plain, None, kinds, most=1000).values()
+    assert found.rows == 960
+    ids: Any = np.random.default_rng(0).integers(0, plain.spec.dims["vocab"], 960).tolist()
+    (wanted,) = collect_inputs(plain, ids, kinds, length=64).values()
+    np.testing.assert_allclose(found.mean, wanted.mean, rtol=1e-6)
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

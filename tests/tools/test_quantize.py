@@ -100,7 +100,6 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (tmp_path / "nowhere", tmp_path / "new"): "there is no such file or folder",
         (MODEL, MODEL / "config.json"): "is there already",
         (MODEL, tmp_path / "new", "--weights", "q7"): "quantization.weights: no quantization form",
-        (MODEL, tmp_path / "new", "--method", "feedback"): "--method feedback needs --calibration",
         (MODEL, tmp_path / "new", "--calibration", tmp_path / "no"): "No such file",
     }
     for arguments, words in cases.items():
