@@ -14,10 +14,12 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.load import find_origins, load
 from jinfer.ops import dense
+from jinfer.quant import QuantizedTensor
 from jinfer.spec.quantization import QuantizationSpec
 from jinfer.storage import in_types, kept_types
 from tests import loading
 from tests.test_memory import MORE, SMALL, STATUS, made_up, peak
+from tools.quantize import main as quantize
 
 GOLDENS = Path(__file__).parent / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]
@@ -136,6 +138,22 @@ def test_bits_are_taken_as_they_are(type_name: str) -> None:
             wanted = wanted.astype(DTYPES[type_name])
         assert leaf.dtype == (wanted.dtype if name in kept else np.float32)
         assert np.array_equal(np.asarray(leaf, np.float32), wanted.astype(np.float32)), name
+
+
+@needs_calls
+def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) -> None:
+    rules = '[{ match = "decoder.1.*", weights = "q8" }]'
+    options = ["--set", f"quantization.rules={rules}", "--set", "quantization.threshold=0"]
+    assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0
+    llm = LLM(tmp_path / "out", dtype="float32")
+    each = zip(llm._engine.model.names, llm._engine.leaves, llm._engine.model.roles, strict=True)
+    for name, leaf, role in each:
+        if role != "plain":
+            is_quantized = name.startswith("decoder.1.")
+            assert isinstance(leaf, QuantizedTensor) == is_quantized
+            assert is_quantized or leaf.dtype == jnp.bfloat16
+    wanted = open_model("smollm2", **PLAIN).logits([IDS])[0]
+    np.testing.assert_allclose(llm.logits([IDS])[0], wanted, rtol=0, atol=0.2)
 
 
 @needs_calls

@@ -81,11 +81,12 @@ def _windows(llm: LLM, text: str | None, length: int, most: int) -> list[np.ndar
     """Batches of token ids, int32 [rows, tokens]; of a text without what is left at its end."""
     if text is None:
         length = min(_CHANCE_LENGTH, llm.context)
-        given = np.random.default_rng(0).integers(0, llm.spec.dims["vocab"], most)
-    else:
-        length = min(length, llm.context)
-        given = np.asarray(llm.encode(text)[:most])
-    ids = given[: len(given) // length * length].astype(np.int32)
+        rows = max(1, LENGTH // length)  # as many tokens at a time as of a text
+        shape = max(1, most // (rows * length)), rows, length
+        return list(np.random.default_rng(0).integers(0, llm.spec.dims["vocab"], shape, np.int32))
+    length = min(length, llm.context)
+    some = llm.encode(text)[:most]
+    ids = np.asarray(some[: len(some) // length * length], np.int32)
     if not len(ids):
         raise RequestError("the calibration text is shorter than a window; give a longer one")
     windows = list(ids.reshape(-1, 1, length))

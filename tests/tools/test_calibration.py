@@ -98,13 +98,13 @@ def test_first_tokens_count_more(plain: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_tokens_by_chance(plain: LLM) -> None:
-    """Those of the whole vocabulary, as many as were asked for, in windows of 64."""
+    """Those of the whole vocabulary, as many as were asked for, in whole batches of 8 x 64."""
     kinds: dict[str, Kind] = {"decoder.0.attn.q.weight": "products"}
     (found,) = collect_inputs(plain, None, kinds, most=1000).values()
-    assert found.rows == 960
-    ids: Any = np.random.default_rng(0).integers(0, plain.spec.dims["vocab"], 960).tolist()
+    assert found.rows == 512
+    ids: Any = np.random.default_rng(0).integers(0, plain.spec.dims["vocab"], 512).tolist()
     (wanted,) = collect_inputs(plain, ids, kinds, length=64).values()
-    np.testing.assert_allclose(found.mean, wanted.mean, rtol=1e-6)
+    np.testing.assert_allclose(found.mean, wanted.mean, rtol=1e-4, atol=1e-5)
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
