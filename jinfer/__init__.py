@@ -1,9 +1,12 @@
 """jinfer: a compiled inference engine for transformers; a model is a TOML file."""
 
-from jinfer.errors import USER_ERRORS
-from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
-from jinfer.llm import LLM
-from jinfer.sampling import SamplingParams
+from jinfer.collector import paused
+
+with paused():
+    from jinfer.errors import USER_ERRORS
+    from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+    from jinfer.llm import LLM
+    from jinfer.sampling import SamplingParams
 
 __all__ = [
     "LLM",

@@ -107,7 +107,7 @@ class Engine:
         shapes = [Shape("prefill", 1, length, encoded, c, logprobs) for c in sorted(chunks)]
         if encoded:
             shapes.append(Shape("fill", 1, length, encoded, self.padded_encoder(request.encoder)))
-        return [Shape("decode", 1, length, encoded, 1, logprobs), *shapes]
+        return [*shapes, Shape("decode", 1, length, encoded, 1, logprobs)]
 
     @property
     def busy(self) -> bool:
@@ -153,10 +153,9 @@ class Engine:
             for slot, request in enumerate(slots.requests)
             if request is not None and left[slot] > 0
         )
-        if rows:
-            self._decode(slots, rows, max(left.values()))
+        begun = bool(rows) and self._decode(slots, rows, max(left.values()))
         tokens: list[Token] = []
-        while len(self._launched) > (1 if rows else 0):
+        while len(self._launched) > int(begun):
             tokens += self._read(slots, self._launched.popleft())
         return tokens
 
@@ -246,9 +245,12 @@ class Engine:
         encoded = lax.dynamic_update_slice_in_dim(slots.state.encoded, count, slot, 0)
         slots.state = slots.state._replace(encoded=encoded)
 
-    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...], longest: int) -> None:
+    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...], longest: int) -> bool:
+        """Launches a call; not while its program is compiled and there are tokens to give out."""
         logprobs = any(request.sampling.logprobs is not None for _, request in rows)
         shape = Shape("decode", slots.count, slots.length, slots.encoded, 1, logprobs)
+        if self._launched and not self.programs.ready(shape):
+            return False
         program = self.programs.get(shape)
         limits = np.zeros(slots.count, np.int32)
         for slot, request in rows:
@@ -259,6 +261,7 @@ class Engine:
             self.leaves, slots.cache, slots.state, limits, np.int32(steps)
         )
         self._launched.append(_Launched(sampled, rows, steps, begun))
+        return True
 
     def _read(self, slots: _Slots, launched: _Launched) -> Iterator[Token]:
         sampled = jax.tree.map(np.asarray, launched.sampled)

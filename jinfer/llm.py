@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jinfer.collector import paused
 from jinfer.compilation import use_persistent_cache
 from jinfer.conversation import Message
 from jinfer.embedding import Pooling, cut, pool
@@ -40,6 +41,7 @@ class LLM:
         load_seconds: time the weights took.
     """
 
+    @paused()
     def __init__(
         self,
         source: str | Path,

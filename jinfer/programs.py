@@ -71,9 +71,10 @@ class Programs:
     waited: float = 0.0
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _tracing: threading.Lock = field(default_factory=threading.Lock)
 
     def announce(self, shapes: Iterable[Shape]) -> None:
-        """Starts compiling in the background, several programs at a time."""
+        """Starts compiling in the background, several programs at a time, the first ones first."""
         with self._lock:
             new = [shape for shape in dict.fromkeys(shapes) if shape not in self._futures]
             if not new:
@@ -83,6 +84,11 @@ class Programs:
                 self._futures[shape] = pool.submit(self._compile, shape)
                 self.compilations += 1
             pool.shutdown(wait=False)
+
+    def ready(self, shape: Shape) -> bool:
+        """Whether a program can be had without waiting; if not, it will be."""
+        self.announce([shape])
+        return self._futures[shape].done()
 
     def get(self, shape: Shape) -> Program:
         """A program; waits for it where it is not ready."""
@@ -96,8 +102,11 @@ class Programs:
         return program
 
     def _compile(self, shape: Shape) -> Program:
-        function, arguments = self._lowered(shape)
-        return jax.jit(function, donate_argnums=1).lower(*arguments).compile()
+        # Python runs one thread at a time: traced side by side, all programs would be late.
+        with self._tracing:
+            function, arguments = self._lowered(shape)
+            lowered = jax.jit(function, donate_argnums=1).lower(*arguments)
+        return lowered.compile()
 
     def _lowered(self, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function of a program, and the shapes of what it is called with."""

@@ -1,5 +1,7 @@
 """The step loop: slots, queue, streams, reuse of what the cache holds, compilations."""
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from jinfer import LLM, RequestError, SamplingParams, engine
 from jinfer.cache import nbytes
 from jinfer.engine import Engine
-from jinfer.programs import Shape
+from jinfer.programs import Programs, Shape
 from jinfer.spec.errors import SpecError
 from jinfer.steps import MAX_STEPS
 
@@ -158,6 +160,24 @@ def test_end_of_sequence_and_stop_ids(llm: LLM, alone: list[list[int]]) -> None:
     assert answer[:first] == expected[:first]
 
 
+def test_the_first_token_does_not_wait_for_the_second_s_program(
+    alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, compile_now = threading.Event(), Programs._compile
+
+    def late(self: Programs, shape: Shape) -> Any:
+        assert shape.kind != "decode" or came.wait(60)
+        return compile_now(self, shape)
+
+    monkeypatch.setattr(Programs, "_compile", late)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    with contextlib.closing(open_model().stream(PROMPTS[0], params)) as stream:
+        tokens = list(next(stream).token_ids)
+        came.set()
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == alone[0][:5]
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
 def test_several_steps_a_call(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, seconds: float
@@ -167,9 +187,11 @@ def test_several_steps_a_call(
     launched = []
     decode = Engine._decode
 
-    def watched(self: Engine, slots: Any, *rest: Any) -> None:
-        decode(self, slots, *rest)
-        launched.append((self._launched[-1], slots.state.positions))
+    def watched(self: Engine, slots: Any, *rest: Any) -> bool:
+        begun = decode(self, slots, *rest)
+        if begun:
+            launched.append((self._launched[-1], slots.state.positions))
+        return begun
 
     monkeypatch.setattr(Engine, "_decode", watched)
     limits = [9, 3, 10, 7, 1, 10, 2, 8, 4]

@@ -24,7 +24,7 @@ LEVELS = [
     {
         *("spec", "checkpoint", "quant", "cache", "sampling", "scheduler"),
         *("tokenizer", "template", "constrain", "sources", "distributed"),
-        *("compilation", "conversation", "embedding", "opened", "origin"),
+        *("collector", "compilation", "conversation", "embedding", "opened", "origin"),
         *("recognize", "stopping"),
     },
     {"ops"},
