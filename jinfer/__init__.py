@@ -1,12 +1,12 @@
 """jinfer: a compiled inference engine for transformers; a model is a TOML file."""
 
-from jinfer.collector import paused
+from jinfer.engine.collector import paused
 
 with paused():
+    from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
     from jinfer.errors import USER_ERRORS
-    from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
     from jinfer.llm import LLM
-    from jinfer.sampling import SamplingParams
+    from jinfer.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",

@@ -1,12 +1,12 @@
 """Every error that a user can mend: one line each, shown without a traceback."""
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.generation import RequestError
-from jinfer.load import LoadError
-from jinfer.sources import SourceError
+from jinfer.engine.generation import RequestError
+from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError
+from jinfer.weights.load import LoadError
 
 USER_ERRORS = (
     CheckpointError,

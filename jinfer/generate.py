@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from jinfer import catalogue
+from jinfer.engine.generation import Chunk, RequestError, Usage
 from jinfer.errors import USER_ERRORS
-from jinfer.generation import Chunk, RequestError, Usage
 from jinfer.llm import LLM
+from jinfer.opening import catalogue
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 

@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jinfer.collector import paused
-from jinfer.compilation import use_persistent_cache
-from jinfer.conversation import Message
-from jinfer.embedding import Pooling, cut, pool
-from jinfer.engine import Engine
-from jinfer.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+from jinfer.engine.collector import paused
+from jinfer.engine.compilation import use_persistent_cache
+from jinfer.engine.engine import Engine
+from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+from jinfer.engine.programs import Programs
+from jinfer.engine.requests import Request
+from jinfer.engine.running import Running
 from jinfer.model import Want, build
-from jinfer.opened import open_model, sampling_params
-from jinfer.programs import Programs
-from jinfer.requests import Request
-from jinfer.running import Running
-from jinfer.sampling import SamplingParams
+from jinfer.opening.conversation import Message
+from jinfer.opening.pooling import Pooling, cut, pool
+from jinfer.opening.settings import open_model, sampling_params
+from jinfer.sampling.params import SamplingParams
 from jinfer.tokenizer import Tokenizer
-from jinfer.weights import find_weights
+from jinfer.weights.find import find_weights
 
 Prompt = str | Sequence[int]
 
@@ -69,7 +69,9 @@ class LLM:
         self._opened = opened = open_model(source, overrides)
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
         dtype = jnp.dtype(opened.dtype)
-        weights = find_weights(build(opened.spec, dtype), opened)
+        weights = find_weights(
+            build(opened.spec, dtype), opened.spec, opened.checkpoint, opened.activations
+        )
         self._engine = Engine(
             Programs(weights.model, opened.kv_cache),
             (),

@@ -14,7 +14,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.cache import Cache, CacheShape
 from jinfer.nn.attention import Attention, CrossAttention, Step
 from jinfer.nn.build import build_module
 from jinfer.nn.latent import LatentAttention
@@ -22,6 +21,7 @@ from jinfer.nn.linear import Head
 from jinfer.nn.parameter import Role
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
+from jinfer.ops.cache import Cache, CacheShape
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
@@ -99,7 +99,7 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with the cache where there is one."""
         cache = dict(cache)
-        step = step.with_turns(self._ropes())
+        step = step.with_cos_sin(self._ropes())
         for i, layer in enumerate(self.layers):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}

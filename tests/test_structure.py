@@ -21,25 +21,15 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 LEVELS = [
     {"kernels_pallas", "cpu"},
-    {
-        *("spec", "checkpoint", "quant", "cache", "sampling", "scheduler"),
-        *("tokenizer", "template", "constrain", "sources", "distributed"),
-        *("collector", "compilation", "conversation", "embedding", "opened", "origin"),
-        *("recognize", "stopping"),
-    },
+    {"spec", "checkpoint", "tokenizer", "template", "quant"},
     {"ops"},
     {"nn"},
     {"model"},
-    {"storage"},
-    {"pieces"},
-    {"partition", "load", "converted", "steps", "sizes"},
-    {"weights", "programs", "requests"},
-    {"catalogue"},
-    {"engine", "speculate", "catalogue"},
-    {"beam", "generation"},
-    {"running"},
-    {"errors", "llm"},
-    {"jinfer", "server", "generate", "serve", "tools"},
+    {"weights", "partition", "sampling"},
+    {"engine", "speculate"},
+    {"opening"},
+    {"errors", "llm", "trace"},
+    {"jinfer", "server", "generate", "serve", "client", "tools"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 KERNELS = LEVELS[0]

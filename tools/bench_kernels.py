@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cache import PLAIN
 from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas import Kept, Packed, attend, matmul, with_sinks
 

@@ -13,11 +13,12 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-from jinfer import LLM, cache
-from jinfer.generation import RequestError
+from jinfer import LLM
+from jinfer.engine.generation import RequestError
+from jinfer.engine.steps import encode
 from jinfer.nn.attention import Step
+from jinfer.ops import cache
 from jinfer.quant.calibration import Inputs, Kind, tap
-from jinfer.steps import encode
 
 LENGTH = 512  # tokens of a window
 MOST_TOKENS = 1 << 15  # that are read

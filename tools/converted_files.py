@@ -17,8 +17,8 @@ import numpy as np
 from jinfer.checkpoint.converted import ALIGNMENT, PADDING, marks
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
-from jinfer.recognize import SPEC_FILE, Located, read_json_value
-from jinfer.sources import SourceError
+from jinfer.opening.recognize import SPEC_FILE, Located, read_json_value
+from jinfer.opening.sources import SourceError
 from jinfer.spec.files import families, with_families
 from jinfer.spec.resolve import merge
 from tools.toml_text import toml_text

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.recognize import Located
+from jinfer.opening.recognize import Located
 from tools.roles import Line, is_ignorable, module_of, roles_of
 
 # jinfer's word -> the words that config files have for it, and what holds without any.

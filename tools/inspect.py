@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.recognize import Located
+from jinfer.opening.recognize import Located
 from jinfer.spec.drawing import draw
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override

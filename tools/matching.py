@@ -9,11 +9,11 @@ from typing import Any
 
 from jinfer.checkpoint import Tensor
 from jinfer.model import AbstractModel, build
-from jinfer.origin import LoadError, Origin, by_name, look_for, unused
-from jinfer.recognize import Located, open_source
-from jinfer.sizes import Sizes, sizes_of
+from jinfer.opening.recognize import Located, open_source
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
+from jinfer.weights.mapping import LoadError, Origin, by_name, look_for, unused
+from jinfer.weights.sizes import Sizes, sizes_of
 
 
 @dataclass

@@ -29,20 +29,20 @@ from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
 from jinfer.checkpoint.mapped import release
 from jinfer.checkpoint.orbax import orbax_api
-from jinfer.converted import packing, part_names, weight_settings
-from jinfer.load import find_origins, parameter_shapes, quantized, read_values, same_arrays
 from jinfer.model import AbstractModel, build
-from jinfer.origin import Origin
+from jinfer.opening.recognize import open_source
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs, Kind
 from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.quantize import Method
 from jinfer.quant.tensor import to_codes
-from jinfer.recognize import open_source
 from jinfer.spec.files import parse_override
 from jinfer.spec.quantization import PLAIN
 from jinfer.spec.resolve import merge
-from jinfer.storage import Storage, choose_storages, in_types, kept_types
+from jinfer.weights.converted import packing, part_names, weight_settings
+from jinfer.weights.load import find_origins, parameter_shapes, quantized, read_values, same_arrays
+from jinfer.weights.mapping import Origin
+from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
 from tools.calibration import MOST_TOKENS, collect_inputs
 from tools.command import run
 from tools.converted_files import (

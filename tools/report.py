@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
+from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
 from tools.draft import draft
 from tools.folding import fold, fold_names, pattern_of
 from tools.matching import Description

@@ -111,7 +111,7 @@ def _newer_blocks() -> dict[int, Block]:
 
 
 def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Turns stored blocks into numbers.
+    """CosSin stored blocks into numbers.
 
     Args:
         type_name: a GGML type, "Q4_1".

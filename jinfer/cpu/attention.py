@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are changed; as `jinfer.ops.attention.Sight`."""
+    """How scores are changed; as `jinfer.ops.attention.ScoreRules`."""
 
     scale: float
     softcap: float | None = None

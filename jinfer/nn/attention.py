@@ -12,13 +12,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.cache import LayerCache, write
 from jinfer.nn.disentangled import DisentangledBias
 from jinfer.nn.linear import Linear, project
 from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
-from jinfer.nn.position import RelativeBias, Rotary, Turns, alibi_slopes
-from jinfer.ops.attention import Bias, Sight, attend, extend
+from jinfer.nn.position import CosSin, RelativeBias, Rotary, alibi_slopes
+from jinfer.ops.attention import attend, extend
+from jinfer.ops.cache import LayerCache, write
+from jinfer.ops.score_rules import Bias, ScoreRules
 from jinfer.spec import blocks
 
 
@@ -32,7 +33,7 @@ class Step(NamedTuple):
         encoded: tokens of the encoder's output that each row may see, where there is one.
         total: tokens of each sequence when all that is known of it has been computed; where it is
             not given, as when a token is chosen, the last one here is the last.
-        turns: what rotary embeddings rotate by, where it is known already, by `str` of their block.
+        cos_sin: of rotary embeddings, where it is known already, by `str` of their block.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     lengths: Int[Array, " batch"] | None = None
     encoded: Int[Array, " batch"] | None = None
     total: Int[Array, " batch"] | None = None
-    turns: dict[str, Turns] | None = None
+    cos_sin: dict[str, CosSin] | None = None
 
     @property
     def totals(self) -> Int[Array, " batch"]:
@@ -48,19 +49,19 @@ class Step(NamedTuple):
         given = self.lengths if self.total is None else self.total
         return self.positions[:, -1] + 1 if given is None else given
 
-    def turns_of(self, rope: Rotary) -> Turns:
+    def cos_sin_of(self, rope: Rotary) -> CosSin:
         """What the tokens are rotated by."""
-        known = (self.turns or {}).get(str(rope.block))
-        return rope.turns(self.positions, self.totals) if known is None else known
+        known = (self.cos_sin or {}).get(str(rope.block))
+        return rope.cos_sin(self.positions, self.totals) if known is None else known
 
-    def with_turns(self, ropes: Iterable[Rotary]) -> Step:
+    def with_cos_sin(self, ropes: Iterable[Rotary]) -> Step:
         """The same, with what these rotate by computed once for all layers."""
-        turns = {
-            str(rope.block): rope.turns(self.positions, self.totals)
+        cos_sin = {
+            str(rope.block): rope.cos_sin(self.positions, self.totals)
             for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
         }
         # Without the barrier XLA computes the sines anew in each layer.
-        return self._replace(turns=lax.optimization_barrier(turns))
+        return self._replace(cos_sin=lax.optimization_barrier(cos_sin))
 
 
 class Attention(nnx.Module):
@@ -93,14 +94,14 @@ class Attention(nnx.Module):
         Without a cache the batch is whole texts, in which every token sees every other.
         """
         q, k, v = self._project(x, step)
-        sight = self._sight(q, k, step.positions, causal=cache is not None)
+        rules = self._rules(q, k, step.positions, causal=cache is not None)
         if cache is None:
             assert step.lengths is not None, "whole texts need lengths"
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             last = jnp.broadcast_to(step.lengths[:, None] - 1, step.positions.shape)
-            out = attend(q, k, v, step.positions, last, jnp.int32(0), sight)
+            out = attend(q, k, v, step.positions, last, jnp.int32(0), rules)
         else:
-            out, cache = extend(q, k, v, cache, step.positions, step.slot, sight)
+            out, cache = extend(q, k, v, cache, step.positions, step.slot, rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
     def _project(self, x: Array, step: Step) -> tuple[Array, Array, Array]:
@@ -115,18 +116,18 @@ class Attention(nnx.Module):
         if block.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(block.position, blocks.Rope):
-            turns = step.turns_of(self.rope)
-            q, k = self.rope(q, turns), self.rope(k, turns)
+            cos_sin = step.cos_sin_of(self.rope)
+            q, k = self.rope(q, cos_sin), self.rope(k, cos_sin)
         return q, k, v
 
-    def _sight(self, q: Array, k: Array, positions: Array, causal: bool) -> Sight:
+    def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block
         scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         if isinstance(block.position, blocks.Disentangled):
             bias: Bias | None = self._disentangled(q, k, positions, scale)
         else:
             bias = self._bias(causal)
-        return Sight(
+        return ScoreRules(
             scale=scale,
             softcap=block.softcap,
             bias=bias,
@@ -177,10 +178,12 @@ class CrossAttention(nnx.Module):
         """The block's output, and the cache as it was."""
         assert step.encoded is not None, "cross-attention needs an encoder's output"
         block = self.block
-        sight = Sight(block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim))
+        rules = ScoreRules(
+            block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
+        )
         last = jnp.broadcast_to(step.encoded[:, None] - 1, step.positions.shape)
         q = split(self.q(x), block.heads)
-        out = attend(q, cache.keys, cache.values, step.positions, last, step.slot, sight)
+        out = attend(q, cache.keys, cache.values, step.positions, last, step.slot, rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
 

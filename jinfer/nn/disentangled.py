@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jinfer.nn.norm import LayerNorm
 from jinfer.nn.parameter import parameter
-from jinfer.ops.attention import Bias
+from jinfer.ops.score_rules import Bias
 from jinfer.spec import blocks
 
 

@@ -15,12 +15,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.cache import LayerCache
 from jinfer.nn.attention import Step, split
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
-from jinfer.ops.attention import Sight, extend
+from jinfer.ops.attention import extend
+from jinfer.ops.cache import LayerCache
+from jinfer.ops.score_rules import ScoreRules
 from jinfer.spec import blocks
 
 
@@ -60,14 +61,14 @@ class LatentAttention(nnx.Module):
         q = split(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = jnp.einsum("bthn,hnr->bthr", nope, to_key)
-        turns = step.turns_of(self.rope)
-        rotated = self.rope(rotated, turns)
+        cos_sin = step.cos_sin_of(self.rope)
+        rotated = self.rope(rotated, cos_sin)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
-        shared_key = self.rope(kv[:, :, None, block.latent_rank :], turns)
+        shared_key = self.rope(kv[:, :, None, block.latent_rank :], cos_sin)
         keys = jnp.concatenate([latent, shared_key], axis=-1)
-        out, cache = extend(q, keys, None, cache, step.positions, step.slot, self._sight())
+        out, cache = extend(q, keys, None, cache, step.positions, step.slot, self._rules())
         out = jnp.einsum("bthr,hvr->bthv", out[..., : block.latent_rank], to_value)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
@@ -76,13 +77,13 @@ class LatentAttention(nnx.Module):
             return self.q(x)
         return self.q_b(self.q_a_norm(self.q_a(x)))
 
-    def _sight(self) -> Sight:
+    def _rules(self) -> ScoreRules:
         """YaRN's temperature is applied to the scores a second time (DeepSeek-V2's code)."""
         scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
         scaling = self.block.position.scaling
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
-        return Sight(scale)
+        return ScoreRules(scale)
 
 
 def _norm(size: int, eps: float) -> RMSNorm:

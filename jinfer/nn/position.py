@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
-from jinfer.ops.attention import Bias
+from jinfer.ops.score_rules import Bias
 from jinfer.spec.blocks import (
     Alibi,
     LearnedPositions,
@@ -24,7 +24,7 @@ from jinfer.spec.blocks import (
 )
 
 
-class Turns(NamedTuple):
+class CosSin(NamedTuple):
     """Cosine and sine of the angle of each pair."""
 
     cos: Float[Array, "batch tokens 1 pairs"]
@@ -40,12 +40,14 @@ class Rotary(nnx.Module):
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens heads head_dim"], turns: Turns
+        self, x: Float[Array, "batch tokens heads head_dim"], cos_sin: CosSin
     ) -> Float[Array, "batch tokens heads head_dim"]:
         """Rotates each head's first `dim` dimensions by the token's position."""
-        return rotate(x, turns.cos, turns.sin, self.block.dim, self.block.pairs == "adjacent")
+        return rotate(x, cos_sin.cos, cos_sin.sin, self.block.dim, self.block.pairs == "adjacent")
 
-    def turns(self, positions: Int[Array, "batch tokens"], totals: Int[Array, " batch"]) -> Turns:
+    def cos_sin(
+        self, positions: Int[Array, "batch tokens"], totals: Int[Array, " batch"]
+    ) -> CosSin:
         """What tokens at these positions are rotated by.
 
         Args:
@@ -59,7 +61,7 @@ class Rotary(nnx.Module):
         if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
             inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
         angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[:, None, None, :]
-        return Turns(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
+        return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
 def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
@@ -96,9 +98,9 @@ def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
 
 def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
     """Long wavelengths are stretched, short ones kept, those between blended."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    kept = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 

@@ -9,7 +9,6 @@ XLA's operations. `attend_reference` is the definition, which they are tested ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,15 +16,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jinfer.cache import PLAIN, LayerCache, Rows, write
 from jinfer.cpu import attention as custom
 from jinfer.ops.attention_gpu import attend_gpu, serves
+from jinfer.ops.cache import LayerCache, Rows, write
+from jinfer.ops.score_rules import ScoreRules
+from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import QuantizedVectors
 
 BLOCK = 256  # keys a step of the loop looks at
-
-# What is added to the scores, [batch, heads, tokens, keys], from query position minus key position.
-Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
 
 
 class Partial(NamedTuple):
@@ -51,28 +49,6 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, highest, a.total * scale_a + b.total * scale_b)
 
 
-class Sight(NamedTuple):
-    """What a query sees, and how its scores are changed.
-
-    Attributes:
-        scale: multiplies the scores.
-        softcap: then scores become softcap * tanh(scores / softcap).
-        bias: then this is added...
-        slopes: ...and the distance times this, per head, is subtracted (ALiBi, arXiv 2108.12409).
-        window: a query sees only keys less than this far before it, itself included...
-        ahead: ...and, where it looks ahead, less than this far after it.
-        sinks: a score per head that takes part in the softmax and has no value.
-    """
-
-    scale: float
-    softcap: float | None = None
-    bias: Bias | None = None
-    window: int | None = None
-    ahead: int | None = None
-    sinks: Float[Array, " heads"] | None = None
-    slopes: Float[Array, " heads"] | None = None
-
-
 def extend(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch tokens kv_heads head_dim"],
@@ -80,7 +56,7 @@ def extend(
     cache: LayerCache,
     positions: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
 ) -> tuple[Float[Array, "batch tokens heads value_dim"], LayerCache]:
     """Puts new tokens into the cache, then lets each see those up to itself.
 
@@ -94,16 +70,16 @@ def extend(
     Returns:
         Attention's output, and the cache with the new tokens in it.
     """
-    route = _route(q, cache.keys, None if v is None else cache.values, sight)
+    route = _route(q, cache.keys, None if v is None else cache.values, rules)
     if route == "xla":
-        return extend_xla(q, k, v, cache, positions, slot, sight)
+        return extend_xla(q, k, v, cache, positions, slot, rules)
     if route == "gpu":
         cache = write(cache, k, k[..., :0] if v is None else v, positions[:, 0], slot)
         written = None if v is None else cache.values
-        return attend_gpu(q, cache.keys, written, positions, positions, slot, sight), cache
+        return attend_gpu(q, cache.keys, written, positions, positions, slot, rules), cache
     values = None if v is None else _parts(cache.values)
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
-    keys, coding, scores = _parts(cache.keys), _coding(cache.keys), _scores(sight)
+    keys, coding, scores = _parts(cache.keys), _coding(cache.keys), _scores(rules)
     out, *kept = custom.attention(q, positions, positions, slot, keys, values, coding, scores, new)
     after = LayerCache(_with_parts(cache.keys, kept[0]), cache.values)
     return out, after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
@@ -116,7 +92,7 @@ def attend(
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """Attention; key j of a row has position j. A query that sees no key gets zeros.
 
@@ -128,12 +104,12 @@ def attend(
         last: the last key a query may see: its own position where attention is causal.
         slot: row b of the batch is row slot + b of the cache.
     """
-    route = _route(q, keys, values, sight)
+    route = _route(q, keys, values, rules)
     if route != "cpu":
         form = attend_gpu if route == "gpu" else attend_xla
-        return form(q, keys, values, positions, last, slot, sight)
+        return form(q, keys, values, positions, last, slot, rules)
     parts = _parts(keys), _parts(values)
-    return custom.attention(q, positions, last, slot, *parts, _coding(keys), _scores(sight))[0]
+    return custom.attention(q, positions, last, slot, *parts, _coding(keys), _scores(rules))[0]
 
 
 def extend_xla(
@@ -143,12 +119,12 @@ def extend_xla(
     cache: LayerCache,
     positions: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
 ) -> tuple[Float[Array, "batch tokens heads value_dim"], LayerCache]:
     """`extend` by XLA's operations."""
     cache = write(cache, k, k[..., :0] if v is None else v, positions[:, 0], slot)
     values = cache.keys if v is None else cache.values
-    return attend_xla(q, cache.keys, values, positions, positions, slot, sight), cache
+    return attend_xla(q, cache.keys, values, positions, positions, slot, rules), cache
 
 
 def attend_xla(
@@ -158,15 +134,15 @@ def attend_xla(
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """`attend` by XLA's operations."""
     length = keys.shape[2]
     block = min(BLOCK, length)
     rows = _rows(q, keys.shape[1])
     first = jnp.int32(0)
-    if sight.window is not None:
-        first = jnp.maximum(jnp.min(positions) - (sight.window - 1), 0) // block
+    if rules.window is not None:
+        first = jnp.maximum(jnp.min(positions) - (rules.window - 1), 0) // block
     count = jnp.minimum(jnp.max(last) // block + 1, -(-length // block))
 
     def step(index: Array, so_far: Partial) -> Partial:
@@ -176,10 +152,10 @@ def attend_xla(
         k, v = (_block(part, slot, start, q, block) for part in (keys, values))
         key_positions = start + lax.iota(jnp.int32, block)
         fresh = key_positions >= index * block
-        part = _partial(rows.astype(k.dtype), k, v, positions, last, key_positions, fresh, sight)
+        part = _partial(rows.astype(k.dtype), k, v, positions, last, key_positions, fresh, rules)
         return merge(so_far, part)
 
-    done = lax.fori_loop(first, count, step, _before(rows, values.shape[3], sight, q))
+    done = lax.fori_loop(first, count, step, _before(rows, values.shape[3], rules, q))
     return _unrows(done.out / jnp.where(done.total > 0, done.total, 1.0)[..., None], q)
 
 
@@ -190,7 +166,7 @@ def attend_reference(
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """What `attend` computes, over the whole cache at once."""
     batch, heads = q.shape[0], q.shape[2]
@@ -198,22 +174,22 @@ def attend_reference(
     keys, values = (_as_computed(part, q) for part in (keys, values))
     k = jnp.repeat(lax.dynamic_slice_in_dim(keys, slot, batch), group, axis=1)
     v = jnp.repeat(lax.dynamic_slice_in_dim(values, slot, batch), group, axis=1)
-    scores = sight.scale * jnp.einsum(
+    scores = rules.scale * jnp.einsum(
         "bthd,bhld->bhtl", q.astype(k.dtype), k, preferred_element_type=jnp.float32
     )
     key_positions = jnp.arange(keys.shape[2], dtype=jnp.int32)
     distance = positions[:, :, None] - key_positions[None, None]
-    if sight.softcap is not None:
-        scores = sight.softcap * jnp.tanh(scores / sight.softcap)
-    if sight.bias is not None:
-        scores = scores + sight.bias(distance)
-    if sight.slopes is not None:
+    if rules.softcap is not None:
+        scores = rules.softcap * jnp.tanh(scores / rules.softcap)
+    if rules.bias is not None:
+        scores = scores + rules.bias(distance)
+    if rules.slopes is not None:
         far = distance[:, None].astype(jnp.float32)
-        scores = scores - sight.slopes[None, :, None, None] * far
-    seen = _seen(distance, last, key_positions, sight)
+        scores = scores - rules.slopes[None, :, None, None] * far
+    seen = _seen(distance, last, key_positions, rules)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    if sight.sinks is not None:
-        sinks = jnp.broadcast_to(sight.sinks[None, :, None, None], (*scores.shape[:3], 1))
+    if rules.sinks is not None:
+        sinks = jnp.broadcast_to(rules.sinks[None, :, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
@@ -224,14 +200,14 @@ def attend_reference(
     return out.astype(q.dtype)
 
 
-def _before(rows: Array, value_dim: int, sight: Sight, q: Array) -> Partial:
+def _before(rows: Array, value_dim: int, rules: ScoreRules, q: Array) -> Partial:
     """Attention over no keys yet: nothing, or the sinks."""
     batch, kv_heads, n, _ = rows.shape
     out = jnp.zeros((batch, kv_heads, n, value_dim), jnp.float32)
-    if sight.sinks is None:
+    if rules.sinks is None:
         empty = jnp.full((batch, kv_heads, n), -jnp.inf, jnp.float32)
         return Partial(out, empty, jnp.zeros_like(empty))
-    per_row = jnp.broadcast_to(sight.sinks[None, None, :, None], (*q.shape[:3], 1))
+    per_row = jnp.broadcast_to(rules.sinks[None, None, :, None], (*q.shape[:3], 1))
     highest = _rows(per_row.astype(jnp.float32), kv_heads)[..., 0]
     return Partial(out, highest, jnp.ones_like(highest))
 
@@ -254,13 +230,13 @@ def _as_computed(part: Rows, q: Array) -> Array:
     return part if part.dtype == q.dtype else part.astype(jnp.float32)
 
 
-def _seen(distance: Array, last: Array, key_positions: Array, sight: Sight) -> Array:
+def _seen(distance: Array, last: Array, key_positions: Array, rules: ScoreRules) -> Array:
     """Which keys each query sees [batch, tokens, keys]."""
     seen = key_positions[None, None, :] <= last[:, :, None]
-    if sight.window is not None:
-        seen = seen & (distance < sight.window)
-    if sight.ahead is not None:
-        seen = seen & (distance > -sight.ahead)
+    if rules.window is not None:
+        seen = seen & (distance < rules.window)
+    if rules.ahead is not None:
+        seen = seen & (distance > -rules.ahead)
     return seen
 
 
@@ -287,26 +263,26 @@ def _partial(
     last: Array,
     key_positions: Array,
     fresh: Array,
-    sight: Sight,
+    rules: ScoreRules,
 ) -> Partial:
     """Attention over one block of keys."""
     batch, kv_heads, n, _ = rows.shape
     tokens = positions.shape[1]
     batched = ((0, 1), (0, 1))
-    scores = sight.scale * lax.dot_general(
+    scores = rules.scale * lax.dot_general(
         rows, k, (((3,), (3,)), batched), preferred_element_type=jnp.float32
     )
     scores = scores.reshape(batch, kv_heads, n // tokens, tokens, -1)
     distance = positions[:, :, None] - key_positions[None, None, :]
-    if sight.softcap is not None:
-        scores = sight.softcap * jnp.tanh(scores / sight.softcap)
-    if sight.bias is not None:
-        bias = sight.bias(distance)
+    if rules.softcap is not None:
+        scores = rules.softcap * jnp.tanh(scores / rules.softcap)
+    if rules.bias is not None:
+        bias = rules.bias(distance)
         scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:])
-    if sight.slopes is not None:
-        slopes = sight.slopes.reshape(1, kv_heads, -1, 1, 1)
+    if rules.slopes is not None:
+        slopes = rules.slopes.reshape(1, kv_heads, -1, 1, 1)
         scores = scores - slopes * distance[:, None, None].astype(jnp.float32)
-    seen = _seen(distance, last, key_positions, sight) & fresh[None, None, :]
+    seen = _seen(distance, last, key_positions, rules) & fresh[None, None, :]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf).reshape(batch, kv_heads, n, -1)
     highest = jnp.max(scores, axis=-1)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
@@ -317,14 +293,16 @@ def _partial(
     return Partial(out, highest, jnp.sum(weights, axis=-1))
 
 
-def _route(q: Array, keys: Rows, values: Rows | None, sight: Sight) -> Literal["cpu", "gpu", "xla"]:
+def _route(
+    q: Array, keys: Rows, values: Rows | None, rules: ScoreRules
+) -> Literal["cpu", "gpu", "xla"]:
     """What computes attention here: the custom call, the kernel or XLA's operations.
 
     The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
     no scores are written to memory.
     """
     backend = jax.default_backend()
-    if sight.bias is not None:
+    if rules.bias is not None:
         return "xla"
     if backend == "gpu":
         return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
@@ -351,7 +329,7 @@ def _coding(rows: Rows) -> custom.Coding | None:
     return custom.Coding(format.code_bits, format.levels, format.per_code, format.symmetric)
 
 
-def _scores(sight: Sight) -> custom.Scores:
+def _scores(rules: ScoreRules) -> custom.Scores:
     return custom.Scores(
-        sight.scale, sight.softcap, sight.window, sight.ahead, sight.sinks, sight.slopes
+        rules.scale, rules.softcap, rules.window, rules.ahead, rules.sinks, rules.slopes
     )

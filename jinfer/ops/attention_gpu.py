@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jinfer.cache import Rows
+from jinfer.ops.cache import Rows
 from jinfer.quant.vectors import QuantizedVectors
 
 if TYPE_CHECKING:
-    from jinfer.ops.attention import Sight
+    from jinfer.ops.score_rules import ScoreRules
     from kernels_pallas.kept import Kept
 
 
@@ -28,7 +28,7 @@ def attend_gpu(
     positions: Int[Array, "batch tokens"],
     last: Int[Array, "batch tokens"],
     slot: Int[Array, ""],
-    sight: Sight,
+    rules: ScoreRules,
     *,
     interpret: bool = False,
 ) -> Float[Array, "batch tokens heads value_dim"]:
@@ -36,17 +36,17 @@ def attend_gpu(
 
     Args:
         values: None: the keys are the values too.
-        sight: without a bias.
+        rules: without a bias.
         interpret: runs the kernel without a GPU, slowly.
     """
     # Imported here: half a second, which only those pay who have a GPU.
     from kernels_pallas.attention import Alibi, attend, with_sinks
 
     low = jnp.zeros_like(positions)
-    if sight.window is not None:
-        low = positions - jnp.int32(sight.window - 1)
-    if sight.ahead is not None:
-        last = jnp.minimum(last, positions + jnp.int32(sight.ahead - 1))
+    if rules.window is not None:
+        low = positions - jnp.int32(rules.window - 1)
+    if rules.ahead is not None:
+        last = jnp.minimum(last, positions + jnp.int32(rules.ahead - 1))
     part = attend(
         q,
         _kept(keys),
@@ -54,12 +54,12 @@ def attend_gpu(
         slot + jnp.arange(q.shape[0], dtype=jnp.int32),
         low,
         last,
-        scale=sight.scale,
-        softcap=sight.softcap,
-        alibi=None if sight.slopes is None else Alibi(sight.slopes, positions),
+        scale=rules.scale,
+        softcap=rules.softcap,
+        alibi=None if rules.slopes is None else Alibi(rules.slopes, positions),
         interpret=interpret,
     )
-    return with_sinks(part, sight.sinks).astype(q.dtype)
+    return with_sinks(part, rules.sinks).astype(q.dtype)
 
 
 def _kept(rows: Rows) -> Kept:

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from jinfer.ops import dense
 from jinfer.ops.quantized import FUSED, pick, products
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration import Tapped, record
+from jinfer.quant.calibration import Recorded, record
 
-type Weight = Array | QuantizedTensor | OutlierTensor | Tapped
+type Weight = Array | QuantizedTensor | OutlierTensor | Recorded
 
 
 def linear(
@@ -105,7 +105,7 @@ def take_rows(
     weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape inputs"]:
     """Rows of a matrix, in full and in this type."""
-    table: Any = weight.weight if isinstance(weight, Tapped) else weight
+    table: Any = weight.weight if isinstance(weight, Recorded) else weight
     if isinstance(table, QuantizedTensor | OutlierTensor):
         return table.take(rows, dtype)
     return table[rows].astype(dtype)

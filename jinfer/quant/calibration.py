@@ -1,6 +1,6 @@
 """What a model's weights are multiplied with, while it reads a calibration text.
 
-A weight is wrapped into a `Tapped` and takes its place among the model's parameters. Where it is
+A weight is wrapped into a `Recorded` and takes its place among the model's parameters. Where it is
 multiplied, `record` adds to sums that are kept in mutable arrays (`jax.Ref`): the compiled programs
 stay as they are, nothing goes through the host, and equal layers still share one program. So a
 tool does
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Tapped:
+class Recorded:
     """A weight whose inputs are recorded.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tapped:
         """Of the matrix, without padding."""
         return tuple(self.weight.shape)
 
-    def __getitem__(self, index: Any) -> Tapped:
+    def __getitem__(self, index: Any) -> Recorded:
         """The tensor itself, for `...`: Flax reads parameters so."""
         if index is not Ellipsis:
             raise IndexError("a tapped weight is not cut; `record` takes the index of a stack")
@@ -79,11 +79,11 @@ class Tapped:
         return Inputs(sums / some, count)
 
 
-def tap(weight: Any, kind: Kind) -> Tapped:
+def tap(weight: Any, kind: Kind) -> Recorded:
     """Wraps a weight [*stack, outputs, inputs], with nothing recorded yet."""
     *stack, _, inputs = weight.shape
     width = (inputs, inputs) if kind == "products" else (inputs,)
-    return Tapped(
+    return Recorded(
         weight,
         jax.new_ref(jnp.zeros((*stack, *width), jnp.float32)),
         jax.new_ref(jnp.zeros(tuple(stack), jnp.float32)),
@@ -96,7 +96,7 @@ def record(
     index: Any = ...,
     where: Bool[Array | np.ndarray, "*rows"] | None = None,
 ) -> list[Any]:
-    """Adds rows to the sums of those weights that are `Tapped`.
+    """Adds rows to the sums of those weights that are `Recorded`.
 
     Args:
         x: what all of the weights are about to be multiplied with.
@@ -106,7 +106,7 @@ def record(
     Returns:
         The weights without taps.
     """
-    taps = [weight for weight in weights if isinstance(weight, Tapped)]
+    taps = [weight for weight in weights if isinstance(weight, Recorded)]
     if taps:
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         count = jnp.float32(rows.shape[0])
@@ -121,4 +121,4 @@ def record(
                 more = jnp.sum(rows * rows, axis=0)
             tapped.sums[index] += more
             tapped.count[index] += count
-    return [weight.weight if isinstance(weight, Tapped) else weight for weight in weights]
+    return [weight.weight if isinstance(weight, Recorded) else weight for weight in weights]

@@ -91,7 +91,7 @@ def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: s
 
 
 class _Builder:
-    """Turns expressions into nodes. Numbers stay expressions: they are drawn where they act."""
+    """CosSin expressions into nodes. Numbers stay expressions: they are drawn where they act."""
 
     def __init__(self, formula: Formula, stream: str) -> None:
         self.graph = Graph([Node("input", stream, [])])

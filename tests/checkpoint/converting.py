@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from jinfer.model import build
-from jinfer.opened import open_model
-from jinfer.weights import find_weights
+from jinfer.opening.settings import open_model
+from jinfer.weights.find import find_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
@@ -25,7 +25,7 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a model, by name, with any keys of its specification."""
     opened = open_model(source, overrides)
     model = build(opened.spec, opened.dtype)
-    weights = find_weights(model, opened)
+    weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return dict(zip(model.names, weights.load(False), strict=True))
 
 

@@ -17,12 +17,12 @@ from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.checkpoint.converted import ALIGNMENT, ConvertedCheckpoint
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.errors import USER_ERRORS
-from jinfer.load import LoadError
 from jinfer.model import build
-from jinfer.opened import open_model
+from jinfer.opening.settings import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.spec.errors import SpecError
-from jinfer.weights import find_weights
+from jinfer.weights.find import find_weights
+from jinfer.weights.load import LoadError
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves
 from tools.quantize import convert
 
@@ -60,7 +60,11 @@ def test_arrays_are_views_of_the_files(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "out")
     assert isinstance(checkpoint, ConvertedCheckpoint)
     opened = replace(open_model(tmp_path / "out", {}), checkpoint=checkpoint)
-    loaded = jax.tree.leaves(find_weights(build(opened.spec, "float32"), opened).load(False))
+    loaded = jax.tree.leaves(
+        find_weights(
+            build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
+        ).load(False)
+    )
     places = {tensor.raw().ctypes.data for tensor in checkpoint.parts.values()}
     assert all(place % ALIGNMENT == 0 for place in places)
     assert {leaf.unsafe_buffer_pointer() for leaf in loaded} == places
@@ -72,8 +76,8 @@ def test_a_gpu_may_want_other_columns(
 ) -> None:
     settings = {"weights": "q3.5", "threshold": 0, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings})
-    monkeypatch.setattr("jinfer.storage.columns_here", lambda format: 16)
-    monkeypatch.setattr("jinfer.converted.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.storage.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.converted.columns_here", lambda format: 16)
     check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
 
 
@@ -291,7 +295,9 @@ def test_no_byte_of_the_metadata_breaks_the_reader(converted: Path, tmp_path: Pa
         path.write_bytes(data)
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
-            find_weights(build(opened.spec, "float32"), opened)
+            find_weights(
+                build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
+            )
 
 
 def test_the_sources_tensors_are_known_but_not_there(converted: Path) -> None:

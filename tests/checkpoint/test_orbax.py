@@ -24,10 +24,10 @@ from jinfer.checkpoint.converted import written
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
 from jinfer.errors import USER_ERRORS
-from jinfer.load import LoadError
 from jinfer.model import build
-from jinfer.opened import open_model
-from jinfer.weights import find_weights
+from jinfer.opening.settings import open_model
+from jinfer.weights.find import find_weights
+from jinfer.weights.load import LoadError
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
 from tools.converted_files import CHUNK_BYTES, OrbaxWriter
 from tools.quantize import convert
@@ -90,8 +90,8 @@ def test_a_gpu_may_want_other_columns(
 ) -> None:
     settings = {"weights": "q3.5", "threshold": 0, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings}, orbax=True)
-    monkeypatch.setattr("jinfer.storage.columns_here", lambda format: 16)
-    monkeypatch.setattr("jinfer.converted.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.storage.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.converted.columns_here", lambda format: 16)
     check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
 
 
@@ -102,9 +102,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jinfer.converted import load_converted, stored_as
+from jinfer.weights.converted import load_converted, stored_as
 from jinfer.model import build
-from jinfer.opened import open_model
+from jinfer.opening.settings import open_model
 
 mesh = jax.make_mesh((2, 2), ("x", "y"))
 
@@ -457,7 +457,9 @@ def test_no_byte_of_the_description_breaks_the_reader(converted: Path, tmp_path:
         path.write_bytes(data)
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
-            find_weights(build(opened.spec, "float32"), opened)
+            find_weights(
+                build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
+            )
 
 
 @pytest.mark.parametrize("place", [FOLDER, f"{FOLDER}/state"])

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
-from jinfer.load import LoadError
-from jinfer.recognize import language_model
+from jinfer.opening.recognize import language_model
 from jinfer.spec.errors import SpecError
+from jinfer.weights.load import LoadError
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors

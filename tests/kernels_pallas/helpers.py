@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.cache import PLAIN
 from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.kind import PLAIN
 from jinfer.quant.quantize import quantize
 from jinfer.quant.tensor import QuantizedTensor
 from jinfer.quant.vectors import quantize_vectors

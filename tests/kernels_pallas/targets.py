@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jinfer.cache import PLAIN
 from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Alibi, attend
 from kernels_pallas.experts import expert_matmul

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.cache import CacheShape, LayerCache, empty, parse_kind
-from jinfer.ops.attention import Sight, _route, attend_reference, extend
+from jinfer.ops.attention import _route, attend_reference, extend
+from jinfer.ops.cache import CacheShape, LayerCache, empty
+from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import QuantFormat
+from jinfer.quant.kind import parse_kind
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import matmul
 from tests.kernels_pallas.helpers import KINDS, WIDTHS, assert_near, random_matrix, random_rows
@@ -116,14 +118,14 @@ def test_attention_in_jinfer(kind: str) -> None:
         jnp.asarray(rng.standard_normal((2, 400, heads, 64)), jnp.float32) for heads in (8, 2, 2)
     )
     at = jnp.broadcast_to(jnp.arange(400, dtype=jnp.int32), (2, 400))
-    slot, sight = jnp.int32(1), Sight(0.125)
-    assert _route(q, cache.keys, cache.values, sight) == "gpu"
+    slot, rules = jnp.int32(1), ScoreRules(0.125)
+    assert _route(q, cache.keys, cache.values, rules) == "gpu"
 
     @jax.jit
     def step(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return extend(q, k, v, cache, at, slot, sight)
+        return extend(q, k, v, cache, at, slot, rules)
 
     got, cache = step(q, k, v, cache)
     with jax.default_matmul_precision("highest"):
-        wanted = attend_reference(q, cache.keys, cache.values, at, at, slot, sight)
+        wanted = attend_reference(q, cache.keys, cache.values, at, at, slot, rules)
     np.testing.assert_allclose(got, wanted, atol=2e-2 if kind == "bf16" else 5e-3)

@@ -42,8 +42,8 @@ def scaling(kind: Any, **fields: Any) -> Scaling:
 
 
 def rotated(module: Rotary, x: Floats = X, totals: Any = (4, 302)) -> Floats:
-    turns = module.turns(jnp.asarray(POSITIONS), jnp.asarray(totals))
-    return np.asarray(module(jnp.asarray(x, jnp.float32), turns), np.float64)
+    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), jnp.asarray(totals))
+    return np.asarray(module(jnp.asarray(x, jnp.float32), cos_sin), np.float64)
 
 
 def expected(**arguments: Any) -> Floats:
@@ -63,7 +63,7 @@ def test_rope_keeps_the_type() -> None:
     """Angles are float32 whatever the type: a bfloat16 cannot tell position 300 from 301."""
     x = jnp.asarray(X, jnp.bfloat16)
     module = rotary()
-    got = module(x, module.turns(jnp.asarray(POSITIONS), jnp.asarray((4, 302))))
+    got = module(x, module.cos_sin(jnp.asarray(POSITIONS), jnp.asarray((4, 302))))
     assert got.dtype == jnp.bfloat16
     assert_allclose(np.asarray(got, np.float64), expected(), atol=0.03)
 

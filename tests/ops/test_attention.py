@@ -15,13 +15,13 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention import (
     BLOCK,
     Partial,
-    Sight,
     _partial,
     attend,
     attend_reference,
     attend_xla,
     merge,
 )
+from jinfer.ops.score_rules import ScoreRules
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_blocks import attention as numpy_attention
 
@@ -46,8 +46,8 @@ def causal(
         assert slopes is not None
         return -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
 
-    sight = Sight(SCALE, bias=None if slopes is None else alibi, window=window)
-    return form(q, keys, values, positions, positions, slot, sight)
+    rules = ScoreRules(SCALE, bias=None if slopes is None else alibi, window=window)
+    return form(q, keys, values, positions, positions, slot, rules)
 
 
 def random(seed: int, *shape: int) -> Floats:
@@ -155,9 +155,9 @@ def test_whole_texts(form: Callable[..., Array], window: int | None) -> None:
     keys, values = random(20, 2, 2, 1, most, HEAD_DIM)
     at = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (2, most))
     last = jnp.broadcast_to(jnp.array(lengths, jnp.int32)[:, None] - 1, at.shape)
-    sight = Sight(SCALE, window=window, ahead=window)
+    rules = ScoreRules(SCALE, window=window, ahead=window)
     whole = [jnp.asarray(x, jnp.float32) for x in (q, keys, values)]
-    got = form(*whole, at, last, jnp.int32(0), sight)
+    got = form(*whole, at, last, jnp.int32(0), rules)
     for b, length in enumerate(lengths):
         k, v = (x[b, :, :length].swapaxes(0, 1) for x in (keys, values))
         wanted = numpy_attention(q[b, :length], k, v, SCALE, causal=False, window=window)
@@ -211,7 +211,9 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
         at = jnp.arange(first, last, dtype=jnp.int32)
         k, v = keys[:, :, first:last], values[:, :, first:last]
         fresh = jnp.ones(last - first, jnp.bool_)
-        return _partial(rows, k, v, positions, positions, at, fresh, Sight(SCALE, window=window))
+        return _partial(
+            rows, k, v, positions, positions, at, fresh, ScoreRules(SCALE, window=window)
+        )
 
     whole = part(0, 40)
     parts = [part(first, last) for first, last in pairwise(cuts)]

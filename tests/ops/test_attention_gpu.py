@@ -11,10 +11,12 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.cache import CacheShape, LayerCache, empty, parse_kind, write
 from jinfer.ops import attention, attention_gpu
-from jinfer.ops.attention import Sight, attend, attend_reference, extend, extend_xla
+from jinfer.ops.attention import attend, attend_reference, extend, extend_xla
+from jinfer.ops.cache import CacheShape, LayerCache, empty, write
+from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
+from jinfer.quant.kind import parse_kind
 from jinfer.quant.vectors import zeros
 from tests.kernels_pallas.helpers import H200
 
@@ -81,19 +83,19 @@ def test_every_sight(name: str) -> None:
     check("q8", name, 40)
 
 
-def jitted(form: Callable[..., Any], sight: Sight) -> Callable[..., Any]:
-    return jax.jit(lambda *arguments: form(*arguments, sight))
+def jitted(form: Callable[..., Any], rules: ScoreRules) -> Callable[..., Any]:
+    return jax.jit(lambda *arguments: form(*arguments, rules))
 
 
 def check(kind: str, name: str, tokens: int = 3) -> None:
     """New tokens by the kernel, and by the definition over what is then in the cache."""
     q, k, v = (random(seed, 2, tokens, heads, 48) for seed, heads in ((3, 4), (4, 2), (5, 2)))
-    at, slot, sight = positions([250, 7], tokens), jnp.int32(1), Sight(SCALE, **SIGHTS[name])
-    got, cache = jitted(extend, sight)(q, k, v, filled(kind, (48, 48)), at, slot)
-    _, same = jitted(extend_xla, sight)(q, k, v, filled(kind, (48, 48)), at, slot)
+    at, slot, rules = positions([250, 7], tokens), jnp.int32(1), ScoreRules(SCALE, **SIGHTS[name])
+    got, cache = jitted(extend, rules)(q, k, v, filled(kind, (48, 48)), at, slot)
+    _, same = jitted(extend_xla, rules)(q, k, v, filled(kind, (48, 48)), at, slot)
     for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(same), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    wanted = jitted(attend_reference, sight)(q, *cache, at, at, slot)
+    wanted = jitted(attend_reference, rules)(q, *cache, at, at, slot)
     assert got.dtype == q.dtype
     assert_allclose(got, wanted, atol={"f32": 1e-5, "bf16": 1e-2}.get(kind, 4e-3))
 
@@ -104,9 +106,9 @@ def test_keys_that_are_the_values_too(kind: str) -> None:
     """As latent attention has it: a cache without values."""
     q, k = random(3, 1, 2, 8, 80), random(4, 1, 2, 1, 80)
     at, slot = positions([200], 2), jnp.int32(2)
-    sight = Sight(SCALE)
-    got, cache = jitted(extend, sight)(q, k, None, filled(kind, (80, 0), 1), at, slot)
-    wanted = jitted(attend_reference, sight)(q, cache.keys, cache.keys, at, at, slot)
+    rules = ScoreRules(SCALE)
+    got, cache = jitted(extend, rules)(q, k, None, filled(kind, (80, 0), 1), at, slot)
+    wanted = jitted(attend_reference, rules)(q, cache.keys, cache.keys, at, at, slot)
     assert_allclose(got, wanted, atol=1e-2 if kind == "bf16" else 4e-3)
 
 
@@ -117,10 +119,14 @@ def test_whole_texts(window: int | None) -> None:
     q, keys, values = random(1, 2, 20, 4, 32), random(2, 2, 2, 20, 32), random(3, 2, 2, 20, 16)
     keys, values = keys.at[1, :, 12:].set(jnp.nan), values.at[1, :, 12:].set(jnp.nan)
     last = jnp.broadcast_to(jnp.array([[19], [11]], jnp.int32), (2, 20))
-    at, slot, sight = positions([0, 0], 20), jnp.int32(0), Sight(SCALE, window=window, ahead=window)
-    got = jitted(attend, sight)(q, keys, values, at, last, slot)
+    at, slot, rules = (
+        positions([0, 0], 20),
+        jnp.int32(0),
+        ScoreRules(SCALE, window=window, ahead=window),
+    )
+    got = jitted(attend, rules)(q, keys, values, at, last, slot)
     clean = jnp.nan_to_num(keys), jnp.nan_to_num(values)
-    wanted = jitted(attend_reference, sight)(q, *clean, at, last, slot)
+    wanted = jitted(attend_reference, rules)(q, *clean, at, last, slot)
     assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -136,7 +142,7 @@ def test_lowers_for_a_gpu(kind: str) -> None:
     at = jax.ShapeDtypeStruct((4, 1), jnp.int32)
 
     def step(q: Array, k: Array, cache: LayerCache, at: Array) -> Any:
-        return extend(q, k, k, cache, at, jnp.int32(0), Sight(SCALE))
+        return extend(q, k, k, cache, at, jnp.int32(0), ScoreRules(SCALE))
 
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(step).trace(x, new, cache, at).lower(lowering_platforms=("cuda",))
@@ -150,14 +156,14 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     q = jnp.zeros((1, 1, 2, 24))
     even, odd = (jnp.zeros((1, 1, 8, dim), jnp.bfloat16) for dim in (48, 24))
     codes = zeros((1, 1, 8, 24), FORMATS["q4"])
-    sight, bias = Sight(1.0), Sight(1.0, bias=lambda d: d[:, None].astype(jnp.float32))
+    rules, bias = ScoreRules(1.0), ScoreRules(1.0, bias=lambda d: d[:, None].astype(jnp.float32))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     route = attention._route
-    assert route(q, even, even, sight) == "gpu"
-    assert route(q, codes, None, sight) == "gpu"
-    assert route(q, even, odd, sight) == "xla"
-    assert route(q, odd, None, sight) == "xla"
-    assert route(q, even.astype(jnp.int8), even, sight) == "xla"
+    assert route(q, even, even, rules) == "gpu"
+    assert route(q, codes, None, rules) == "gpu"
+    assert route(q, even, odd, rules) == "xla"
+    assert route(q, odd, None, rules) == "xla"
+    assert route(q, even.astype(jnp.int8), even, rules) == "xla"
     assert route(q, even, even, bias) == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert route(q, even, even, sight) == "xla"
+    assert route(q, even, even, rules) == "xla"

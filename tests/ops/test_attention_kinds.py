@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.cache import CacheShape, LayerCache, empty, nbytes, parse_kind, write
 from jinfer.cpu import attention as custom
 from jinfer.cpu import build
-from jinfer.ops.attention import Sight, attend, attend_reference, attend_xla, extend, extend_xla
+from jinfer.ops.attention import attend, attend_reference, attend_xla, extend, extend_xla
+from jinfer.ops.cache import CacheShape, LayerCache, empty, nbytes, write
+from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
+from jinfer.quant.kind import parse_kind
 from jinfer.quant.pack import unpack
 from jinfer.quant.vectors import QuantizedVectors
 from tests.reference.numpy_blocks import Floats
@@ -44,14 +46,14 @@ def run(
     cache: LayerCache,
     starts: list[int],
     slot: int = 0,
-    **sight: Any,
+    **rules: Any,
 ) -> tuple[np.ndarray, LayerCache]:
     """New tokens [batch, tokens, heads, dim], row b at starts[b] and after."""
     at = np.array(starts, np.int32)[:, None] + np.arange(q.shape[1], dtype=np.int32)
 
     @jax.jit
     def step(q: Array, k: Array, v: Array | None, cache: LayerCache, at: Array, slot: Array) -> Any:
-        return form(q, k, v, cache, at, slot, Sight(SCALE, **sight))
+        return form(q, k, v, cache, at, slot, ScoreRules(SCALE, **rules))
 
     new = (f32(q), f32(k), None if v is None else f32(v))
     out, cache = step(*new, cache, jnp.asarray(at), jnp.int32(slot))
@@ -90,7 +92,7 @@ def test_against_numpy(form: Any, kind: str) -> None:
 def test_the_definition_on_a_quantized_cache(kind: str) -> None:
     cache = filled(kind, random(1, 2, 300, 2, 32), random(2, 2, 300, 2, 32))
     at = jnp.array([[280]], jnp.int32)
-    arguments = f32(random(3, 1, 1, 4, 32)), *cache, at, at, jnp.int32(1), Sight(SCALE)
+    arguments = f32(random(3, 1, 1, 4, 32)), *cache, at, at, jnp.int32(1), ScoreRules(SCALE)
     wanted = attend_reference(*arguments)
     for form in (attend, attend_xla):
         assert_allclose(form(*arguments), wanted, atol=2e-6)
@@ -113,16 +115,16 @@ def decoded(rows: Any) -> Floats:
     return whole.reshape(*lead, -1)[..., : rows.width]
 
 
-def attention(q: Floats, k: Floats, v: Floats, at: int, head: int, sight: Any) -> Floats:
+def attention(q: Floats, k: Floats, v: Floats, at: int, head: int, rules: Any) -> Floats:
     """One query of one head over all keys [keys, dim] that it sees, by the definition."""
-    first = max(0, at - sight.get("window", at + 1) + 1)
+    first = max(0, at - rules.get("window", at + 1) + 1)
     seen = slice(first, at + 1)
     scores = SCALE * k[seen] @ q
-    if cap := sight.get("softcap"):
+    if cap := rules.get("softcap"):
         scores = cap * np.tanh(scores / cap)
-    if "slopes" in sight:
-        scores -= float(sight["slopes"][head]) * (at - np.arange(first, at + 1))
-    sink = np.exp(float(sight["sinks"][head])) if "sinks" in sight else 0.0
+    if "slopes" in rules:
+        scores -= float(rules["slopes"][head]) * (at - np.arange(first, at + 1))
+    sink = np.exp(float(rules["sinks"][head])) if "sinks" in rules else 0.0
     return np.exp(scores) @ v[seen] / (np.exp(scores).sum() + sink)
 
 
@@ -139,15 +141,15 @@ def test_the_call_against_numpy(data: st.DataObject) -> None:
     length = tokens + draw(st.sampled_from([0, 5, 300, 900]), "more")
     starts = draw(st.lists(st.integers(0, length - tokens), min_size=1, max_size=2), "starts")
     batch, heads, slot = len(starts), kv_heads * group, 1
-    sight: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     if draw(st.booleans(), "window"):
-        sight["window"] = draw(st.integers(1, 100), "size")
+        rules["window"] = draw(st.integers(1, 100), "size")
     if draw(st.booleans(), "softcap"):
-        sight["softcap"] = 1.5
+        rules["softcap"] = 1.5
     if draw(st.booleans(), "sinks"):
-        sight["sinks"] = f32(random(6, heads))
+        rules["sinks"] = f32(random(6, heads))
     if draw(st.booleans(), "slopes"):
-        sight["slopes"] = f32(np.abs(random(7, heads)) / 10)
+        rules["slopes"] = f32(np.abs(random(7, heads)) / 10)
     shared = draw(st.booleans(), "shared")
     shape = CacheShape(kv_heads, dim, 0 if shared else value_dim)
     cache = empty({"a": shape}, batch + 1, length, 0, parse_kind(kind))["a"]
@@ -157,7 +159,7 @@ def test_the_call_against_numpy(data: st.DataObject) -> None:
         _, cache = run(extend, *old, v, cache, [0] * batch, slot)
         q, k = random(4, batch, tokens, heads, dim), random(5, batch, tokens, kv_heads, dim)
         v = None if shared else random(6, batch, tokens, kv_heads, value_dim)
-        got, cache = run(extend, q, k, v, cache, starts, slot, **sight)
+        got, cache = run(extend, q, k, v, cache, starts, slot, **rules)
     keys = decoded(cache.keys)
     values = keys if shared else decoded(cache.values)
     name = "f16" if kind == "bf16" else kind
@@ -169,7 +171,7 @@ def test_the_call_against_numpy(data: st.DataObject) -> None:
         for head in range(heads):
             for t in {0, tokens - 1}:
                 kv = keys[slot + b, head // group], values[slot + b, head // group]
-                wanted = attention(q[b, t, head], *kv, start + t, head, sight)
+                wanted = attention(q[b, t, head], *kv, start + t, head, rules)
                 assert_allclose(got[b, t, head], wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -180,8 +182,8 @@ def test_queries_of_other_types(dtype: Any, kind: str) -> None:
     cache = filled(kind, random(1, 1, 80, 2, 64), random(2, 1, 80, 2, 64))
     q = jnp.asarray(random(3, 1, 9, 4, 64), dtype)
     at = jnp.arange(60, 69, dtype=jnp.int32)[None]
-    got = attend(q, *cache, at, at, jnp.int32(0), Sight(SCALE))
-    wanted = attend(q.astype(jnp.float32), *cache, at, at, jnp.int32(0), Sight(SCALE))
+    got = attend(q, *cache, at, at, jnp.int32(0), ScoreRules(SCALE))
+    wanted = attend(q.astype(jnp.float32), *cache, at, at, jnp.int32(0), ScoreRules(SCALE))
     assert got.dtype == dtype
     assert_allclose(np.asarray(got, np.float32), wanted, atol=2e-3, rtol=2**-8)
 
@@ -238,7 +240,7 @@ def test_the_cache_stays_where_it_is(form: Any, kind: str) -> None:
     def step(caches: dict[str, LayerCache], x: Array, at: Array) -> tuple[Any, Array]:
         after = {}
         for name, cache in caches.items():
-            x, after[name] = form(x, x, x, cache, at, jnp.int32(0), Sight(SCALE))
+            x, after[name] = form(x, x, x, cache, at, jnp.int32(0), ScoreRules(SCALE))
         return after, x
 
     x, at = jnp.ones((2, 1, 2, 64)), jnp.array([[3], [4000]], jnp.int32)
@@ -258,5 +260,5 @@ def test_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     new = random(3, 1, 2, 2, 8), random(4, 1, 2, 1, 8), random(5, 1, 2, 1, 8)
     assert np.array_equal(run(extend, *new, cache, [9])[0], run(extend_xla, *new, cache, [9])[0])
     at = jnp.array([[5]], jnp.int32)
-    arguments = f32(new[0][:, :1]), *cache, at, at, jnp.int32(0), Sight(SCALE)
+    arguments = f32(new[0][:, :1]), *cache, at, at, jnp.int32(0), ScoreRules(SCALE)
     assert np.array_equal(attend(*arguments), attend_xla(*arguments))

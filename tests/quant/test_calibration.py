@@ -11,8 +11,8 @@ import pytest
 from jinfer.nn.attention import Step
 from jinfer.ops import linear as ops
 from jinfer.quant import calibration
-from jinfer.quant.calibration import Kind, Tapped, tap
-from tests.loading import model, parameters
+from jinfer.quant.calibration import Kind, Recorded, tap
+from tests.weights.loading import model, parameters
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
 
@@ -85,7 +85,7 @@ def test_one_of_a_stack_and_some_rows(kind: Kind) -> None:
     tapped = tap(np.zeros((3, 5, 6), np.float32), kind)
 
     @jax.jit
-    def run(tapped: Tapped, x: Any, experts: Any) -> Any:
+    def run(tapped: Recorded, x: Any, experts: Any) -> Any:
         def one(expert: Any, total: Any) -> Any:
             (weight,) = calibration.record(x, [tapped], expert, where)
             return total + weight.sum()

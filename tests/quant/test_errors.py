@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import open_checkpoint
+from jinfer.opening.sources import locate
 from jinfer.quant import FORMATS, parse_format, quantize
 from jinfer.quant.quantize import Method
-from jinfer.sources import locate
 from tests.quant.theory import nearest_rmse
 from tests.test_smollm2 import ROOT
 

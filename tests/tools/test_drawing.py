@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jinfer import LLM
-from jinfer.recognize import recognize
+from jinfer.opening.recognize import recognize
 from jinfer.spec.drawing import CHARACTER, draw
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.wiring import graph_of

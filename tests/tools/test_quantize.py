@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.orbax import orbax_api
-from jinfer.opened import open_model
-from jinfer.recognize import recognize
+from jinfer.opening.recognize import recognize
+from jinfer.opening.settings import open_model
 from tools.inspect import main as inspect
 from tools.quantize import Row, convert, main, to_text
 from tools.toml_text import toml_text

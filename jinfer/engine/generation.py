@@ -1,0 +1,197 @@
+"""A request while it runs, and its result: tokens in, text and the reason to stop out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jinfer.engine.requests import Request, Token
+from jinfer.engine.stopping import StopTexts
+from jinfer.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be run as it is: says why, and what to change."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and how likely the model found it.
+
+    Attributes:
+        id, text: the token.
+        logprob: its natural log-probability, before temperature and filters.
+        top: the likeliest tokens at its place, likeliest first.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens and seconds of a request.
+
+    Attributes:
+        prompt_tokens, completion_tokens: how many.
+        prefill_seconds: from the request's start to its first token, compilation left out.
+        decode_seconds: from its first token to its last.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens of the prompt per second."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first one."""
+        return (
+            max(0, self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer.
+
+    Attributes:
+        text: new text; may be empty.
+        token_ids: new tokens.
+        logprobs: of the new tokens, where asked for.
+        finish_reason: on the last chunk: "stop" (end of sequence, stop text or id) or "length".
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: without end of sequence, special tokens and stop text; "" without a tokenizer.
+        token_ids: all new tokens, an ending one included.
+        logprobs: one per token where asked for, else None.
+        finish_reason: "stop" or "length".
+        usage: tokens and seconds.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass
+class Generation:
+    """A running request.
+
+    Attributes:
+        request: what the engine runs.
+        chunks: pieces not yet taken by the caller.
+        finish_reason: None while it runs.
+        begun, first, last: when it was submitted, and when its first and last tokens came.
+        waited: seconds of that, up to the first token, that compilation took.
+    """
+
+    request: Request
+    tokenizer: Tokenizer | None
+    chunks: list[Chunk] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    waited: float = 0.0
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self._stops = StopTexts(tuple(self.request.sampling.stop))
+        self._detokenizer = (
+            self.tokenizer.detokenizer(self.request.prompt) if self.tokenizer else None
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token has come."""
+        return self.finish_reason is not None
+
+    def push(self, token: Token) -> bool:
+        """Takes a new token in; True if it is the last one."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.count += 1
+        sampling = self.request.sampling
+        ends = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            ends = (*ends, *self.request.end_ids)
+        text = ""
+        if token.id in ends:
+            self.finish_reason = "stop"
+        elif self._detokenizer is not None:
+            text = self._stops.push(self._detokenizer.push(token.id))
+        if self._stops.found:
+            self.finish_reason = "stop"
+        elif self.finish_reason is None and (
+            len(self.request.prompt) + self.count >= self.request.limit
+        ):
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            text += self._rest()
+        logprobs = (self._logprob(token),) if token.logprob is not None else ()
+        self.chunks.append(Chunk(text, (token.id,), logprobs, self.finish_reason))
+        return self.ended
+
+    def _rest(self) -> str:
+        if self._detokenizer is None or self._stops.found:
+            return ""
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+    def _logprob(self, token: Token) -> TokenLogprob:
+        top = tuple(TokenLogprob(id, self._text(id), logprob) for id, logprob in token.top)
+        return TokenLogprob(token.id, self._text(token.id), token.logprob or 0.0, top)
+
+    def _text(self, id: int) -> str:
+        return self.tokenizer.decode([id], skip_special=False) if self.tokenizer else ""
+
+    def take(self) -> list[Chunk]:
+        """The pieces that came since the last call."""
+        chunks, self.chunks = self.chunks, []
+        return chunks
+
+    def usage(self) -> Usage:
+        """Tokens and seconds so far."""
+        return Usage(
+            len(self.request.prompt),
+            self.count,
+            max(0.0, self.first - self.begun - self.waited),
+            max(0.0, self.last - self.first),
+        )
+
+
+def completion(generation: Generation, chunks: Sequence[Chunk]) -> Completion:
+    """The whole answer of a request that has ended."""
+    wanted = generation.request.sampling.logprobs is not None
+    assert generation.finish_reason is not None, "the request has not ended"
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[id for chunk in chunks for id in chunk.token_ids],
+        logprobs=[entry for chunk in chunks for entry in chunk.logprobs] if wanted else None,
+        finish_reason=generation.finish_reason,
+        usage=generation.usage(),
+    )

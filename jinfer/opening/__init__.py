@@ -1,0 +1,1 @@
+"""From a source to what is settled before weights are read."""

@@ -1,0 +1,214 @@
+"""From what a user points at to a specification and an open checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.checkpoint.converted import ConvertedCheckpoint
+from jinfer.checkpoint.scaled import decode_scaled, read_block
+from jinfer.opening.sources import SourceError, locate
+from jinfer.spec.errors import SpecError
+from jinfer.spec.files import find_family, format_table, read_toml, with_families
+from jinfer.spec.model import ModelSpec
+from jinfer.spec.resolve import STACKS, Facts, resolve
+from jinfer.spec.tables import check_text
+from jinfer.spec.values import Missing, lookup_in, rows_in
+
+MAX_CONFIG_BYTES = 64 << 20
+SPEC_FILE = "spec.toml"  # a folder that has one is that specification
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """A model found.
+
+    Attributes:
+        spec: how it is built.
+        checkpoint: its weights, not yet loaded.
+        config: config.json, or the metadata of a file that carries its own.
+        tokenizer: the folder or file where its tokenizer is looked for.
+    """
+
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    tokenizer: Path
+
+
+@dataclass(frozen=True)
+class Located:
+    """A source with its checkpoint opened, before it is known how the model is built.
+
+    Attributes:
+        path: what the user points at.
+        own: the tables of a specification; empty for bare weights.
+        weights: the checkpoint's folder or file.
+        checkpoint, config: as in `Recognized`.
+    """
+
+    path: Path
+    own: Mapping[str, Any]
+    weights: Path
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+
+    @property
+    def architectures(self) -> list[str]:
+        """What the checkpoint calls itself."""
+        return _architectures(self.checkpoint, self.config)
+
+    @property
+    def describes_model(self) -> bool:
+        """Whether the specification says how the model is built, or names who does."""
+        return "family" in self.own or any(stack in self.own for stack in STACKS)
+
+    def family(self) -> str:
+        """The family that matches the checkpoint. Raises `SpecError` if none does, or several."""
+        facts = _facts(self.checkpoint, self.config, self.weights)
+        return str(find_family(facts, self.architectures, self.path))
+
+    def spec(self, overrides: Mapping[str, Any]) -> ModelSpec:
+        """How the model is built. Raises `SpecError`."""
+        own = self.own if self.describes_model else {**self.own, "family": self.family()}
+        tables = [*with_families(dict(own), self.path), overrides]
+        facts = _facts(self.checkpoint, self.config, self.weights)
+        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+
+    def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
+        """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
+        own = self.checkpoint.path if self.checkpoint.format == "gguf" else self.weights
+        return _location("tokenizer", self.own, overrides, self.path) or own
+
+
+def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
+    """Opens what a user points at, without asking whether any family fits it.
+
+    Raises:
+        SourceError, SpecError, CheckpointError: one line with the file and what to do.
+    """
+    path = locate(str(source), Path.cwd())
+    if path.is_dir() and (path / SPEC_FILE).is_file():
+        path = path / SPEC_FILE
+    own = read_toml(path) if path.suffix == ".toml" else {}
+    if path.suffix != ".toml":
+        weights = path
+    elif (named := _location("weights", own, overrides, path)) is not None:
+        weights = named
+    else:
+        raise SpecError(
+            path, "weights", "is missing: which checkpoint? set it there or with --set weights=..."
+        )
+    checkpoint = open_checkpoint(weights)
+    if "family" in overrides:
+        own = {**own, "family": overrides["family"]}
+    config = _config(weights, checkpoint)
+    if not isinstance(checkpoint, ConvertedCheckpoint):
+        checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
+    return Located(path, own, weights, checkpoint, config)
+
+
+def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
+    """Opens a specification with its weights, or weights whose family is found by their words.
+
+    Args:
+        source: a specification (.toml), or anything `sources.locate` understands.
+        overrides: tables laid over the specification.
+
+    Raises:
+        SourceError, SpecError, CheckpointError: one line with the file and what to do.
+    """
+    opened = open_source(source, overrides)
+    spec = opened.spec(overrides)
+    return Recognized(spec, opened.checkpoint, opened.config, opened.tokenizer(overrides))
+
+
+def _location(
+    key: str, own: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> Path | None:
+    """Where `key` leads, if it is given.
+
+    A path in a specification is relative to its file, one given by the user to where the user is.
+    """
+    table, beside = (overrides, Path.cwd()) if key in overrides else (own, path.parent)
+    return locate(check_text(table[key], path, key), beside) if key in table else None
+
+
+def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    if checkpoint.format in ("gguf", "llama2c"):
+        return checkpoint.metadata
+    path = _config_path(weights)
+    return language_model(read_json(path)) if path.exists() else {}
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as its language model's.
+
+    What is for text alone stands in a table of its own, `text_config`, where a model also sees
+    images; there it counts before the rest, and what it leaves out is looked up in the rest.
+    """
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return config
+    given = {key: value for key, value in own.items() if value is not None}
+    return config | given | {"architectures": config.get("architectures")}
+
+
+def _config_path(weights: Path) -> Path:
+    return (weights if weights.is_dir() else weights.parent) / "config.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises `SourceError`."""
+    table = read_json_value(path)
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: is not a JSON object")
+    return table
+
+
+def read_json_value(path: Path) -> Any:
+    """Reads a JSON file. Raises `SourceError`."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise SourceError(f"{path}: is larger than {MAX_CONFIG_BYTES >> 20} MiB")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
+
+
+def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:
+    names = checkpoint.tensors
+    rows = rows_in({name: tensor.shape for name, tensor in names.items()})
+
+    def has(pattern: str) -> bool:
+        return pattern in names or any(fnmatchcase(name, pattern) for name in names)
+
+    if checkpoint.format != "gguf":
+        source = "config.json" if checkpoint.format != "llama2c" else weights.name
+        return Facts(checkpoint.format, lookup_in(config), has, source, rows)
+    architecture = config.get("general.architecture", "")
+
+    def lookup(key: str) -> Any:
+        for full in (f"{architecture}.{key}", key):
+            if config.get(full) is not None:
+                return config[full]
+        raise Missing(key)
+
+    return Facts("gguf", lookup, has, weights.name, rows)
+
+
+def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+    if checkpoint.format == "gguf":
+        return [str(config.get("general.architecture", ""))]
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+__all__ = ["CheckpointError", "Located", "Recognized", "open_source", "read_json", "recognize"]

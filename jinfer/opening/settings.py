@@ -1,0 +1,147 @@
+"""What is settled once when a model is opened: tokenizer, template, context, types, defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jinfer.checkpoint import Checkpoint
+from jinfer.opening.conversation import Conversation
+from jinfer.opening.pooling import PoolingSpec, find_pooling
+from jinfer.opening.recognize import Recognized, recognize
+from jinfer.quant.kind import Kind, parse_kind
+from jinfer.quant.tensor import Activations
+from jinfer.sampling.params import SamplingParams
+from jinfer.spec.bounds import DEFAULT_CONTEXT
+from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.files import nested
+from jinfer.spec.model import ModelSpec
+from jinfer.spec.resolve import merge
+from jinfer.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose weights are yet to be loaded.
+
+    Attributes:
+        spec, checkpoint: how it is built, and from what.
+        tokenizer: None where the checkpoint has none.
+        conversation: how messages become a prompt.
+        pooling: how vectors of tokens become one.
+        defaults: of `SamplingParams`, from `[generation]`.
+        context: tokens a sequence may have.
+        dtype: of weights and computation.
+        activations: of products with quantized weights on a CPU.
+        kv_cache: what numbers of the cache are kept as.
+        end_ids: ends of sequence.
+        decoder_prefix: what the answer of an encoder-decoder starts from.
+    """
+
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    conversation: Conversation
+    pooling: PoolingSpec
+    defaults: Mapping[str, Any]
+    context: int
+    dtype: str
+    activations: Activations
+    kv_cache: Kind
+    end_ids: tuple[int, ...]
+    decoder_prefix: tuple[int, ...]
+
+
+def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
+    """Opens a source, with keys of the specification (dotted names) set by the user.
+
+    Raises:
+        SourceError, SpecError, CheckpointError, TokenizerError, TemplateError: one line each.
+    """
+    tables: dict[str, Any] = {}
+    for key, value in overrides.items():
+        tables = merge(tables, nested(key, value))
+    found = recognize(source, tables)
+    sampling_params(found.spec.generation, found.spec.path)  # wrong ones show at once
+    tokenizer = _tokenizer(found)
+    return Opened(
+        spec=found.spec,
+        checkpoint=found.checkpoint,
+        tokenizer=tokenizer,
+        conversation=Conversation.of(found.spec, found.tokenizer, found.config),
+        pooling=find_pooling(found),
+        defaults=found.spec.generation,
+        context=_context(found.spec),
+        dtype=_dtype(found.spec.dtype),
+        activations=_activations(found.spec),
+        kv_cache=_kv_cache(found.spec),
+        end_ids=tokenizer.eos_ids if tokenizer else _ids(found.config, "eos_token_id"),
+        decoder_prefix=(
+            *_ids(found.config, "decoder_start_token_id"),
+            *_ids(found.config, "forced_bos_token_id"),
+        ),
+    )
+
+
+def sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
+    """Sampling parameters from `[generation]`. Raises `SpecError`."""
+    allowed = [field.name for field in fields(SamplingParams)]
+    for name in values:
+        if name not in allowed:
+            raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise SpecError(path, "generation", str(error)) from error
+
+
+def _tokenizer(found: Recognized) -> Tokenizer | None:
+    own = found.checkpoint.format == "gguf" and found.tokenizer == found.checkpoint.path
+    return load_tokenizer(
+        found.tokenizer,
+        metadata=found.checkpoint.metadata if own else None,
+        vocab_size=found.spec.dims.get("vocab"),
+    )
+
+
+def _dtype(name: str) -> str:
+    if name != "auto":
+        return name
+    # One-row products in bfloat16 convert all weights first on XLA:CPU, and take five times longer.
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _activations(spec: ModelSpec) -> Activations:
+    """Who asks for float32 wants the numbers that it gives."""
+    named = spec.quantization.activations
+    if named != "auto":
+        return named
+    return "float" if spec.dtype == "float32" else "int8"
+
+
+def _kv_cache(spec: ModelSpec) -> Kind:
+    named = spec.quantization.kv_cache
+    return jnp.dtype(_dtype(spec.dtype)) if named == "auto" else parse_kind(named)
+
+
+def _context(spec: ModelSpec) -> int:
+    trained, asked = spec.dims.get("context"), spec.engine.context
+    if asked and trained and asked > trained * spec.stretch:
+        raise SpecError(
+            spec.path,
+            "engine.context",
+            f"{asked} is above the {trained} tokens the model was made for; "
+            f"if its positions allow more, set dims.context too",
+        )
+    return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+
+
+def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The token ids at a key of config.json, or of GGUF metadata."""
+    ids = config.get(key, config.get(f"tokenizer.ggml.{key}"))
+    return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))

@@ -1,0 +1,66 @@
+"""A model's weights: read and quantized, or taken as a converted checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinfer.checkpoint import Checkpoint
+from jinfer.checkpoint.converted import ConvertedCheckpoint
+from jinfer.model import AbstractModel
+from jinfer.ops.dense import reads_as_stored
+from jinfer.quant.tensor import Activations
+from jinfer.spec.model import ModelSpec
+from jinfer.weights.converted import check_settings, load_converted, stored_as
+from jinfer.weights.load import find_origins, load
+from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that are yet to be loaded.
+
+    Attributes:
+        model: with its parameters as they will be stored.
+        load: gives them, in the order of `model.names`, and shows a bar if it is told to.
+    """
+
+    model: AbstractModel
+    load: Callable[[bool], tuple[Any, ...]]
+
+
+def find_weights(
+    model: AbstractModel, spec: ModelSpec, checkpoint: Checkpoint, activations: Activations
+) -> Weights:
+    """Finds the parameters of a model in its checkpoint.
+
+    Args:
+        model: as `build` gives it, all its parameters plain.
+        spec, checkpoint: how it is built, and from what.
+        activations: of products with quantized weights on a CPU.
+
+    Raises:
+        LoadError: checkpoint and specification do not fit each other.
+        SpecError: something is to be quantized that cannot be.
+        CheckpointError: the checkpoint is broken.
+    """
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        check_settings(spec.quantization, checkpoint, spec.path)
+        firsts = {name: checkpoint.same.get(name, name) for name in model.names}
+        parts = checkpoint.parts
+        model = _typed(model, {n: parts[f].type for n, f in firsts.items() if f in parts})
+        whole = stored_as(model, checkpoint, activations)
+        return Weights(whole, lambda progress: load_converted(whole, checkpoint))
+    origins = find_origins(model, checkpoint, spec.tensors)
+    model = _typed(model, kept_types(model, spec.quantization, origins))
+    storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
+    return Weights(
+        stored(model, storages),
+        lambda progress: load(model, origins, storages, progress=progress),
+    )
+
+
+def _typed(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+    """The model with matrices as the checkpoint has them, where products read them so."""
+    return in_types(model, types) if reads_as_stored() else model

@@ -1,0 +1,170 @@
+"""Loading: a checkpoint's tensors become the model's parameters, one at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jinfer.checkpoint import Checkpoint, CheckpointError
+from jinfer.checkpoint.mapped import release
+from jinfer.model import AbstractModel
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration import Inputs
+from jinfer.spec.tensors import TensorMap
+from jinfer.weights.mapping import LoadError, Origin, Shapes, by_name, find_origin, unused
+from jinfer.weights.piecewise import Watch, quantize_in_pieces
+from jinfer.weights.storage import Storage
+
+
+def find_origins(
+    model: AbstractModel, checkpoint: Checkpoint, tensors: TensorMap
+) -> dict[str, Origin]:
+    """Where each parameter of a model comes from.
+
+    Args:
+        tensors: the checkpoint's names for the parameters.
+
+    Raises:
+        LoadError: a parameter has no tensor, a tensor has no parameter, or a shape differs.
+    """
+    files = by_name(checkpoint, tensors)
+    shapes = parameter_shapes(model)
+    origins = {
+        name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
+    }
+    # A tensor that the model does not use is a part of the model that the spec does not have.
+    if left := unused(model.names, tensors, files, origins.values()):
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise LoadError(
+            f"{checkpoint.path}: the specification has no place for {shown}; "
+            f"map them in [tensors], or list them under tensors.ignore"
+        )
+    for origin in origins.values():  # before any of them is read
+        origin.check(shapes)
+    return origins
+
+
+def load(
+    model: AbstractModel,
+    origins: Mapping[str, Origin],
+    storages: Mapping[str, Storage] | None = None,
+    *,
+    progress: bool = False,
+) -> tuple[Any, ...]:
+    """Loads the parameters of a model, in the order of `model.names`.
+
+    Beyond the result, memory holds one decoded tensor per thread at a time.
+
+    Args:
+        model: all its parameters plain, in the types that they are to have.
+        origins: of `find_origins`.
+        storages: of the parameters that are to be quantized.
+        progress: show a bar.
+
+    Returns:
+        A JAX array or a `QuantizedTensor` of JAX arrays for each.
+
+    Raises:
+        LoadError: a tensor does not fit.
+        CheckpointError: the file is broken.
+    """
+    storages, shapes = storages or {}, parameter_shapes(model)
+    dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
+    # What several layers share is one array on the device as well.
+    same = same_arrays(model, origins, storages)
+    firsts = list(dict.fromkeys(same.values()))
+    bar = tqdm(
+        total=sum(origins[name].nbytes for name in firsts),
+        desc="loading", unit="B", unit_scale=True, leave=False, disable=not progress,
+    )  # fmt: skip
+    lock = threading.Lock()
+
+    def one(name: str) -> Any:
+        storage = storages.get(name)
+        if storage is None:
+            values: Any = read_values(model, origins[name], shapes, dtypes[name])
+            values = np.ascontiguousarray(values, dtypes[name])
+        elif storage.kept:
+            values = storage.read(origins[name], shapes)
+        else:
+            values = quantized(model, origins[name], shapes, storage)
+        array = jax.block_until_ready(jax.device_put(values))
+        for file in origins[name].files:
+            release(file.raw())
+        with lock:
+            bar.update(origins[name].nbytes)
+        return array
+
+    with bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
+    return tuple(arrays[same[name]] for name in model.names)
+
+
+def same_arrays(
+    model: AbstractModel, origins: Mapping[str, Origin], storages: Mapping[str, Storage]
+) -> dict[str, str]:
+    """Each parameter's name -> that of the first one which is the same array."""
+    shapes = parameter_shapes(model)
+    dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
+    sources = {
+        name: (origin.source(shapes), dtypes[name], name in model.normalized, storages.get(name))
+        for name, origin in origins.items()
+    }
+    firsts = {source: name for name, source in reversed(sources.items())}
+    return {name: firsts[source] for name, source in sources.items()}
+
+
+def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any) -> np.ndarray:
+    """A parameter's values, not quantized; as `Origin.read`."""
+    values = origin.read(shapes, dtype)
+    return _unit_rows(values) if origin.parameter in model.normalized else values
+
+
+def quantized(
+    model: AbstractModel,
+    origin: Origin,
+    shapes: Shapes,
+    storage: Storage,
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+) -> QuantizedTensor | OutlierTensor:
+    """A parameter that is not kept as it is; in pieces, if possible.
+
+    Args:
+        inputs: as for `Storage.quantize`.
+        watch: is shown every piece, or the whole.
+    """
+    change = _unit_rows if origin.parameter in model.normalized else _same
+    pieces = quantize_in_pieces(origin, shapes, storage, change, inputs, watch)
+    if pieces is not None:
+        return pieces
+    values = read_values(model, origin, shapes, np.dtype(np.float32))
+    tensor = storage.quantize(values, inputs)
+    if watch is not None:
+        watch(tensor, values)
+    return tensor
+
+
+def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:
+    """Each parameter's name -> its shape."""
+    return dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+
+
+def _unit_rows(values: np.ndarray) -> np.ndarray:
+    """The rows of a matrix, each divided by its length."""
+    rows = values.astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def _same(values: np.ndarray) -> np.ndarray:
+    return values
+
+
+__all__ = ["CheckpointError", "LoadError", "find_origins", "load"]

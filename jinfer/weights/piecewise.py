@@ -1,0 +1,106 @@
+"""Quantizing matrices a few rows at a time, so that no whole one is ever decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.ggml import BLOCKS, PLAIN, decode
+from jinfer.checkpoint.mapped import release
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration import Inputs
+from jinfer.quant.tensor import empty
+from jinfer.weights.mapping import Origin, Shapes
+from jinfer.weights.storage import Storage
+
+_PIECE = 1 << 20  # weights
+
+# Called with each piece, and the values that it was quantized from.
+type Watch = Callable[
+    [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"]], None
+]
+
+
+def quantize_in_pieces(
+    origin: Origin,
+    shapes: Shapes,
+    storage: Storage,
+    change: Callable[[np.ndarray], np.ndarray],
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+) -> QuantizedTensor | None:
+    """A parameter as `Storage.quantize` gives it, with a few MB of memory beyond the result.
+
+    Args:
+        change: done to its rows first.
+        inputs: as for `Storage.quantize`.
+        watch: is shown every piece.
+
+    Returns:
+        None where it takes the whole matrix: it is turned, or what is kept exactly has to be found.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    if storage.outliers or storage.method == "feedback" or not origin.is_rows(shapes):
+        return None
+    whole = empty(shapes[origin.parameter], storage.format, storage.columns)
+    result = replace(whole, activations=storage.activations)
+    height = max(1, _PIECE // (result.rows * result.padded_inputs)) * result.rows
+    numbers = origin.rows(shapes)
+    for e, file in enumerate(origin.files):
+        outer = (e,) if origin.stacked else ()
+        read = _reader(file)
+        for index in np.ndindex(*file.shape[:-2]):
+            matrix = result[(*outer, *index) or ...]
+            for begin in range(0, matrix.outputs, height):
+                rows: Any = slice(begin, min(begin + height, matrix.outputs))
+                values = change(read(index, rows if numbers is None else numbers[rows]))
+                piece = storage.quantize(values, of_matrix(inputs, (*outer, *index)))
+                assert isinstance(piece, QuantizedTensor), "there are no outliers"
+                first = begin // result.rows
+                for target, part in zip(
+                    jax.tree.leaves(matrix), jax.tree.leaves(piece), strict=True
+                ):
+                    target[first : first + len(part)] = part
+                if watch is not None:
+                    watch(piece, values)
+    return result
+
+
+def of_matrix(inputs: Inputs | None, index: tuple[int, ...]) -> Inputs | None:
+    """What one matrix of a stack was multiplied with."""
+    if inputs is None or not inputs.rows.ndim:
+        return inputs
+    return Inputs(inputs.mean[index], inputs.rows[index])
+
+
+def _reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
+    """What gives the values of some rows of a matrix of a stack, float32."""
+    *stack, outputs, inputs = file.shape
+    block = BLOCKS.get(file.type)
+    if block is None or file.type in PLAIN or file.nbytes % block.bytes:
+        values = file.read()
+
+        def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
+            part = values[index][rows]
+            numbers = part.astype(np.float32)
+            release(part)
+            return numbers
+
+        return cut
+    raw = file.raw().reshape(*stack, outputs, -1)
+
+    def decoded(index: tuple[int, ...], rows: Any) -> np.ndarray:
+        part = raw[index][rows]
+        numbers = decode(file.type, part, (len(part), inputs))
+        release(part)
+        return numbers
+
+    return decoded

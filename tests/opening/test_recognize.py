@@ -1,0 +1,78 @@
+"""What a user can point at: a spec, a folder, a file; with a family found, named, or unknown."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jinfer.opening.recognize import open_source, recognize
+from jinfer.opening.sources import SourceError
+from jinfer.spec.errors import SpecError
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+@pytest.mark.parametrize("name", ["llama2", "gguf_llama2", "llama2c_v0/model.bin"])
+def test_a_family_is_found(name: str) -> None:
+    found = recognize(GOLDENS / name, {})
+    assert found.spec.dims["hidden"] == 64
+    assert found.spec.tensors.place("decoder.2.ffn.up.weight") is not None
+
+
+def test_single_file_of_a_folder() -> None:
+    found = recognize(GOLDENS / "llama2" / "model.safetensors", {})
+    assert found.config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_spec_with_weights_beside_it(tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS / "llama2", tmp_path / "weights")
+    spec = tmp_path / "model.toml"
+    spec.write_text('weights = "weights"\n[engine]\nslots = 3\n')
+    found = recognize(spec, {"engine": {"context": 100}})
+    assert (found.spec.engine.slots, found.spec.engine.context) == (3, 100)
+    assert found.spec.path == str(spec)
+
+
+def test_weights_given_by_the_user_are_relative_to_where_he_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(GOLDENS)
+    spec = tmp_path / "model.toml"
+    spec.write_text('weights = "nowhere"\n')
+    assert recognize(spec, {"weights": "mistral"}).spec.dims["kv_heads"] == 2
+    with pytest.raises(SourceError, match=r"nowhere: there is no such file"):
+        recognize(spec, {})
+
+
+def test_a_family_named_by_the_user(tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS / "llama2", tmp_path / "odd")
+    config = json.loads((tmp_path / "odd" / "config.json").read_text())
+    config["architectures"] = ["OddForCausalLM"]
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match="no family is known for OddForCausalLM"):
+        recognize(tmp_path / "odd", {})
+    assert recognize(tmp_path / "odd", {"family": "llama"}).spec.dims["hidden"] == 64
+    with pytest.raises(SpecError, match="did you mean 'llama'"):
+        recognize(tmp_path / "odd", {"family": "lama"})
+
+
+def test_a_spec_without_weights(tmp_path: Path) -> None:
+    spec = tmp_path / "model.toml"
+    spec.write_text('family = "llama"\n')
+    with pytest.raises(SpecError, match=r"model.toml: weights: is missing"):
+        recognize(spec, {})
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '"a"', "{" * 100_000, "\xff"])
+def test_broken_config(tmp_path: Path, text: str) -> None:
+    shutil.copytree(GOLDENS / "llama2", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match=r"config.json: (cannot be read as JSON|is not a JSON)"):
+        recognize(tmp_path / "model", {})
+
+
+def test_a_folder_that_holds_a_gguf_file_has_its_tokenizer() -> None:
+    found = open_source(GOLDENS / "gguf_llama2", {})
+    assert found.tokenizer({}) == GOLDENS / "gguf_llama2" / "model.gguf"
+    assert open_source(GOLDENS / "llama2", {}).tokenizer({}) == GOLDENS / "llama2"

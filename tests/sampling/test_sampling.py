@@ -1,0 +1,447 @@
+"""Sampling: the rules of its parameters, and its programs against NumPy's definitions."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from jinfer.sampling.params import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from jinfer.sampling.sampler import (
+    Sampled,
+    Sampler,
+    argmax,
+    empty_sampler,
+    filter_logits,
+    sample,
+    sampler_row,
+)
+from tests.reference.numpy_sampling import Floats, probabilities
+
+VOCAB = 200
+SAMPLE = jax.jit(sample, static_argnames="logprobs")
+FILTER = jax.jit(filter_logits)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"seed": 0} | fields)
+
+
+def batch(*rows: SamplingParams, end_ids: Iterable[int] = ()) -> Sampler:
+    ends = tuple(end_ids)
+    return jax.tree.map(
+        lambda *parts: jnp.concatenate(parts), *(sampler_row(r, ends) for r in rows)
+    )
+
+
+def draw(logits: Floats, sampler: Sampler, steps: int = 1) -> np.ndarray:
+    """Tokens [steps, batch], from the same logits at each step."""
+    drawn = []
+    for _ in range(steps):
+        sampled, sampler = SAMPLE(jnp.asarray(logits, jnp.float32), sampler)
+        drawn.append(np.asarray(sampled.tokens))
+    return np.stack(drawn)
+
+
+def random_logits(seed: int, rows: int = 1) -> Floats:
+    """As a float32 has them, so that both sides see the same numbers."""
+    wide = np.random.default_rng(seed).normal(0, 3, (rows, VOCAB))
+    return wide.astype(np.float32).astype(np.float64)
+
+
+# The parameters of a request.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"strategy": "best"}, "strategy must be one of .*'greedy'.*, not 'best'"),
+        ({"beams": 0}, "beams must be a whole number from 1 to 64, not 0"),
+        ({"temperature": -0.1}, "temperature must be from 0 to 1000000, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"temperature": "hot"}, "temperature must be from 0 to 1000000, not 'hot'"),
+        ({"temperature": True}, "temperature must be"),
+        ({"top_k": -1}, r"top_k must be a whole number from 0 \(all\) to 2147483647, not -1"),
+        ({"top_k": 2.0}, "top_k must be"),
+        ({"top_k": 2**31}, "top_k must be"),
+        ({"top_p": 0}, "top_p must be above 0, and at most 1, not 0"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"top_p": None}, "top_p must be"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1, not -0.1"),
+        ({"min_p": 1.1}, "min_p must be"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 18446744073709551615, not -1"),
+        ({"seed": 2**64}, "seed must be"),
+        ({"seed": 0.5}, "seed must be"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
+        ({"max_tokens": 2**31}, "max_tokens must be"),
+        ({"min_tokens": -1}, "min_tokens must be a whole number from 0 to 2147483647, not -1"),
+        ({"min_tokens": 2**31}, "min_tokens must be"),
+        ({"stop": ""}, r"stop must be texts, none empty, not \(''"),
+        ({"stop": ["a", ""]}, "stop must be"),
+        ({"stop": [5]}, "stop must be"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids must be at most 16 token ids, not \(-1,\)"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids must be"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be"),
+        ({"stop_token_ids": range(MAX_STOP_IDS + 1)}, "stop_token_ids must be"),
+        ({"logprobs": -1}, "logprobs must be from 0 to 20, not -1"),
+        ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be"),
+        ({"logprobs": True}, "logprobs must be"),
+        ({"strategy": "top_k"}, "top_k must be set for that strategy, not 0"),
+        ({"strategy": "top_p"}, "top_p must be set for that strategy, not 1.0"),
+        ({"strategy": "min_p", "top_k": 3}, "min_p must be set for that strategy, not 0.0"),
+    ],
+    ids=str,
+)
+def test_a_value_outside_its_range_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1_000_000, "top_k": 2**31 - 1, "top_p": 1, "min_p": 1},
+        {"seed": 2**64 - 1, "max_tokens": None, "min_tokens": 2**31 - 1},
+        {"stop_token_ids": range(MAX_STOP_IDS), "logprobs": MAX_LOGPROBS},
+        {"strategy": "top_k", "top_k": 1},
+    ],
+    ids=str,
+)
+def test_the_ends_of_the_ranges_reach_the_device(fields: dict[str, Any]) -> None:
+    row = sampler_row(params(**fields), range(MAX_END_IDS))
+    assert all(part.shape[0] == 1 and np.isfinite(part).all() for part in row)
+
+
+def test_stop_is_a_tuple_however_it_is_given() -> None:
+    assert params(stop="END").stop == ("END",)
+    assert params(stop=["a", "b"]).stop == ("a", "b")
+    assert params(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert params(stop=["a"]) == params(stop=("a",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 0.9}, 1.0),
+        ({"min_p": 0.1}, 1.0),
+        ({"top_k": 5, "temperature": 0}, 0.0),
+        ({"strategy": "greedy", "temperature": 0.7, "top_k": 5}, 0.0),
+        ({"strategy": "sample"}, 1.0),
+        ({"strategy": "sample", "temperature": 0.3}, 0.3),
+        ({"strategy": "sample", "temperature": 0}, 0.0),
+        ({"strategy": "top_p", "top_p": 0.5}, 1.0),
+    ],
+    ids=str,
+)
+def test_drawing_temperature(fields: dict[str, Any], temperature: float) -> None:
+    assert params(**fields).drawing_temperature == temperature
+
+
+# Filters.
+
+
+def kept_by_sorting(scaled: Floats, p: SamplingParams) -> np.ndarray:
+    """Which tokens stay, by the textbook: sort, cut; whatever equals the last one kept stays too.
+
+    The reference's own filters choose among equals by id; the engine's keep them all.
+    """
+    left = probabilities(scaled)
+    if p.top_k:
+        left = np.where(left >= np.sort(left)[::-1][min(p.top_k, len(left)) - 1], left, 0)
+    if p.top_p < 1:
+        likely_first = np.sort(left / left.sum())[::-1]
+        count = 1 + np.count_nonzero(np.cumsum(likely_first)[:-1] < p.top_p)
+        left = np.where(left >= np.sort(left)[::-1][count - 1], left, 0)
+    return (left > 0) & (left >= p.min_p * left.max())
+
+
+FILTERS = [
+    params(),
+    params(top_k=1),
+    params(top_k=7),
+    params(top_k=VOCAB + 5),
+    params(top_p=1e-3),
+    params(top_p=0.37),
+    params(top_p=0.9),
+    params(top_p=0.9999),
+    params(min_p=0.02),
+    params(min_p=0.5),
+    params(min_p=1.0),
+    params(top_k=20, top_p=0.81),
+    params(top_k=20, top_p=0.95, min_p=0.04),
+    params(top_p=0.5, min_p=0.3),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["plain", "ties", "forbidden", "flat"])
+def test_filters_are_those_of_sorting(kind: str, seed: int) -> None:
+    """All filters as rows of one batch, on the same logits."""
+    logits = random_logits(seed)[0]
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "forbidden":
+        logits[np.random.default_rng(seed).permutation(VOCAB)[: VOCAB // 2]] = -np.inf
+    elif kind == "flat":
+        logits[:] = -2.5
+    rows = np.tile(logits, (len(FILTERS), 1))
+    got = np.asarray(FILTER(jnp.asarray(rows, jnp.float32), batch(*FILTERS)))
+    for row, p in zip(got, FILTERS, strict=True):
+        kept = kept_by_sorting(logits, p)
+        assert np.array_equal(row > -np.inf, kept), p
+        assert np.array_equal(row[kept], logits[kept])
+
+
+def test_filters_take_turns_on_what_is_left() -> None:
+    """top_p counts the mass of the two that top_k left, in which the first alone has 0.6."""
+    scaled = jnp.log(jnp.array([[0.3, 0.2, 0.17, 0.17, 0.16]]))
+    both = FILTER(scaled, batch(params(top_k=2, top_p=0.55)))
+    assert np.flatnonzero(both[0] > -np.inf).tolist() == [0]
+    alone = FILTER(scaled, batch(params(top_p=0.45)))
+    assert np.flatnonzero(alone[0] > -np.inf).tolist() == [0, 1]
+
+
+def test_zero_and_minus_zero_are_equal() -> None:
+    logits = jnp.array([[-1.0, 0.0, -0.0, -2.0]])
+    kept = FILTER(logits, batch(params(top_k=1)))
+    assert np.flatnonzero(kept[0] > -np.inf).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 2.0}, {"top_k": 3, "min_p": 1.0}])
+def test_a_vocabulary_of_one(fields: dict[str, Any]) -> None:
+    assert draw(np.array([[-3.0]]), batch(params(**fields))).item() == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-3},
+        {"temperature": 1e-30},
+        {"temperature": 2e-38},  # quotients are beyond float32
+        {"temperature": 1e-45},  # the temperature itself is nearly 0
+        {"top_p": 1e-6},
+        {"top_p": 1e-42},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+        {"top_k": 1},
+        {"temperature": 1_000_000, "top_k": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 50.0])
+def test_extremes_take_the_likeliest(fields: dict[str, Any], scale: float) -> None:
+    logits = scale * random_logits(5, 8)
+    rows = [params(seed=i, **fields) for i in range(8)]
+    assert np.array_equal(draw(logits, batch(*rows))[0], logits.argmax(axis=-1))
+
+
+def test_a_high_temperature_takes_anything_but_what_is_forbidden() -> None:
+    logits = random_logits(6)
+    logits[:, ::2] = -np.inf
+    logits = np.tile(logits, (600, 1))
+    drawn = draw(logits, batch(*(params(seed=i, temperature=1_000_000) for i in range(600))))
+    assert set(drawn.ravel()) <= set(range(1, VOCAB, 2))
+    assert len(set(drawn.ravel())) > 90
+
+
+# Batches and seeds.
+
+
+MIXED = [
+    params(),
+    params(seed=1, temperature=0.8),
+    params(seed=2, top_k=5),
+    params(strategy="greedy", temperature=2.0),
+    params(seed=3, top_p=0.6, temperature=1.5),
+    params(seed=4, min_p=0.1),
+]
+
+
+def test_greedy_and_drawing_rows_in_one_batch() -> None:
+    logits = random_logits(7, len(MIXED))
+    drawn = draw(logits, batch(*MIXED), steps=40)
+    for row, p in enumerate(MIXED):
+        tokens = set(drawn[:, row].tolist())
+        if p.drawing_temperature == 0:
+            assert tokens == {logits[row].argmax()}
+        else:
+            scaled = logits[row] / p.drawing_temperature
+            assert tokens <= set(np.flatnonzero(kept_by_sorting(scaled, p)))
+            assert len(tokens) > 1
+
+
+def test_equal_likeliest_tokens_are_the_first_when_greedy() -> None:
+    assert draw(np.array([[1.0, 5.0, 5.0, 5.0]]), batch(params())).item() == 1
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    """Alone, among others, and at another place, the same tokens come."""
+    logits = random_logits(8, len(MIXED))
+    together = draw(logits, batch(*MIXED), steps=12)
+    order = [3, 5, 4, 1, 0, 2]
+    shuffled = draw(logits[order], batch(*(MIXED[i] for i in order)), steps=12)
+    assert np.array_equal(shuffled, together[:, order])
+    for row, p in enumerate(MIXED):
+        alone = draw(logits[row : row + 1], batch(p), steps=12)
+        assert np.array_equal(alone[:, 0], together[:, row])
+
+
+def test_seeds() -> None:
+    """Both halves of a 64-bit seed count; without one, every request draws anew."""
+    logits = np.zeros((1, VOCAB))
+    seeds = [0, 1, 2**32, 2**63, None, None]
+    runs = [tuple(draw(logits, batch(params(seed=s, top_k=VOCAB)), 12).ravel()) for s in seeds]
+    again = [tuple(draw(logits, batch(params(seed=s, top_k=VOCAB)), 12).ravel()) for s in seeds]
+    assert runs[:4] == again[:4]
+    assert len({*runs, *again}) == 8
+    assert all(len(set(run)) > 6 for run in runs)  # no step repeats the one before
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        params(seed=11, temperature=1.0),
+        params(seed=12, temperature=0.6),
+        params(seed=13, temperature=1.3, top_k=6),
+        params(seed=14, top_p=0.8),
+        params(seed=15, temperature=2.0, top_k=9, top_p=0.9, min_p=0.1),
+    ],
+    ids=range(5),
+)
+def test_frequencies(p: SamplingParams) -> None:
+    """20,000 draws of one request, against the distribution that the filters leave.
+
+    The bound on chi-square is passed by chance once in ten thousand; the seeds are fixed.
+    """
+    count = 20_000
+    logits = np.random.default_rng(9).normal(0, 1.2, 12)
+    row = sampler_row(p, ())
+    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), row)
+    many = many._replace(drawn=jnp.arange(count, dtype=jnp.int32))
+    tokens = draw(np.tile(logits, (count, 1)), many)[0]
+    observed = np.bincount(tokens, minlength=12)
+    scaled = logits / p.drawing_temperature
+    wanted = np.where(kept_by_sorting(scaled, p), probabilities(scaled), 0)
+    wanted *= count / wanted.sum()
+    assert not observed[wanted == 0].any()
+    possible = wanted > 0
+    chi_square = np.sum((observed - wanted)[possible] ** 2 / wanted[possible])
+    freedom = np.count_nonzero(possible) - 1
+    deviation = 2 / (9 * freedom)  # Wilson and Hilferty, 1931
+    bound = freedom * (1 - deviation + 3.72 * deviation**0.5) ** 3
+    assert chi_square < bound
+
+
+# The end, log-probabilities, the program.
+
+
+def test_no_end_before_min_tokens() -> None:
+    """Ends are likeliest here: they come as soon as they may, greedy or drawn."""
+    logits = np.full((3, VOCAB), -4.0)
+    logits[:, [7, 50, 120]] = 20.0
+    rows = [
+        params(min_tokens=3, stop_token_ids=(50,)),
+        params(min_tokens=3, stop_token_ids=(50,), temperature=1.0),
+        params(min_tokens=0, temperature=1.0),
+    ]
+    drawn = draw(logits, batch(*rows, end_ids=(7, 120)), steps=5)
+    ends = np.isin(drawn, [7, 50, 120])
+    assert ends.T.astype(int).tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
+
+
+def test_every_end_is_forbidden_however_many_there_are() -> None:
+    stops, ends = range(MAX_STOP_IDS), range(100, 100 + MAX_END_IDS - MAX_STOP_IDS)
+    logits = np.zeros((1, VOCAB))
+    logits[:, [*stops, *ends]] = 5.0
+    row = batch(params(min_tokens=1, stop_token_ids=stops), end_ids=ends)
+    assert draw(logits, row).item() == MAX_STOP_IDS
+    with pytest.raises(ValueError, match=f"^{MAX_END_IDS + 1} ids end a sequence; at most"):
+        sampler_row(params(), range(MAX_END_IDS + 1))
+
+
+def test_ids_that_the_vocabulary_lacks_forbid_nothing() -> None:
+    row = batch(params(min_tokens=5, stop_token_ids=(2**31 - 1, VOCAB)))
+    logits = np.zeros((1, VOCAB))
+    logits[:, -1] = 1.0
+    assert draw(logits, row).item() == VOCAB - 1
+
+
+@pytest.mark.parametrize("vocab", [8, VOCAB])
+def test_logprobs(vocab: int) -> None:
+    """Of the model's own distribution: neither temperature, filters nor forbidden ends count."""
+    logits = random_logits(10, 3)[:, :vocab]
+    rows = [
+        params(),
+        params(temperature=3.0, top_k=4),
+        params(min_tokens=2, stop_token_ids=(int(logits[2].argmax()),)),
+    ]
+    sampled, _ = SAMPLE(jnp.asarray(logits, jnp.float32), batch(*rows), logprobs=True)
+    wanted = np.log([probabilities(row) for row in logits])
+    assert sampled.logprob is not None
+    assert sampled.top_ids is not None
+    tokens = np.asarray(sampled.tokens)
+    assert tokens[2] != logits[2].argmax()
+    assert_allclose(sampled.logprob, wanted[np.arange(3), tokens], atol=2e-6)
+    count = min(MAX_LOGPROBS, vocab)
+    likeliest = np.argsort(-wanted, axis=-1)[:, :count]
+    assert np.array_equal(sampled.top_ids, likeliest)
+    assert_allclose(sampled.top_logprobs, np.take_along_axis(wanted, likeliest, -1), atol=2e-6)
+
+
+def test_logprobs_do_not_change_the_tokens() -> None:
+    logits = jnp.asarray(random_logits(11, len(MIXED)), jnp.float32)
+    plain, _ = SAMPLE(logits, batch(*MIXED))
+    with_logprobs, _ = SAMPLE(logits, batch(*MIXED), logprobs=True)
+    assert np.array_equal(plain.tokens, with_logprobs.tokens)
+    assert plain.logprob is plain.top_ids is plain.top_logprobs is None
+
+
+def sorts(lowered: jax.stages.Lowered) -> bool:
+    """Whether the compiled program sorts anything."""
+    return re.search(r"\bsort\(", lowered.compile().as_text() or "") is not None
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_nothing_is_sorted(logprobs: bool) -> None:
+    """A sort takes as long as a small model's whole step, at a real vocabulary's size."""
+    logits = jax.ShapeDtypeStruct((2, 49152), jnp.float32)
+    lowered = SAMPLE.lower(logits, empty_sampler(2), logprobs=logprobs)
+    assert not sorts(lowered)
+
+
+def test_the_search_for_sorts_finds_one() -> None:
+    assert sorts(jax.jit(jnp.sort).lower(jnp.zeros(1000)))
+
+
+def test_one_program_serves_all_parameters() -> None:
+    traces = 0
+
+    def counted(logits: jax.Array, sampler: Sampler) -> tuple[Sampled, Sampler]:
+        nonlocal traces
+        traces += 1
+        return sample(logits, sampler)
+
+    program = jax.jit(counted)
+    sampler = empty_sampler(1)
+    for p in (*FILTERS, *MIXED, params(min_tokens=9, stop_token_ids=(4, 5), seed=2**40)):
+        _, sampler = program(jnp.zeros((1, VOCAB)), sampler_row(p, (1, 2)))
+        program(jnp.zeros((1, VOCAB)), sampler)
+    assert traces == 1
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
+def test_argmax_is_the_first_greatest(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 3, (50, vocab)).astype(np.float32)
+    logits[:10] = -np.inf
+    logits[10:20, -1] = np.inf
+    assert np.array_equal(argmax(jnp.asarray(logits)), logits.argmax(axis=-1))
