@@ -14,10 +14,6 @@ from jinfer.tokenizer import Tokenizer
 FinishReason = Literal["stop", "length"]
 
 
-class RequestError(ValueError):
-    """A request that cannot be run as it is: says why, and what to change."""
-
-
 @dataclass(frozen=True)
 class TokenLogprob:
     """A token and how likely the model found it.
@@ -40,6 +36,7 @@ class Usage:
 
     Attributes:
         prompt_tokens, completion_tokens: how many.
+        cached_tokens: of the prompt, those that were in the cache already.
         prefill_seconds: from the request's start to its first token, compilation left out.
         decode_seconds: from its first token to its last.
     """
@@ -48,11 +45,12 @@ class Usage:
     completion_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    cached_tokens: int = 0
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of the prompt per second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        """Tokens of the prompt that were computed per second."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_rate(self) -> float:
@@ -108,6 +106,8 @@ class Generation:
         finish_reason: None while it runs.
         begun, first, last: when it was submitted, and when its first and last tokens came.
         waited: seconds of that, up to the first token, that compilation took.
+        count: new tokens.
+        cached: tokens of the prompt that were in the cache already.
     """
 
     request: Request
@@ -119,6 +119,7 @@ class Generation:
     last: float = 0.0
     waited: float = 0.0
     count: int = 0
+    cached: int = 0
 
     def __post_init__(self) -> None:
         self._stops = StopTexts(tuple(self.request.sampling.stop))
@@ -148,7 +149,7 @@ class Generation:
         if self._stops.found:
             self.finish_reason = "stop"
         elif self.finish_reason is None and (
-            len(self.request.prompt) + self.count >= self.request.limit
+            token.final or len(self.request.prompt) + self.count >= self.request.limit
         ):
             self.finish_reason = "length"
         if self.finish_reason is not None:
@@ -181,17 +182,21 @@ class Generation:
             self.count,
             max(0.0, self.first - self.begun - self.waited),
             max(0.0, self.last - self.first),
+            self.cached,
         )
 
 
-def completion(generation: Generation, chunks: Sequence[Chunk]) -> Completion:
-    """The whole answer of a request that has ended."""
-    wanted = generation.request.sampling.logprobs is not None
-    assert generation.finish_reason is not None, "the request has not ended"
+def completion(chunks: Sequence[Chunk], usage: Usage, logprobs: bool) -> Completion:
+    """The whole answer of a request that has ended.
+
+    Args:
+        logprobs: whether they were asked for.
+    """
+    assert chunks[-1].finish_reason is not None, "the request has not ended"
     return Completion(
         text="".join(chunk.text for chunk in chunks),
         token_ids=[id for chunk in chunks for id in chunk.token_ids],
-        logprobs=[entry for chunk in chunks for entry in chunk.logprobs] if wanted else None,
-        finish_reason=generation.finish_reason,
-        usage=generation.usage(),
+        logprobs=[entry for chunk in chunks for entry in chunk.logprobs] if logprobs else None,
+        finish_reason=chunks[-1].finish_reason,
+        usage=usage,
     )
