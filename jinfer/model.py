@@ -22,7 +22,7 @@ from jinfer.nn.parameter import Role
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
 from jinfer.nn.step import Step
-from jinfer.ops.cache import Cache, CacheShape, Placement, cache_group
+from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
@@ -156,21 +156,32 @@ class Model(nnx.Module):
         want: Want,
         last: Int[Array, " chosen"] | None = None,
     ) -> tuple[Float[Array, "chosen width"], Cache]:
+        """One result of `decode_all`."""
+        results, cache = self.decode_all(tokens, step, cache, last)
+        return results[want], cache
+
+    def decode_all(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
         """The decoder's forward pass over a flat batch.
 
         Args:
             tokens: new tokens of any sequences.
             step: where they stand.
             cache: keys and values of the tokens before; comes back with the new ones in it.
-            want: which result.
-            last: of which tokens it is wanted; None: of all.
+            last: of which tokens results are wanted; None: of all.
         """
         stack = self.stacks["decoder"]
         x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared)
         x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
         if last is not None:
             x = x[:, last]
-        return stack.results(x, step, self.shared)[want][0], cache
+        results = stack.results(x, step, self.shared)
+        return {name: value[0] for name, value in results.items()}, cache
 
     def encode(
         self,
@@ -244,7 +255,7 @@ class AbstractModel:
     @property
     def has_cross_attention(self) -> bool:
         """Whether the decoder reads an encoder's output."""
-        return any(shape.group == "encoder" for shape in self.caches.values())
+        return any(shape.group == ENCODER for shape in self.caches.values())
 
 
 def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
@@ -300,7 +311,7 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
                         block.kv_heads, block.head_dim, block.head_dim, group, window
                     )
                 case blocks.CrossAttention():
-                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, "encoder")
+                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
                 case blocks.LatentAttention():
                     shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
                 case _:

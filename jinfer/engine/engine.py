@@ -19,13 +19,13 @@ from jax import Array
 
 from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
 from jinfer.engine.programs import Programs, Shape
-from jinfer.engine.requests import Request, Token
+from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.scheduler import Plan, Running, Scheduler
-from jinfer.engine.state import State, state_row
+from jinfer.engine.state import Choice, State, state_row
 from jinfer.engine.steps import MAX_COPIES, MAX_STEPS, Chosen
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, Cache
-from jinfer.sampling.sampler import Progress, Sampler, new_progress
+from jinfer.sampling.rows import Progress
 
 SIZES = (16, 64, 256)  # tokens of flat batches; the largest is `prefill_chunk`
 # A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
@@ -36,12 +36,19 @@ CALL_SECONDS = 0.02
 class Driver(Protocol):
     """What drives sequences whose tokens the host has to choose or to watch, one by one."""
 
-    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token]:
+    def settle(self, engine: Engine) -> list[Token | Failed]:
+        """Reads what it launched before: afterwards none of its tokens is unread."""
+        ...
+
+    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
         """Computes the next tokens of sequences whose last token alone is yet to be computed."""
         ...
 
-    def drop(self, engine: Engine, sequence: Running) -> None:
-        """Gives back what a sequence holds beside its own blocks: it ended, or is preempted."""
+    def drop(self, engine: Engine, request: int) -> None:
+        """Gives back what a request holds beside its sequence's blocks: it ended, or is preempted.
+
+        After a preemption it starts again from the tokens that are known.
+        """
         ...
 
 
@@ -82,12 +89,15 @@ class Engine:
     _cache: Cache | None = None
     _state: State | None = None
     _sequences: dict[int, Running] = field(default_factory=dict)
-    _samplers: dict[int, Sampler] = field(default_factory=dict)
+    _choices: dict[int, Choice] = field(default_factory=dict)
     _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[_Launched] = field(default_factory=deque)
     _arrivals: int = 0
     _last_read: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduler.on_release = self._released
 
     @property
     def model(self) -> AbstractModel:
@@ -117,11 +127,11 @@ class Engine:
             self._state = self.programs.empty_state()
         return self._state
 
-    def submit(self, request: Request, sampler: Sampler, driver: Driver | None = None) -> None:
+    def submit(self, request: Request, choice: Choice, driver: Driver | None = None) -> None:
         """Queues a request; it runs until `finish`. Raises `QueueFullError`.
 
         Args:
-            sampler: its row, in NumPy.
+            choice: how its tokens are chosen.
             driver: of a request whose tokens the host chooses.
         """
         sequence = Running(
@@ -133,7 +143,7 @@ class Engine:
         )
         self.scheduler.submit(sequence)
         self._arrivals += 1
-        self._sequences[request.id], self._samplers[request.id] = sequence, sampler
+        self._sequences[request.id], self._choices[request.id] = sequence, choice
         if driver is not None:
             self._drivers[request.id] = driver
 
@@ -142,39 +152,75 @@ class Engine:
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return None
-        if sequence.held is not None and not sequence.unread:
-            self._describe(sequence)
-        self._let_go(sequence)
+        self._describe(sequence)
         self.scheduler.drop(sequence)
-        for known in (self._samplers, self._progress, self._drivers):
+        for known in (self._choices, self._progress, self._drivers):
             known.pop(request, None)
         return sequence
 
-    def step(self) -> list[Token]:
+    def step(self) -> list[Token | Failed]:
         """Plans and launches one call, and returns the tokens of the call before.
 
         What interrupts it may leave a cache that was donated and not given back: whoever holds
         blocks has then to be computed again, see `recover`.
         """
-        ready = [s for s in self.scheduler.running if self._is_ready(s)]
-        tokens: list[Token] = []
-        for driver in dict.fromkeys(self._drivers[s.request.id] for s in ready):
-            own = [s for s in ready if self._drivers.get(s.request.id) is driver and s.held]
-            tokens += driver.advance(self, own)
+        drivers = dict.fromkeys(self._drivers.values())
+        tokens = [token for driver in drivers for token in driver.settle(self)]
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
             self._admit(plan)
-            tokens += self._read_all()
+            tokens += self.read_all()
             plan = self._plan()
         self._admit(plan)
         launched = self._launch(plan)
+        for driver in drivers:
+            tokens += driver.advance(self, self._ready(driver))
         while len(self._launched) > int(launched):
             tokens += self._read(self._launched.popleft())
         return tokens
 
-    def _is_ready(self, sequence: Running) -> bool:
-        return sequence.driven and not sequence.in_prompt
+    def _ready(self, driver: Driver) -> list[Running]:
+        """A driver's sequences that wait for it, those that came first first."""
+        own = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
+        return sorted((s for s in own if not s.in_prompt), key=lambda s: s.order)
+
+    def make_room(self, sequence: Running, steps: int) -> list[Token | Failed]:
+        """Makes room for new tokens of a sequence, or preempts it.
+
+        Returns:
+            Tokens that had to be read before.
+        """
+        tokens: list[Token | Failed] = []
+        while not self.scheduler.make_room(sequence, steps):
+            tokens += self.read_all()
+        return tokens
+
+    def free_blocks(self, sequence: Running) -> list[Token | Failed]:
+        """Preempts somebody for a driven sequence, or the sequence itself if it came last.
+
+        Returns:
+            Tokens that had to be read before; that the sequence failed, if it is alone already.
+        """
+        events: list[Token | Failed] = list(self.read_all())
+        last = max(self.scheduler.running, key=lambda s: s.order)
+        if len(self.scheduler.running) == 1:
+            error = RequestError("the cache has too few blocks for this; set engine.kv_tokens")
+            events.append(Failed(sequence.request.id, error))
+        self.scheduler.preempt(last)
+        return events
+
+    def logits(self, shape: Shape, at: np.ndarray, last: np.ndarray) -> Array:
+        """Logits after some tokens: `steps.logits`."""
+        program = self.programs.get(shape)
+        given = (at[0], at[1], self.tables(), last)
+        self._cache, out = program(self.leaves, self.cache, self.state, *given)
+        return out
+
+    def choose(self, shape: Shape, logits: Array, rows: np.ndarray, mask: np.ndarray) -> Chosen:
+        """The next tokens of some slots: `steps.choose`."""
+        self._state, chosen = self.programs.get(shape)(self.state, logits, rows, mask)
+        return chosen
 
     def _plan(self) -> Plan:
         seconds = max(self.step_seconds, 1e-6)
@@ -192,14 +238,14 @@ class Engine:
         running = list(self.scheduler.running)
         for sequence in running:
             sequence.unread = 0
-            self._let_go(sequence)
             self.scheduler.preempt(sequence)
         self.scheduler.blocks.forget_all()
         return running
 
-    def _let_go(self, sequence: Running) -> None:
+    def _released(self, sequence: Running) -> None:
+        """A sequence is about to give its blocks back."""
         if (driver := self._drivers.get(sequence.request.id)) is not None:
-            driver.drop(self, sequence)
+            driver.drop(self, sequence.request.id)
 
     def _seed(self, request: Request) -> bytes:
         """What the blocks of a request depend on beside its tokens."""
@@ -227,8 +273,7 @@ class Engine:
             prompt=len(request.prompt),
             limit=request.limit,
             encoded=len(request.encoder),
-            logprobs=request.sampling.logprobs is not None,
-            sampler=self._samplers[request.id],
+            choice=self._choices[request.id],
             progress=self._progress_of(sequence),
         )
         program = self.programs.get(Shape("admit"))
@@ -238,7 +283,7 @@ class Engine:
         """What its sampler has come to, as far as its tokens were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:
-            return new_progress(sequence.request.sampling)
+            return self._choices[sequence.request.id].progress
         progress, step, row = known
         return jax.tree.map(lambda part: np.asarray(part)[step, row][None], progress)
 
@@ -359,7 +404,8 @@ class Engine:
         """A power of two, at most the number of slots."""
         return min(1 << max(0, sequences - 1).bit_length(), self.programs.sizes.slots)
 
-    def _read_all(self) -> Iterator[Token]:
+    def read_all(self) -> Iterator[Token]:
+        """Reads all that was launched."""
         while self._launched:
             yield from self._read(self._launched.popleft())
 
@@ -392,6 +438,7 @@ class Engine:
     def _describe(self, sequence: Running) -> None:
         """Notes what the blocks of a sequence hold, as far as its tokens are known."""
         if sequence.held is not None and sequence.request.reuse:
+            # Of tokens that are not read yet nothing is known, though they are computed.
             computed = min(sequence.computed, len(sequence.tokens))
             self.scheduler.blocks.describe(sequence.held, sequence.tokens, computed)
 

@@ -44,7 +44,7 @@ class Shape:
     """
 
     kind: Literal[
-        "step", "logits", "choose", "decode", "forward", "score", "beam",
+        "step", "logits", "choose", "decode", "forward", "score", "beam", "contrast",
         "fill", "encode", "copy", "admit",
     ]  # fmt: skip
     tokens: int = 0
@@ -145,6 +145,12 @@ class Programs:
         """The state's abstract arrays."""
         return jax.eval_shape(self.empty_state)
 
+    @cached_property
+    def hidden(self) -> int:
+        """Width of the last hidden states."""
+        shape = Shape("forward", 1, rows=1, want="hidden")
+        return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
+
     def empty_cache(self) -> Cache:
         """Pools that nobody has written to."""
         shapes = self.model.caches
@@ -187,6 +193,14 @@ class Programs:
             case "beam":
                 scores = jax.ShapeDtypeStruct((tokens,), jnp.float32)
                 return self._of(steps.beam), 1, (leaves, cache, *given, _int32(rows), scores)
+            case "contrast":
+                past, numbers = (
+                    jax.ShapeDtypeStruct(sizes, jnp.float32)
+                    for sizes in ((self.sizes.context, self.hidden), (tokens,))
+                )
+                alpha = jax.ShapeDtypeStruct((), jnp.float32)
+                arguments = (leaves, cache, *given, _int32(rows), past, numbers, alpha)
+                return self._of(steps.contrast), 1, arguments
             case "fill":
                 arguments = (leaves, cache, _int32(1, tokens), _int32(1), _int32(1, self.sizes.table))
                 return self._of(steps.fill), 1, arguments

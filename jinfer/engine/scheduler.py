@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held
@@ -120,6 +120,7 @@ class Scheduler:
         preemptions: so far.
         hold: whether nobody is admitted for the moment.
         running: those that have slots.
+        on_release: is told of each sequence that is about to give its blocks back.
     """
 
     blocks: BlockManager
@@ -131,6 +132,7 @@ class Scheduler:
     preemptions: int = 0
     hold: bool = False
     running: list[Running] = field(default_factory=list)
+    on_release: Callable[[Running], None] = lambda _: None
     _waiting: list[tuple[tuple[int, int], Running]] = field(default_factory=list)
     _free: deque[int] = field(default_factory=deque)
 
@@ -259,6 +261,7 @@ class Scheduler:
 
     def _release(self, sequence: Running) -> None:
         assert sequence.held is not None
+        self.on_release(sequence)
         self.blocks.free(sequence.held)
         self._free.append(sequence.slot)
         sequence.held, sequence.slot, sequence.computed, sequence.unread = None, -1, 0, 0

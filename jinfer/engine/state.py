@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt
 
-from jinfer.sampling.sampler import Progress, Sampler, empty_progress, empty_sampler
+from jinfer.sampling.rows import (
+    Progress,
+    Sampler,
+    allowed_mask,
+    empty_progress,
+    empty_sampler,
+    mask_words,
+    progress_row,
+    sampler_row,
+)
+from jinfer.sampling.params import SamplingParams
 
 
 class State(NamedTuple):
@@ -26,6 +37,7 @@ class State(NamedTuple):
         ended: whether the last token ended the sequence.
         logprobs: whether log-probabilities are wanted.
         sampler, progress: how the next token is chosen.
+        mask, masked: a bit for each token that may be chosen, and whether it counts.
     """
 
     history: Int[Array, "rows context"]
@@ -37,6 +49,8 @@ class State(NamedTuple):
     logprobs: Bool[Array, " rows"]
     sampler: Sampler
     progress: Progress
+    mask: UInt[Array, "rows words"]
+    masked: Bool[Array, " rows"]
 
 
 def empty_state(slots: int, context: int, vocab: int) -> State:
@@ -45,8 +59,9 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
     none = jnp.zeros(rows, jnp.int32)
     no = jnp.zeros(rows, jnp.bool_)
     history = jnp.zeros((rows, context), jnp.int32)
-    sampler, progress = empty_sampler(rows, vocab), empty_progress(rows)
-    return State(history, none, none, none, none, no, no, sampler, progress)
+    mask = jnp.zeros((rows, mask_words(vocab)), jnp.uint32)
+    sampler, progress = empty_sampler(rows), empty_progress(rows)
+    return State(history, none, none, none, none, no, no, sampler, progress, mask, no)
 
 
 def state_row(
@@ -56,22 +71,66 @@ def state_row(
     prompt: int,
     limit: int,
     encoded: int,
-    logprobs: bool,
-    sampler: Sampler,
+    choice: Choice,
     progress: Progress,
 ) -> State:
     """The row of one sequence, in NumPy."""
     history = np.zeros((1, context), np.int32)
     history[0, : len(tokens)] = tokens
     counts = (len(tokens), prompt, limit, encoded)
-    return State(
+    whole: Any = (
         history,
         *(np.array([count], np.int32) for count in counts),
         np.zeros(1, np.bool_),
-        np.array([logprobs]),
-        sampler,
+        np.array([choice.logprobs]),
+        choice.sampler,
         progress,
+        choice.mask[None],
+        np.array([choice.masked]),
     )
+    return State(*whole)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a request's tokens are chosen, as the device needs it, in NumPy.
+
+    Attributes:
+        sampler, progress: its rows, the progress at its beginning.
+        logprobs: whether log-probabilities are wanted.
+        mask, masked: of the tokens that are allowed, if not all are.
+    """
+
+    sampler: Sampler
+    progress: Progress
+    logprobs: bool
+    mask: UInt[np.ndarray, " words"]
+    masked: bool
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        end_ids: Iterable[int],
+        vocab: int,
+        encode: Callable[[str], Sequence[int]] | None,
+    ) -> Choice:
+        """From a request's parameters.
+
+        Args:
+            encode: a text's ids, without what the model wants around a text.
+
+        Raises:
+            ValueError: a parameter that does not fit the model.
+        """
+        mask = allowed_mask(params, vocab)
+        return cls(
+            sampler_row(params, end_ids, vocab, encode),
+            progress_row(params),
+            params.logprobs is not None,
+            np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
+            mask is not None,
+        )
 
 
 def admit(state: State, row: State, slot: Int[Array, ""]) -> State:

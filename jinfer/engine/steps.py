@@ -17,8 +17,11 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
 from jinfer.ops.cache import Cache, LayerCache, Placement
-from jinfer.sampling.params import MAX_LOGPROBS
-from jinfer.sampling.sampler import Progress, ends, log_probabilities, sample
+from jinfer.sampling.contrastive import candidates, contrastive
+from jinfer.sampling.logprobs import log_probabilities
+from jinfer.sampling.ranges import MAX_LOGPROBS
+from jinfer.sampling.rows import Progress
+from jinfer.sampling.sampler import ends, sample
 
 MAX_STEPS = 8  # of a call of `decode`
 MAX_COPIES = 8  # of a call of `copy_blocks`
@@ -192,9 +195,18 @@ def _choose(
     """A new token for each of these rows of the state, the spare one excepted."""
     sampler, progress = (jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress))
     lengths = state.lengths[rows]
-    tokens, progress = sample(
-        _allowed(logits, model), sampler, progress, state.history, rows, lengths, state.prompts[rows]
+    sampled, progress = sample(
+        _allowed(logits, model),
+        sampler,
+        progress,
+        state.history,
+        rows,
+        lengths,
+        state.prompts[rows],
+        mask=state.mask,
+        masked=state.masked[rows],
     )
+    tokens = sampled.tokens
     wanted = jnp.any(state.logprobs[rows])
     empty = _nothing(state, rows.shape[0])
     of_tokens = lax.cond(
@@ -299,6 +311,41 @@ def beam(
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, which = lax.optimization_barrier(lax.top_k(sums.reshape(-1), 2 * tokens.shape[0]))
     return cache, which // sums.shape[1], which % sums.shape[1], best
+
+
+def contrast(
+    model: AbstractModel,
+    leaves: Leaves,
+    cache: Cache,
+    tokens: Int[Array, " k"],
+    rows: Int[Array, " k"],
+    positions: Int[Array, " k"],
+    prompts: Int[Array, " k"],
+    tables: Tables,
+    encoded: Int[Array, " k"],
+    past: Float[Array, "context hidden"],
+    probabilities: Float[Array, " k"],
+    alpha: Float[Array, ""],
+) -> tuple[Cache, Array, Array, Array, Array]:
+    """One step of contrastive search: computes candidates, chooses one, and finds the next ones.
+
+    Args:
+        tokens: candidates for one place, of which the first is at `positions[0]` like all others.
+        past: last hidden states of the tokens before.
+        probabilities: of the candidates; 0 where there is none.
+
+    Returns:
+        The cache; `past` with the chosen one's; which was chosen; the candidates for the next
+        place and their probabilities.
+    """
+    at = Step.flat(rows, positions, prompts, tables, encoded)
+    both, cache = model.module(leaves).decode_all(tokens, at, cache)
+    hidden = both["hidden"].astype(jnp.float32)
+    length = positions[0]
+    best = contrastive(probabilities, hidden, past, length, alpha)
+    past = lax.dynamic_update_slice_in_dim(past, hidden[best][None], length, 0)
+    ids, likely = candidates(_allowed(both["logits"][best][None], model), tokens.shape[0])
+    return cache, past, best, ids[0], likely[0]
 
 
 def fill(

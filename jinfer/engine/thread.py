@@ -20,8 +20,8 @@ from typing import Any
 from jinfer.engine.engine import Driver, Engine
 from jinfer.engine.forward import NoRoomError
 from jinfer.engine.generation import Generation, Usage
+from jinfer.engine.state import Choice
 from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
-from jinfer.sampling.sampler import Sampler
 from jinfer.tokenizer import Tokenizer
 
 type Job = Callable[[Engine], Any]
@@ -67,7 +67,7 @@ class EngineThread:
     def submit(
         self,
         request: Request,
-        sampler: Sampler,
+        choice: Choice,
         sink: Callable[[Any], None],
         driver: Driver | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class EngineThread:
             sink: is called on the engine's thread with each `Chunk`, and last with the `Usage`, or
                 with an exception that ends the request.
         """
-        self._send(lambda loop: loop.submit(request, sampler, sink, driver))
+        self._send(lambda loop: loop.submit(request, choice, sink, driver))
 
     def cancel(self, request: int) -> None:
         """Ends a request within a step; its sink is not called again after that."""
@@ -165,13 +165,13 @@ class _Loop:
     def submit(
         self,
         request: Request,
-        sampler: Sampler,
+        choice: Choice,
         sink: Callable[[Any], None],
         driver: Driver | None,
     ) -> None:
         """Queues a request, or tells its sink why not."""
         try:
-            self.engine.submit(request, sampler, driver)
+            self.engine.submit(request, choice, driver)
         except RequestError as error:
             sink(error)
             return

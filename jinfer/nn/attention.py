@@ -17,7 +17,7 @@ from jinfer.nn.parameter import parameter
 from jinfer.nn.position import RelativeBias, alibi_slopes, Rotary
 from jinfer.nn.step import Step, split
 from jinfer.ops.attention import attend, attend_text, extend
-from jinfer.ops.cache import LayerCache, Placement, cache_group, write
+from jinfer.ops.cache import ENCODER, LayerCache, Placement, cache_group, write
 from jinfer.ops.score_rules import Bias, ScoreRules
 from jinfer.spec import blocks
 
@@ -135,6 +135,6 @@ class CrossAttention(nnx.Module):
         rules = ScoreRules(
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         )
-        q, at = split(self.q(x), block.heads)[0], step.placement("encoder")
+        q, at = split(self.q(x), block.heads)[0], step.placement(ENCODER)
         out = attend(q, cache.keys, cache.values, at, step.encoded_last(), rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache

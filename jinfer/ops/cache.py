@@ -7,7 +7,7 @@ sequences may have blocks in common.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,24 @@ class CacheShape(NamedTuple):
     Attributes:
         heads: key and value heads.
         key_dim, value_dim: of each head; 0 where nothing is kept.
-        of: the stack whose tokens these are: a decoder keeps its own and, for cross-attention,
-            what it needs of the encoder's.
+        group: attentions that use the same blocks: a decoder's by how far they look back, and
+            those that look at an encoder's output.
+        window: tokens that the group looks back, the query's own included; None: all.
     """
 
     heads: int
     key_dim: int
     value_dim: int
-    of: Literal["decoder", "encoder"] = "decoder"
+    group: str = "all"
+    window: int | None = None
+
+
+ENCODER = "encoder"  # the group of cross-attention
+
+
+def cache_group(window: int | None) -> str:
+    """The group of a decoder's attention that looks back so far."""
+    return "all" if window is None else f"window {window}"
 
 
 def write(
