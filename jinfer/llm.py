@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,7 +19,7 @@ from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.engine import Engine
 from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
 from jinfer.engine.programs import Programs
-from jinfer.engine.requests import Request
+from jinfer.engine.requests import Request, row_of
 from jinfer.engine.running import Running
 from jinfer.model import Want, build
 from jinfer.opening.conversation import Message
@@ -332,7 +333,13 @@ class LLM:
             raise RequestError("stop texts need a tokenizer; use stop_token_ids")
         most = self.context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
         limit = min(most, self.context)
-        return Request(next(self._ids), tuple(ids), sampling, limit, self._opened.end_ids, encoder)
+        ends, vocab = self._opened.end_ids, self.spec.dims["vocab"]
+        plain = partial(self.tokenizer.encode, special=False) if self.tokenizer else None
+        try:
+            row = row_of(sampling, ends, vocab, plain)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        return Request(next(self._ids), tuple(ids), sampling, row, limit, ends, encoder)
 
     def _stream(self, request: Request) -> Generator[Chunk]:
         # Submitted only here: a generator that is never started would keep its slot for ever.

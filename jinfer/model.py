@@ -228,6 +228,7 @@ class AbstractModel:
         roles: what each is used for, in the same order.
         caches: name of each attention -> what it keeps of each token.
         never: tokens that are never chosen.
+        vocab: tokens of the vocabulary; 0 where the model has none.
         steady: as in `ModelSpec`.
     """
 
@@ -240,6 +241,7 @@ class AbstractModel:
     roles: tuple[Role, ...]
     caches: dict[str, CacheShape]
     never: tuple[int, ...] = ()
+    vocab: int = 0
     steady: int | None = None
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
@@ -275,6 +277,7 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
         roles=tuple(metadata[name]["role"] for name in names),
         caches=dict(_cache_shapes(spec)),
         never=_never(spec),
+        vocab=spec.dims.get("vocab", 0),
         steady=spec.steady,
     )
 

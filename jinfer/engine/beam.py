@@ -10,9 +10,8 @@ import numpy as np
 from jinfer.engine.engine import Engine, padded
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Request
-from jinfer.engine.steps import empty_state
+from jinfer.engine.steps import empty_row, empty_state
 from jinfer.ops import cache as kv_cache
-from jinfer.sampling.sampler import empty_sampler
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,15 @@ def beam_search(engine: Engine, request: Request) -> Hypothesis:
         fill = programs.get(Shape("fill", count, length, encoded, encoded))
         texts, lengths = padded([request.encoder], encoded)
         cache = fill(leaves, cache, texts, lengths, np.int32(0))
-    state = empty_state(count)
+    vocab = programs.model.vocab
+    state = empty_state(count, length, vocab)
     state = state._replace(encoded=state.encoded.at[0].set(len(request.encoder)))
     # The last token of the prompt is the first step's: it takes part in the search.
     for start, tokens, size in engine.chunks(0, len(prompt) - 1, length):
         prefill = programs.get(Shape("prefill", count, length, encoded, size))
         chunk, _ = padded([prompt[start : start + tokens]], size)
         at = (np.int32(start), np.int32(tokens), np.int32(len(prompt)), np.int32(0))
-        cache, state, _ = prefill(leaves, cache, state, chunk[0], *at, empty_sampler(1))
+        cache, state, _ = prefill(leaves, cache, state, chunk[0], *at, empty_row(vocab))
     step = programs.get(Shape("beam", count, length, encoded))
     ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
     beams = Beams(count, sampling.length_penalty, ends | set(sampling.stop_token_ids))

@@ -25,7 +25,7 @@ from jinfer.engine.steps import MAX_STEPS, State, empty_state
 from jinfer.model import AbstractModel, Want
 from jinfer.ops import cache as kv_cache
 from jinfer.ops.cache import Cache
-from jinfer.sampling.sampler import Sampled, sampler_row
+from jinfer.sampling.sampler import Sampled
 
 SMALLEST_CHUNK = 16
 SMALLEST_CACHE = 256
@@ -199,12 +199,11 @@ class Engine:
         cache = kv_cache.empty(self.model.caches, count, length, encoded, self.programs.kv_cache)
         requests: list[Request | None] = [None] * count
         held: list[list[int]] = [[] for _ in range(count)]
-        state = empty_state(count)
+        state = empty_state(count, length, self.model.vocab)
         return _Slots(count, length, encoded, cache, state, requests, held, [0] * count)
 
     def _prefill(self, slots: _Slots, slot: int, request: Request) -> None:
         logprobs = request.sampling.logprobs is not None
-        row = sampler_row(request.sampling, request.end_ids)
         if request.encoder:
             self._fill(slots, slot, request.encoder)
         prompt, reused = request.prompt, self._reused(slots, slot, request)
@@ -216,7 +215,7 @@ class Engine:
             )
             at = (np.int32(start), np.int32(count), np.int32(len(prompt)), np.int32(slot))
             slots.cache, slots.state, sampled = program(
-                self.leaves, slots.cache, slots.state, tokens, *at, row
+                self.leaves, slots.cache, slots.state, tokens, *at, request.row
             )
             if start + count == len(prompt):
                 self._launched.append(_Launched(sampled, ((0, request),), 1, time.perf_counter()))

@@ -21,7 +21,6 @@ from jinfer.engine import steps
 from jinfer.model import AbstractModel, Want
 from jinfer.ops.cache import empty
 from jinfer.quant.kind import Kind
-from jinfer.sampling.sampler import empty_sampler
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
@@ -114,14 +113,15 @@ class Programs:
         model, leaves = self.model, self.model.parameters
         cache = self.cache_shapes(shape.slots, shape.length, shape.encoded)
         number, row = _int32(), _int32(1)
-        state = _shapes(steps.empty_state(shape.slots))
+        vocab = model.vocab
+        state = _shapes(steps.empty_state(shape.slots, shape.length, vocab))
         tokens = _int32(shape.slots if shape.kind == "encode" else 1, shape.tokens)
         match shape.kind:
             case "decode":
                 function: Any = partial(steps.decode, model, shape.logprobs)
                 return function, (leaves, cache, state, _int32(shape.slots), number)
             case "prefill":
-                sampler = _shapes(empty_sampler(1))
+                sampler = _shapes(steps.empty_row(vocab))
                 at = (_int32(shape.tokens), number, number, number, number)
                 return partial(steps.prefill, model, shape.logprobs), (
                     leaves,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+from jinfer.engine.steps import Row
 from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.rows import Encode, allowed_mask, mask_words, progress_row, sampler_row
 from jinfer.sampling.sampler import Sampled
 
 
@@ -15,7 +21,7 @@ class Request:
     Attributes:
         id: of the caller's choosing; its tokens carry it.
         prompt: token ids, at least one.
-        sampling: how tokens are chosen.
+        sampling, row: how tokens are chosen, as it was asked and as the device reads it.
         encoder: token ids that an encoder reads; the prompt is then the decoder's.
         limit: tokens it may have in the end, prompt included; at most the context.
         end_ids: the model's own ends of sequence.
@@ -24,9 +30,21 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    row: Row = field(compare=False)
     limit: int
     end_ids: tuple[int, ...] = ()
     encoder: tuple[int, ...] = ()
+
+
+def row_of(
+    sampling: SamplingParams, end_ids: Iterable[int], vocab: int, encode: Encode | None
+) -> Row:
+    """A request's parameters for the device. Raises ValueError like `sampler_row`."""
+    sampler = sampler_row(sampling, end_ids, vocab, encode)
+    mask = allowed_mask(sampling, vocab)
+    words = np.zeros(mask_words(vocab), np.uint32) if mask is None else mask
+    arrays: tuple[Any, ...] = (words[None], np.array([mask is not None]))
+    return Row(sampler, progress_row(sampling), *arrays)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.attention import Step
 from jinfer.ops.cache import Cache
-from jinfer.sampling.sampler import Sampled, Sampler, empty_sampler, ends, sample
+from jinfer.sampling.rows import Progress, Sampler, empty_progress, empty_sampler, mask_words
+from jinfer.sampling.sampler import Sampled, ends, sample
 
 MAX_STEPS = 8  # of a call of `decode`
 
@@ -29,7 +30,10 @@ class State(NamedTuple):
         positions: where that token will stand.
         encoded: tokens of the encoder's output that each sequence may see.
         ended: whether that token ends the sequence.
-        sampler: how each sequence's tokens are chosen.
+        sampler, progress: how each sequence's tokens are chosen.
+        history: the tokens of each sequence, that last one included.
+        prompts: tokens of its prompt.
+        mask, masked: the tokens that it may have, a bit each; whether it minds.
     """
 
     tokens: Int[Array, " slots"]
@@ -37,12 +41,40 @@ class State(NamedTuple):
     encoded: Int[Array, " slots"]
     ended: Bool[Array, " slots"]
     sampler: Sampler
+    progress: Progress
+    history: Int[Array, "slots length"]
+    prompts: Int[Array, " slots"]
+    mask: UInt[Array, "slots words"]
+    masked: Bool[Array, " slots"]
 
 
-def empty_state(slots: int) -> State:
-    """The state of slots that nobody uses."""
-    zeros = jnp.zeros(slots, jnp.int32)
-    return State(zeros, zeros, zeros, jnp.zeros(slots, jnp.bool_), empty_sampler(slots))
+class Row(NamedTuple):
+    """How a new request's tokens are chosen, a batch of one.
+
+    Attributes:
+        mask, masked: as those of `State`.
+    """
+
+    sampler: Sampler
+    progress: Progress
+    mask: UInt[Array, "1 words"]
+    masked: Bool[Array, " 1"]
+
+
+def empty_state(slots: int, length: int, vocab: int) -> State:
+    """The state of slots that nobody uses, with room for sequences of `length` tokens."""
+    zeros, row = jnp.zeros(slots, jnp.int32), empty_row(vocab, slots)
+    no = jnp.zeros(slots, jnp.bool_)
+    history = jnp.zeros((slots, length), jnp.int32)
+    return State(
+        zeros, zeros, zeros, no, row.sampler, row.progress, history, zeros, row.mask, row.masked
+    )
+
+
+def empty_row(vocab: int, rows: int = 1) -> Row:
+    """Rows of requests that ask nothing."""
+    mask = jnp.zeros((rows, mask_words(vocab)), jnp.uint32)
+    return Row(empty_sampler(rows), empty_progress(rows), mask, jnp.zeros(rows, jnp.bool_))
 
 
 def prefill(
@@ -56,7 +88,7 @@ def prefill(
     count: Int[Array, ""],
     total: Int[Array, ""],
     slot: Int[Array, ""],
-    row: Sampler,
+    row: Row,
 ) -> tuple[Cache, State, Sampled]:
     """Puts tokens start..start+count of a prompt into a slot, and chooses the token after them.
 
@@ -64,7 +96,7 @@ def prefill(
         tokens: padded at the end; what the padding leaves in the cache is overwritten before
             anything looks at it.
         total: tokens of the whole prompt.
-        row: the request's sampler, a batch of one.
+        row: how the request's tokens are chosen.
 
     Returns:
         The token has a leading axis of one step.
@@ -73,9 +105,34 @@ def prefill(
     encoded = jax.lax.dynamic_slice_in_dim(state.encoded, slot, 1)
     step = Step(positions[None], slot, encoded=encoded, total=total[None])
     logits, cache = model.module(leaves).decode(tokens[None], step, count[None] - 1, cache, "last")
-    sampled, row = sample(_allowed(logits, model), row, logprobs=logprobs)
-    ended = ends(sampled.tokens, row)
-    new = State(sampled.tokens, (start + count)[None], encoded, ended, row)
+    length = start + count
+    history = jax.lax.dynamic_update_slice(state.history, tokens[None], (slot, start))
+    sampled, progress = sample(
+        _allowed(logits, model),
+        row.sampler,
+        row.progress,
+        history,
+        slot[None],
+        length[None],
+        total[None],
+        logprobs=logprobs,
+        mask=jax.lax.dynamic_update_slice_in_dim(state.mask, row.mask, slot, 0),
+        masked=row.masked,
+    )
+    # A sequence as long as there is room has no next token; its last one is not to be moved.
+    history = history.at[slot, length].set(sampled.tokens[0], mode="drop")
+    new = State(
+        sampled.tokens,
+        length[None],
+        encoded,
+        ends(sampled.tokens, row.sampler),
+        row.sampler,
+        progress,
+        jax.lax.dynamic_slice_in_dim(history, slot, 1),
+        total[None],
+        row.mask,
+        row.masked,
+    )
     state = jax.tree.map(
         lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, 0), state, new
     )
@@ -110,12 +167,30 @@ def decode(
         # The others write where their next token would stand: below the limit that they had.
         at = state.positions
         logits, cache = _one_each(model, leaves, cache, state.tokens, at, state.encoded)
-        sampled, sampler = sample(_allowed(logits, model), state.sampler, logprobs=logprobs)
+        slots = jnp.arange(at.shape[0], dtype=jnp.int32)
+        sampled, progress = sample(
+            _allowed(logits, model),
+            state.sampler,
+            state.progress,
+            state.history,
+            slots,
+            at + 1,
+            state.prompts,
+            logprobs=logprobs,
+            mask=state.mask,
+            masked=state.masked,
+        )
         tokens = jnp.where(going, sampled.tokens, state.tokens)
-        positions = state.positions + going.astype(jnp.int32)
-        ended = state.ended | going & ends(tokens, sampler)
-        sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
-        return cache, State(tokens, positions, state.encoded, ended, sampler), sampled
+        positions = at + going.astype(jnp.int32)
+        ended = state.ended | going & ends(tokens, state.sampler)
+        state = state._replace(
+            tokens=tokens,
+            positions=positions,
+            ended=ended,
+            progress=progress,
+            history=state.history.at[slots, positions].set(tokens, mode="drop"),
+        )
+        return cache, state, sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
 
     def one_more(carry: tuple[Array, Cache, State, Sampled]) -> tuple[Array, Any, State, Sampled]:
         i, cache, state, so_far = carry
