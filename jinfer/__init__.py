@@ -3,7 +3,8 @@
 from jinfer.engine.collector import paused
 
 with paused():
-    from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+    from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
+    from jinfer.engine.requests import RequestError
     from jinfer.errors import USER_ERRORS
     from jinfer.llm import LLM
     from jinfer.sampling.params import SamplingParams

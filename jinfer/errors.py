@@ -1,7 +1,7 @@
 """Every error that a user can mend: one line each, shown without a traceback."""
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.engine.generation import RequestError
+from jinfer.engine.requests import EngineError, RequestError
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
@@ -10,6 +10,7 @@ from jinfer.weights.load import LoadError
 
 USER_ERRORS = (
     CheckpointError,
+    EngineError,
     LoadError,
     RequestError,
     SourceError,

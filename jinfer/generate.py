@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from jinfer.engine.generation import Chunk, RequestError, Usage
+from jinfer.engine.generation import Chunk, Usage
+from jinfer.engine.requests import RequestError
 from jinfer.errors import USER_ERRORS
 from jinfer.llm import LLM
 from jinfer.opening import catalogue

@@ -200,14 +200,12 @@ class Model(nnx.Module):
             All that the head gives, by name; its value is "logits".
         """
         stack = self.stacks["encoder"]
-        step = Step.of_texts(tokens.shape, lengths)
+        step = Step.of_texts(tokens, lengths)
         x = stack.embed(tokens, types, step, self.shared)
         x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
         return stack.results(x, step, self.shared)
 
-    def fill(
-        self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement
-    ) -> Cache:
+    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
         """The cache with what cross-attention needs of an encoder's output."""
         cache = dict(cache)
         for i, layer in enumerate(self.stacks["decoder"].layers):
@@ -233,6 +231,7 @@ class AbstractModel:
         roles: what each is used for, in the same order.
         caches: name of each attention -> what it keeps of each token.
         never: tokens that are never chosen.
+        vocab: tokens of the vocabulary; 0 where the model has none.
         steady: as in `ModelSpec`.
     """
 
@@ -245,6 +244,7 @@ class AbstractModel:
     roles: tuple[Role, ...]
     caches: dict[str, CacheShape]
     never: tuple[int, ...] = ()
+    vocab: int = 0
     steady: int | None = None
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
@@ -280,6 +280,7 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
         roles=tuple(metadata[name]["role"] for name in names),
         caches=dict(_cache_shapes(spec)),
         never=_never(spec),
+        vocab=spec.dims.get("vocab", 0),
         steady=spec.steady,
     )
 

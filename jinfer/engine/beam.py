@@ -43,10 +43,9 @@ class BeamSearch:
         events: list[Token | Failed] = []
         for sequence in sequences:  # one at most
             if self._beams is None:
-                assert sequence.held is not None, "it waits for its first step"
                 self._beams = self.start()
                 self._parents = [0] * self._beams.count
-            parents = self._held or [sequence.held]
+            parents = self._held or _own(sequence)
             length = len(sequence.request.prompt) + len(self._beams.sequences[0]) - 1
             while not self._fork(engine, parents, length):
                 events += engine.free_blocks(sequence)
@@ -94,10 +93,18 @@ class BeamSearch:
             np.array(beams.scores, np.float32),
         )
         engine.keep_cache(cache)
-        self._parents = beams.advance(*(np.asarray(part).tolist() for part in (rows, tokens, scores)))
+        self._parents = beams.advance(
+            *(np.asarray(part).tolist() for part in (rows, tokens, scores))
+        )
         if not beams.done and length + 2 < request.limit:
             return []
         best = beams.best().tokens
         return [
             Token(request.id, id, final=index + 1 == len(best)) for index, id in enumerate(best)
         ]
+
+
+def _own(sequence: Running) -> list[Held]:
+    """The blocks of the prompt, from which all begin."""
+    assert sequence.held is not None, "it is admitted"
+    return [sequence.held]

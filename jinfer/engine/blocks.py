@@ -228,9 +228,9 @@ class BlockManager:
         while len(held.digests) > 1 and not self._in_sight(found, len(held.digests) - 1):
             held.digests.pop()
         # What stands before a window is not needed.
-        for name, blocks in found.items():
+        for name, listed in found.items():
             first = self._first_needed(name, (len(held.digests) - 1) * BLOCK)
-            found[name] = [None] * first + blocks[first:]
+            found[name] = [*([None] * first), *listed[first:]]
         return found
 
     def _first_needed(self, group: str, position: int) -> int:
@@ -251,7 +251,7 @@ class BlockManager:
         shared = min((count for count, _ in parts.values()), default=0)
         if shared < WORTH_A_COPY or any(not pool.available for pool in self.pools.values()):
             return 0, []
-        copies = []
+        copies: list[Copy] = []
         for name, (_, source) in parts.items():
             # Held while the copy's target is taken, so that it is not this block.
             self.pools[name].share(source)
@@ -310,9 +310,9 @@ class BlockManager:
             return False
         held.filled = False
         for _ in keys:
-            block = self.encoder.take()
-            assert block is not None, "they were counted"
-            held.encoder.append(block)
+            taken = self.encoder.take()
+            assert taken is not None, "they were counted"
+            held.encoder.append(taken)
         return True
 
     def describe_encoder(self, held: Held, text: Sequence[int]) -> None:

@@ -96,9 +96,7 @@ class Contrastive:
         """Tokens that are in the cache: all before the candidates."""
         return len(sequence.tokens) - (len(self._candidates) == 1 and self._held is None)
 
-    def _step(
-        self, engine: Engine, sequence: Running, rows: list[Held]
-    ) -> list[Token | Failed]:
+    def _step(self, engine: Engine, sequence: Running, rows: list[Held]) -> list[Token | Failed]:
         count, length, request = self.count, self._length(sequence), sequence.request
         first = self._held is None
         tokens, at = np.zeros(count, np.int32), np.full(count, -1, np.int32)

@@ -93,6 +93,7 @@ class Engine:
     _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[_Launched] = field(default_factory=deque)
+    _involved: list[int] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
 
@@ -103,6 +104,15 @@ class Engine:
     def model(self) -> AbstractModel:
         """What it runs."""
         return self.programs.model
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The model's parameters, in the order of its names."""
+        return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
+
+    @parameters.setter
+    def parameters(self, parameters: tuple[Any, ...]) -> None:
+        self.leaves = tuple(jax.tree.leaves(parameters))
 
     @property
     def busy(self) -> bool:
@@ -164,6 +174,7 @@ class Engine:
         What interrupts it may leave a cache that was donated and not given back: whoever holds
         blocks has then to be computed again, see `recover`.
         """
+        self._involved = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [token for driver in drivers for token in driver.settle(self)]
         plan = self._plan()
@@ -173,6 +184,7 @@ class Engine:
             tokens += self.read_all()
             plan = self._plan()
         self._admit(plan)
+        self._involved += [sequence.request.id for sequence in plan.admitted]
         launched = self._launch(plan)
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
@@ -226,21 +238,20 @@ class Engine:
         seconds = max(self.step_seconds, 1e-6)
         return self.scheduler.plan(min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds))))
 
-    def recover(self) -> list[Running]:
+    def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.
 
         Returns:
-            The sequences that ran: their blocks are gone. Those of them that are not ended with
-            `finish` are computed again from the tokens that are known.
+            The requests that took part. Those of them that are not ended with `finish` are computed
+            again from the tokens that are known.
         """
         self._launched.clear()
         self._cache = self._state = None
-        running = list(self.scheduler.running)
-        for sequence in running:
+        for sequence in list(self.scheduler.running):
             sequence.unread = 0
             self.scheduler.preempt(sequence)
         self.scheduler.blocks.forget_all()
-        return running
+        return self._involved
 
     def _released(self, sequence: Running) -> None:
         """A sequence is about to give its blocks back."""
@@ -250,7 +261,9 @@ class Engine:
     def _seed(self, request: Request) -> bytes:
         """What the blocks of a request depend on beside its tokens."""
         steady = self.model.steady
-        stretched = len(request.prompt) if steady is not None and len(request.prompt) > steady else 0
+        stretched = (
+            len(request.prompt) if steady is not None and len(request.prompt) > steady else 0
+        )
         if not request.encoder and not stretched:
             return b""
         return np.array([stretched, *request.encoder], np.int64).tobytes()
@@ -421,9 +434,7 @@ class Engine:
                 self._progress[sequence.request.id] = (launched.chosen.progress, count - 1, row)
             yield from self.take(sequence, launched.chosen, row, count)
 
-    def take(
-        self, sequence: Running, chosen: Chosen, row: int, count: int
-    ) -> Iterator[Token]:
+    def take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
         """The first `count` new tokens of a sequence, which it has from now on."""
         for step in range(count):
             token = token_of(chosen, step, row, sequence.request)
@@ -471,4 +482,3 @@ def flat_sizes(chunk: int, mixed: int, slots: int) -> tuple[int, ...]:
     """Sizes of flat batches, rising; the largest has room for a chunk, a mixed step, all slots."""
     most = max(chunk, mixed, slots + 1)
     return (*(size for size in SIZES if size < most), most)
-

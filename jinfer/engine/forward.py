@@ -1,4 +1,4 @@
-"""Passes that choose no tokens: logits, hidden states and scores of given ones, encoders' results."""
+"""Passes that choose no tokens: logits, hidden states, scores, results of encoders."""
 
 from __future__ import annotations
 

@@ -50,7 +50,11 @@ class Usage:
     @property
     def prefill_rate(self) -> float:
         """Tokens of the prompt that were computed per second."""
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+        return (
+            (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
+            if self.prefill_seconds
+            else 0.0
+        )
 
     @property
     def decode_rate(self) -> float:
@@ -186,17 +190,14 @@ class Generation:
         )
 
 
-def completion(chunks: Sequence[Chunk], usage: Usage, logprobs: bool) -> Completion:
-    """The whole answer of a request that has ended.
-
-    Args:
-        logprobs: whether they were asked for.
-    """
+def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
+    """The whole answer of a request that has ended."""
     assert chunks[-1].finish_reason is not None, "the request has not ended"
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
     return Completion(
         text="".join(chunk.text for chunk in chunks),
         token_ids=[id for chunk in chunks for id in chunk.token_ids],
-        logprobs=[entry for chunk in chunks for entry in chunk.logprobs] if logprobs else None,
+        logprobs=logprobs or None,
         finish_reason=chunks[-1].finish_reason,
         usage=usage,
     )

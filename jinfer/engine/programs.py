@@ -171,6 +171,7 @@ class Programs:
         leaves, cache, state = self.leaves, self.cache, self.state
         batch = (_int32(tokens), _int32(tokens), self.tables(self.sizes.slots))
         given = (_int32(tokens), _int32(tokens), _int32(tokens), _int32(rows), self.tables(rows))
+        arguments: tuple[Any, ...]
         match shape.kind:
             case "step":
                 return self._of(steps.step), (1, 2), (leaves, cache, state, *batch, _int32(chosen))
@@ -202,7 +203,13 @@ class Programs:
                 arguments = (leaves, cache, *given, _int32(rows), past, numbers, alpha)
                 return self._of(steps.contrast), 1, arguments
             case "fill":
-                arguments = (leaves, cache, _int32(1, tokens), _int32(1), _int32(1, self.sizes.table))
+                arguments = (
+                    leaves,
+                    cache,
+                    _int32(1, tokens),
+                    _int32(1),
+                    _int32(1, self.sizes.table),
+                )
                 return self._of(steps.fill), 1, arguments
             case "encode":
                 texts = _int32(rows, tokens)
@@ -213,7 +220,9 @@ class Programs:
                 function = partial(steps.copy_blocks, self.model)
                 return function, 0, (cache, which, which, _int32())
             case "admit":
-                row = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state)
+                row = jax.tree.map(
+                    lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state
+                )
                 return states.admit, 0, (state, row, _int32())
 
     def _of(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:

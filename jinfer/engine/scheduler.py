@@ -269,7 +269,8 @@ class Scheduler:
     def _chunks(self, prompts: Sequence[Running], decoding: int) -> list[Chunk]:
         """The pieces of prompts that a step computes."""
         wanted = [
-            (s, len(s.tokens) - s.computed - s.driven) for s in sorted(prompts, key=lambda s: s.order)
+            (s, len(s.tokens) - s.computed - s.driven)
+            for s in sorted(prompts, key=lambda s: s.order)
         ]
         if decoding:
             budget = max(1, self.mixed - decoding)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt
 
+from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import (
     Progress,
     Sampler,
@@ -22,7 +23,6 @@ from jinfer.sampling.rows import (
     progress_row,
     sampler_row,
 )
-from jinfer.sampling.params import SamplingParams
 
 
 class State(NamedTuple):
@@ -56,12 +56,27 @@ class State(NamedTuple):
 def empty_state(slots: int, context: int, vocab: int) -> State:
     """Nobody runs."""
     rows = slots + 1
-    none = jnp.zeros(rows, jnp.int32)
-    no = jnp.zeros(rows, jnp.bool_)
-    history = jnp.zeros((rows, context), jnp.int32)
-    mask = jnp.zeros((rows, mask_words(vocab)), jnp.uint32)
-    sampler, progress = empty_sampler(rows), empty_progress(rows)
-    return State(history, none, none, none, none, no, no, sampler, progress, mask, no)
+
+    # Each its own array: the state is given away to every step, and nothing can be given twice.
+    def counts() -> Array:
+        return jnp.zeros(rows, jnp.int32)
+
+    def flags() -> Array:
+        return jnp.zeros(rows, jnp.bool_)
+
+    return State(
+        history=jnp.zeros((rows, context), jnp.int32),
+        lengths=counts(),
+        prompts=counts(),
+        limits=counts(),
+        encoded=counts(),
+        ended=flags(),
+        logprobs=flags(),
+        sampler=empty_sampler(rows),
+        progress=empty_progress(rows),
+        mask=jnp.zeros((rows, mask_words(vocab)), jnp.uint32),
+        masked=flags(),
+    )
 
 
 def state_row(

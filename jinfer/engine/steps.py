@@ -67,7 +67,9 @@ def step(
     Returns:
         What was chosen has a leading axis of one step.
     """
-    cache, state, logits, chooses = _pass(model, leaves, cache, state, rows, positions, tables, last)
+    cache, state, logits, chooses = _pass(
+        model, leaves, cache, state, rows, positions, tables, last
+    )
     state, chosen = _choose(model, state, logits, chooses)
     return cache, state, jax.tree.map(lambda one: one[None], chosen)
 
@@ -189,11 +191,11 @@ def _going(state: State, rows: Array) -> Bool[Array, " rows"]:
     return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
 
 
-def _choose(
-    model: AbstractModel, state: State, logits: Array, rows: Array
-) -> tuple[State, Chosen]:
+def _choose(model: AbstractModel, state: State, logits: Array, rows: Array) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
-    sampler, progress = (jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress))
+    sampler, progress = (
+        jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
+    )
     lengths = state.lengths[rows]
     sampled, progress = sample(
         _allowed(logits, model),
@@ -221,7 +223,9 @@ def _choose(
         ended=state.ended.at[rows].set(there & ends(tokens, sampler)),
         progress=jax.tree.map(lambda all, new: all.at[rows].set(new), state.progress, progress),
     )
-    return state, Chosen(jnp.where(there, tokens, -1), *of_tokens, progress)
+    return state, Chosen(
+        jnp.where(there, tokens, -1), of_tokens[0], of_tokens[1], of_tokens[2], progress
+    )
 
 
 def _nothing(state: State, count: int) -> Chosen:

@@ -20,8 +20,8 @@ from typing import Any
 from jinfer.engine.engine import Driver, Engine
 from jinfer.engine.forward import NoRoomError
 from jinfer.engine.generation import Generation, Usage
-from jinfer.engine.state import Choice
 from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
+from jinfer.engine.state import Choice
 from jinfer.tokenizer import Tokenizer
 
 type Job = Callable[[Engine], Any]
@@ -224,7 +224,7 @@ class _Loop:
             sink(generation.usage())
 
     def _recover(self, error: Exception) -> None:
-        failed = [sequence.request.id for sequence in self.engine.recover()]
+        failed = self.engine.recover()
         reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
         reason.__cause__ = error
         for request in failed:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jinfer.nn.disentangled import DisentangledBias
 from jinfer.nn.linear import Linear, project
 from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
-from jinfer.nn.position import RelativeBias, alibi_slopes, Rotary
+from jinfer.nn.position import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.step import Step, split
 from jinfer.ops.attention import attend, attend_text, extend
 from jinfer.ops.cache import ENCODER, LayerCache, Placement, cache_group, write

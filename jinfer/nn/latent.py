@@ -15,10 +15,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.step import Step, split
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
+from jinfer.nn.step import Step, split
 from jinfer.ops.attention import extend
 from jinfer.ops.cache import LayerCache, cache_group
 from jinfer.ops.score_rules import ScoreRules

@@ -39,10 +39,11 @@ class Step(NamedTuple):
     cos_sin: dict[str, CosSin] | None = None
 
     @classmethod
-    def of_texts(cls, shape: tuple[int, int], lengths: Int[Array, " batch"]) -> Step:
+    def of_texts(cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]) -> Step:
         """Whole texts, padded at their ends."""
-        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        return cls(positions, jnp.broadcast_to(lengths[:, None], shape), lengths)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        return cls(jnp.broadcast_to(positions, tokens.shape), totals, lengths)
 
     @classmethod
     def flat(
@@ -59,9 +60,7 @@ class Step(NamedTuple):
             prompts: tokens of each sequence's prompt, all of which were known from the start.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
-        return cls(
-            positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded
-        )
+        return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
 
     def placement(self, group: str) -> Placement:
         """Where a group of attentions finds what the tokens' sequences have in the cache."""

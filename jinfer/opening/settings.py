@@ -16,6 +16,7 @@ from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
+from jinfer.sampling.names import PARAMETERS
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.errors import SpecError, nearest
@@ -92,10 +93,10 @@ def sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
     """Sampling parameters from `[generation]`. Raises `SpecError`."""
     allowed = [field.name for field in fields(SamplingParams)]
     for name in values:
-        if name not in allowed:
+        if name not in allowed and name not in PARAMETERS:
             raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
     try:
-        return SamplingParams(**values)
+        return SamplingParams.from_names(values)
     except (TypeError, ValueError) as error:
         raise SpecError(path, "generation", str(error)) from error
 

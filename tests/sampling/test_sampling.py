@@ -1,7 +1,6 @@
 """Sampling: the rules of its parameters, and its programs against NumPy's definitions."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,48 +9,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.params import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from jinfer.sampling.sampler import (
-    Sampled,
-    Sampler,
-    argmax,
-    empty_sampler,
-    filter_logits,
-    sample,
-    sampler_row,
-)
+from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.sampler import Sampled, argmax
 from tests.reference.numpy_sampling import Floats, probabilities
-
-VOCAB = 200
-SAMPLE = jax.jit(sample, static_argnames="logprobs")
-FILTER = jax.jit(filter_logits)
-
-
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"seed": 0} | fields)
-
-
-def batch(*rows: SamplingParams, end_ids: Iterable[int] = ()) -> Sampler:
-    ends = tuple(end_ids)
-    return jax.tree.map(
-        lambda *parts: jnp.concatenate(parts), *(sampler_row(r, ends) for r in rows)
-    )
-
-
-def draw(logits: Floats, sampler: Sampler, steps: int = 1) -> np.ndarray:
-    """Tokens [steps, batch], from the same logits at each step."""
-    drawn = []
-    for _ in range(steps):
-        sampled, sampler = SAMPLE(jnp.asarray(logits, jnp.float32), sampler)
-        drawn.append(np.asarray(sampled.tokens))
-    return np.stack(drawn)
-
-
-def random_logits(seed: int, rows: int = 1) -> Floats:
-    """As a float32 has them, so that both sides see the same numbers."""
-    wide = np.random.default_rng(seed).normal(0, 3, (rows, VOCAB))
-    return wide.astype(np.float32).astype(np.float64)
-
+from tests.sampling.batches import FILTER, SAMPLE, VOCAB, batch, draw, params, random_logits
 
 # The parameters of a request.
 
