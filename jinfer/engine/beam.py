@@ -15,7 +15,7 @@ from jinfer.engine.scheduler import Running
 from jinfer.sampling.beam import Beams
 
 
-@dataclass
+@dataclass(eq=False)
 class BeamSearch:
     """Drives one search; its tokens come all at once, at its end.
 

@@ -16,7 +16,7 @@ from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
 
 
-@dataclass
+@dataclass(eq=False)
 class Contrastive:
     """Drives one sequence (arXiv 2202.06417).
 

@@ -43,7 +43,7 @@ class Matcher(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Guided:
     """Drives the sequences of an engine that have a grammar.
 

@@ -224,7 +224,7 @@ class _Loop:
             sink(generation.usage())
 
     def _recover(self, error: Exception) -> None:
-        failed = self.engine.recover()
+        failed = self.engine.recover() or list(self.generations)
         reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
         reason.__cause__ = error
         for request in failed:
