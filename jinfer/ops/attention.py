@@ -1,9 +1,13 @@
 """Attention of a flat batch over a paged cache, and of whole texts.
 
 `extend` puts new tokens' keys and values into the cache and lets each see what stands before it;
-`attend` reads pools as they are; `attend_text` needs no cache. Where there is one, a kernel for
-GPUs computes them, else XLA's operations. `attend_reference` and `attend_text_reference` are the
-definitions, which all are tested against.
+`attend` reads pools as they are; `attend_text` needs no cache. Where there is one, a custom call
+for CPUs or a kernel for GPUs computes them, else XLA's operations. `attend_reference` and
+`attend_text_reference` are the definitions, which all are tested against.
+
+With the custom call a token's result is a function of its query, its sequence's keys and values and
+its position alone, to the last bit: not of the batch, the chunks in which a prompt came, the places
+of its blocks or the number of threads.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from jinfer.cpu import attention as custom
 from jinfer.ops.attention_gpu import attend_gpu, serves
 from jinfer.ops.attention_xla import as_computed, attend_text_xla, attend_xla, extend_xla
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
 from jinfer.ops.score_rules import ScoreRules, changed, seen
+from jinfer.quant.kind import PLAIN
+from jinfer.quant.vectors import QuantizedVectors
 
 
 def extend(
@@ -40,11 +47,18 @@ def extend(
     Returns:
         Attention's output, and the cache with the new tokens in it.
     """
-    if _route(q, cache.keys, None if v is None else cache.values, rules) == "xla":
+    route = _route(q, cache.keys, None if v is None else cache.values, rules)
+    if route == "xla":
         return extend_xla(q, k, v, cache, at, rules)
-    cache = write(cache, k, k[..., :0] if v is None else v, at)
-    written = None if v is None else cache.values
-    return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
+    if route == "gpu":
+        cache = write(cache, k, k[..., :0] if v is None else v, at)
+        written = None if v is None else cache.values
+        return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
+    new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
+    values = None if v is None else cache.values
+    out, *kept = _call(q, cache.keys, values, at, at.positions, rules, new)
+    after = LayerCache(_with_parts(cache.keys, kept[0]), cache.values)
+    return out, after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
 
 
 def attend(
@@ -64,7 +78,10 @@ def attend(
         at: where the queries stand.
         last: the last position that each sees: its own where attention is causal.
     """
-    form = attend_gpu if _route(q, keys, values, rules) == "gpu" else attend_xla
+    route = _route(q, keys, values, rules)
+    if route == "cpu":
+        return _call(q, keys, values, at, last, rules)[0]
+    form = attend_gpu if route == "gpu" else attend_xla
     return form(q, keys, values, at, last, rules)
 
 
@@ -81,9 +98,15 @@ def attend_text(
         lengths: tokens of each text; those after are padding, nobody sees them and they get zeros.
     """
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    if _route(q, k, v, rules) == "gpu":
+    route = _route(q, k, v, rules)
+    if route == "xla":
+        return attend_text_xla(q, k, v, lengths, rules)
+    if route == "gpu":
         return _attend_text_in_blocks(q, k, v, lengths, rules)
-    return attend_text_xla(q, k, v, lengths, rules)
+    # Each text is a block, where it stands.
+    at, last = _of_texts(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
+    flat = q.reshape(-1, *q.shape[2:])
+    return _call(flat, k, v, at, last, rules)[0].reshape(*q.shape[:3], -1)
 
 
 def _attend_text_in_blocks(
@@ -182,12 +205,56 @@ def _at_once(
 def _route(
     q: Array, keys: Rows, values: Rows | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
-    """What computes attention here: the kernel or XLA's operations.
+    """What computes attention here: the custom call, the kernel or XLA's operations.
 
     The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
     no scores are written to memory.
     """
-    known = rules.bias is None and rules.by_distance is None
-    if jax.default_backend() != "gpu" or not known:
+    backend = jax.default_backend()
+    if rules.bias is not None:
         return "xla"
-    return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
+    if backend == "gpu" and rules.by_distance is None:
+        return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
+    kv_heads = keys.shape[1]
+    plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
+    known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)
+    fits = backend == "cpu" and known and custom.supported(q.shape[-2], kv_heads)
+    return "cpu" if fits else "xla"
+
+
+def _call(
+    q: Array,
+    keys: Rows,
+    values: Rows | None,
+    at: Placement,
+    last: Array,
+    rules: ScoreRules,
+    new: tuple[Array, ...] | None = None,
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """The custom call's result, and the arrays of keys and of values."""
+    coding = None
+    if isinstance(keys, QuantizedVectors):
+        format = keys.format
+        coding = custom.Coding(format.code_bits, format.levels, format.per_code, format.symmetric)
+    scores = custom.Scores(
+        rules.scale,
+        rules.softcap,
+        rules.window,
+        rules.ahead,
+        rules.sinks,
+        rules.slopes,
+        rules.by_distance,
+        rules.lowest,
+    )
+    parts = _parts(keys), None if values is None else _parts(values)
+    return custom.attention(q, *at[:2], last, at.tables, *parts, coding, scores, new)
+
+
+def _parts(rows: Rows) -> custom.Parts:
+    if isinstance(rows, QuantizedVectors):
+        return custom.Parts((rows.words, rows.scales), rows.width)
+    return custom.Parts((rows,), rows.shape[3])
+
+
+def _with_parts(rows: Rows, parts: tuple[Array, ...]) -> Rows:
+    return jax.tree.unflatten(jax.tree.structure(rows), parts)
