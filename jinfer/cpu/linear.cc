@@ -7,6 +7,7 @@
 #include "isa.h"
 #include "linear.h"
 #include "parallel.h"
+#include "select.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -29,9 +30,6 @@ const Kernels& kernels() {
 
 // Per tensor in the attribute `tensors`; see _describe in linear.py.
 enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
-
-// Which matrix of a stack rows are multiplied with.
-enum Select : int64_t { kOnly = 0, kIndex = 1, kOffsets = 2 };
 
 struct Tensor {
   Matrix matrix;  // the first of the stack
@@ -61,10 +59,6 @@ Form form_of(const Matrix& m, const Kernels& k, bool exact) {
   return {m.columns(), g, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
 }
 
-struct Segment {  // rows of x that are multiplied with one matrix of each stack
-  int64_t index, begin, end;
-};
-
 ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_linear: " + what);
 }
@@ -81,22 +75,11 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   if (rows == 0) return ffi::Error::Success();
   size_t next = 0;
 
-  std::vector<Segment> segments;
-  if (select == kOnly) {
-    segments.push_back({0, 0, rows});
-  } else {
+  std::vector<Segment> segments{{0, 0, rows}};
+  if (select != kOnly) {
     auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
     if (chosen.has_error()) return chosen.error();
-    const int32_t* values = chosen->typed_data();
-    if (select == kIndex) {
-      segments.push_back({values[0], 0, rows});
-    } else {
-      for (int64_t i = 0; i + 1 < static_cast<int64_t>(chosen->element_count()); ++i) {
-        const int64_t begin = std::max<int64_t>(values[i], 0);
-        const int64_t end = std::min<int64_t>(values[i + 1], rows);
-        if (end > begin) segments.push_back({i, begin, end});
-      }
-    }
+    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
 
   uint8_t table[16] = {};

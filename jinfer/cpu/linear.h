@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "gate.h"
+#include "activation.h"
 
 namespace jinfer {
 

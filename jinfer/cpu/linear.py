@@ -84,10 +84,8 @@ def coded_linear(
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
-    select = 0 if index is None and offsets is None else 1 if offsets is None else 2
-    operands: list[Any] = [x]
-    if select:
-        operands.append(index.reshape(1) if index is not None else offsets)
+    select, chosen = selection(index, offsets)
+    operands: list[Any] = [x, *chosen]
     for matrix in matrices:
         operands += [matrix.words, matrix.scales]
         operands += [] if matrix.steps is None else [matrix.steps]
@@ -105,6 +103,13 @@ def coded_linear(
         select=np.int64(select),
     )
     return tuple(out)
+
+
+def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
+    """How matrices of stacks are chosen, as `Select` in select.h counts, and the operand for it."""
+    if index is not None:
+        return 1, [index.reshape(1)]
+    return (0, []) if offsets is None else (2, [offsets])
 
 
 def _describe(matrix: Coded) -> list[int]:

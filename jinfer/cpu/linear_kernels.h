@@ -2,10 +2,12 @@
 // panels that linear_panel.h decodes.
 #pragma once
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
+#include "gate.h"
 #include "linear_panel.h"
 
 namespace {

@@ -79,18 +79,18 @@ struct Vector {
 
   template <int g>
   static void sum_runs(F v, float* out) {
-    if constexpr (g == 8) {
-      __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-      half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-      out[0] = _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    if constexpr (g >= 2) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+    if constexpr (g >= 4) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
+    if constexpr (g == 1) {
+      store_f(out, v);
+    } else if constexpr (g == 2) {
+      const I even = _mm256_set_epi32(0, 0, 0, 0, 6, 4, 2, 0);
+      _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(v, even)));
     } else {
-      float all[L];
-      store_f(all, v);
-      for (int run = 0; run < L / g; ++run) {
-        float sum = all[run * g];
-        for (int i = 1; i < g; ++i) sum += all[run * g + i];
-        out[run] = sum;
-      }
+      const __m128 upper = _mm256_extractf128_ps(v, 1);
+      if constexpr (g == 8) v = _mm256_add_ps(v, _mm256_castps128_ps256(upper));
+      out[0] = _mm256_cvtss_f32(v);
+      if constexpr (g == 4) out[1] = _mm_cvtss_f32(upper);
     }
   }
   static void sum_eight(const float* v, float* sums) {

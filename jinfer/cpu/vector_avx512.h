@@ -72,35 +72,28 @@ struct Vector {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
   }
 
-  // Sums of runs of g lanes, L / g of them.
+  // Sums of runs of g lanes, L / g of them. Lanes are added in the order of sum_eight().
   template <int g>
   static void sum_runs(F v, float* out) {
+    if constexpr (g >= 4) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    if constexpr (g >= 2) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    if constexpr (g >= 8) v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+    if constexpr (g >= 16) v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
     if constexpr (g == 1) {
       _mm512_storeu_ps(out, v);
     } else if constexpr (g == 2) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
       const I even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
       _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, v)));
     } else if constexpr (g == 4) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
       const I fourth = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
       _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(fourth, v)));
-    } else if constexpr (g == 8) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
-      v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
-      out[0] = _mm512_cvtss_f32(v);
-      out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
     } else {
-      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-      __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-      quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-      out[0] = _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+      out[0] = _mm512_cvtss_f32(v);
+      if constexpr (g == 8) out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
     }
   }
 
-  // sums[m] of the L lanes of each of 8 vectors.
+  // sums[m] of the L lanes of each of 8 vectors, to the bit what sum_runs<L>() gives.
   static void sum_eight(const float* v, float* sums) {
     F pair[4];
     for (int i = 0; i < 4; ++i) {

@@ -11,6 +11,7 @@ from jinfer.nn.ffn import activate, gated
 from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
+from jinfer.ops.quantized import FUSED
 from jinfer.spec import blocks
 
 
@@ -43,7 +44,9 @@ class Experts(nnx.Module):
     def arrays(self) -> moe.Experts:
         """What the operation takes."""
         gate = self.gate.projection() if self.gated else None
-        return moe.Experts(gate, self.up.projection(), self.down.projection(), self._activate)
+        up, down = self.up.projection(), self.down.projection()
+        fused = self.activation if self.activation in FUSED else "none"
+        return moe.Experts(gate, up, down, self._activate, fused)
 
     def _activate(self, gate: Array | None, up: Array) -> Array:
         return activate(self.activation, up) if gate is None else gated(self.activation, gate, up)

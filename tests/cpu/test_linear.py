@@ -23,7 +23,13 @@ pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TWO_LEVEL = (("2", 16, False), ("3", 16, True), ("4", 32, False), ("5", 32, False), ("6", 16, True))
+TWO_LEVEL: tuple[tuple[Width, int, bool], ...] = (
+    ("2", 16, False),
+    ("3", 16, True),
+    ("4", 32, False),
+    ("5", 32, False),
+    ("6", 16, True),
+)
 
 
 def matrix(
