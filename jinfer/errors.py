@@ -3,6 +3,7 @@
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
 from jinfer.opening.sources import SourceError
+from jinfer.sampling.structured.errors import ConstraintError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError
@@ -11,6 +12,7 @@ from jinfer.weights.load import LoadError
 USER_ERRORS = (
     CheckpointError,
     EngineError,
+    ConstraintError,
     LoadError,
     RequestError,
     SourceError,
