@@ -24,7 +24,7 @@ CAUSAL = {
         *("gpt_bigcode", "gpt_neox", "internlm", "minicpm", "openllama", "opt13b", "opt350m"),
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
         *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
-        *("qwen3", "gguf_qwen3", "olmo2", "gemma2"),
+        *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss"),
     )
 }
 # The same models as converted to GGUF.
