@@ -19,6 +19,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
 from jinfer.spec.values import Missing, lookup_in, rows_in
+from jinfer.weights.settle import settle
 
 MAX_CONFIG_BYTES = 64 << 20
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
@@ -74,11 +75,12 @@ class Located:
         return str(find_family(facts, self.architectures, self.path))
 
     def spec(self, overrides: Mapping[str, Any]) -> ModelSpec:
-        """How the model is built. Raises `SpecError`."""
+        """How the model is built. Raises `SpecError`, `CheckpointError`."""
         own = self.own if self.describes_model else {**self.own, "family": self.family()}
         tables = [*with_families(dict(own), self.path), overrides]
         facts = _facts(self.checkpoint, self.config, self.weights)
-        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        spec = resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        return settle(spec, self.checkpoint)
 
     def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
         """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
