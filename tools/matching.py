@@ -10,6 +10,7 @@ from typing import Any
 from jinfer.checkpoint import Tensor
 from jinfer.model import AbstractModel, build
 from jinfer.opening.recognize import Located, open_source
+from jinfer.opening.unread import consequences
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.mapping import LoadError, Origin, by_name, look_for, unused
@@ -48,6 +49,8 @@ class Description:
         how: how the family was found.
         problem: why there is no specification.
         wrong: tensors of a wrong shape, one clause each.
+        unread: keys of config.json or GGUF's metadata that nothing looked up, with their values.
+        consequences: those of them that are known to change the computation -> how.
     """
 
     opened: Located
@@ -59,6 +62,8 @@ class Description:
     rows: tuple[Row, ...] = ()
     missing: tuple[Missing, ...] = ()
     wrong: tuple[str, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    consequences: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unused(self) -> list[Tensor]:
@@ -82,14 +87,15 @@ def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
     family, how = "", ""
     try:
         family, how = _family(opened, overrides)
-        spec = opened.spec(overrides)
+        spec, left = opened.resolved(overrides)
     except SpecError as error:
         problem = str(error).removeprefix(f"{opened.path}: ")
         return Description(opened, family, how, problem, rows=bare)
     model = build(spec, "float32")
     rows, missing, wrong = _match(opened, spec, model)
     sizes = sizes_of(spec, model)
-    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong)
+    known = consequences(left, opened.config, spec)
+    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
 
 
 def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:

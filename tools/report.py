@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -10,7 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
 from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
-from tools.draft import draft
+from tools.draft import SAYS_NOTHING, draft
 from tools.folding import fold, fold_names, pattern_of
 from tools.matching import Description
 from tools.roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
@@ -140,6 +141,21 @@ def missing(found: Description) -> list[str]:
     return lines
 
 
+def unread(found: Description) -> list[str]:
+    """Keys that nothing looked up, those first that are known to change the computation."""
+    known = found.consequences
+    rest = {key: value for key, value in found.unread.items() if key not in known}
+    lines = [f"{key} = {_value(found.unread[key])}  # {how}" for key, how in known.items()]
+    lines += [f"{k} = {_value(v)}" for k, v in rest.items() if not SAYS_NOTHING.fullmatch(k)]
+    plain = [key for key in rest if SAYS_NOTHING.fullmatch(key)]
+    return [*lines, f"of no consequence: {', '.join(plain)}"] if plain else lines
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def proposals(found: Description) -> list[Line]:
     """Lines of `[tensors]` that would give missing parameters a tensor."""
     return propose(found.unused, found.missing) if found.spec else []
@@ -174,6 +190,7 @@ def to_text(found: Description, drafted: str = "") -> str:
 def _problems(found: Description) -> dict[str, list[str]]:
     unplaced = fold_names(tensor.name for tensor in found.unused)
     return {
+        "Keys that nothing read": unread(found),
         "Tensors without a place (map them in [tensors], or list them under ignore)": unplaced,
         "Parameters without a tensor": missing(found),
         "Tensors of a wrong shape": list(found.wrong),
@@ -218,6 +235,10 @@ def to_json(found: Description) -> dict[str, Any]:
                 "note": row.note or None,
             }
             for row in found.rows
+        ],
+        "unread": [
+            {"key": key, "value": _value(value), "changes": found.consequences.get(key)}
+            for key, value in found.unread.items()
         ],
         "unused": [tensor.name for tensor in found.unused],
         "missing": [

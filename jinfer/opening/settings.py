@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
+from jinfer.opening.unread import consequences
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
 from jinfer.sampling.params import SamplingParams
@@ -23,6 +25,8 @@ from jinfer.spec.files import nested
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger("jinfer")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
     for key, value in overrides.items():
         tables = merge(tables, nested(key, value))
     found = recognize(source, tables)
+    for key, how in consequences(found.unread, found.config, found.spec).items():
+        value = repr(found.unread[key])[:60]
+        _log.warning("%s: %s = %s is not followed: %s", found.spec.path, key, value, how)
     sampling_params(found.spec.generation, found.spec.path)  # wrong ones show at once
     tokenizer = _tokenizer(found)
     return Opened(
