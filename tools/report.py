@@ -8,9 +8,11 @@ from html import escape
 from typing import Any
 
 from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
 from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
+from tools.converted_rows import converted_facts
 from tools.draft import SAYS_NOTHING, draft
 from tools.folding import fold, fold_names, pattern_of
 from tools.matching import Description
@@ -22,13 +24,16 @@ _TENSOR_HEADS = ("tensor", "shape", "type")
 
 def facts(found: Description) -> list[tuple[str, str]]:
     """What is said first: (word, value)."""
-    opened, tensors = found.opened, found.opened.checkpoint.tensors
-    stored = sum(tensor.nbytes for tensor in tensors.values())
+    opened = found.opened
     lines = [("specification", str(opened.path))] if opened.path != opened.weights else []
     lines += [
         ("path", str(opened.weights)),
-        ("format", opened.checkpoint.format),
-        ("in the file", f"{len(tensors)} tensors, {bytes_text(stored)}"),
+        *(
+            converted_facts(opened.checkpoint)
+            if isinstance(opened.checkpoint, ConvertedCheckpoint)
+            else [("format", opened.checkpoint.format)]
+        ),
+        ("in the file", f"{len(_stored(found))} tensors, {bytes_text(_stored_bytes(found))}"),
     ]
     if any(opened.architectures):
         lines.append(("calls itself", ", ".join(opened.architectures)))
@@ -48,6 +53,16 @@ def facts(found: Description) -> list[tuple[str, str]]:
         ),
         *([("KV cache", _cache(found))] if sizes.cache_per_token else []),
     ]
+
+
+def _stored(found: Description) -> Mapping[str, Tensor]:
+    """What lies in the file: of a converted checkpoint its arrays, not the source's tensors."""
+    checkpoint = found.opened.checkpoint
+    return checkpoint.parts if isinstance(checkpoint, ConvertedCheckpoint) else checkpoint.tensors
+
+
+def _stored_bytes(found: Description) -> int:
+    return sum(tensor.nbytes for tensor in _stored(found).values())
 
 
 def _cache(found: Description) -> str:
@@ -221,7 +236,8 @@ def to_json(found: Description) -> dict[str, Any]:
         "problem": found.problem or None,
         "type": spec.type if spec else None,
         "dims": dict(spec.dims) if spec else {},
-        "bytes_in_file": sum(t.nbytes for t in found.opened.checkpoint.tensors.values()),
+        "converted": isinstance(found.opened.checkpoint, ConvertedCheckpoint),
+        "bytes_in_file": _stored_bytes(found),
         "parameters": sizes.parameters if sizes else None,
         "cache_bytes_per_token": sizes.cache_per_token if sizes else None,
         "memory": {f"{bits:g}": sizes.total_bytes(bits) for bits in WIDTHS} if sizes else {},
