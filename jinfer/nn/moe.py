@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.ffn import activate, gated
+from jinfer.nn.ffn import Gating, activate
 from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
@@ -35,7 +35,7 @@ class Experts(nnx.Module):
     """Feed-forwards of equal shape, their parameters stacked."""
 
     def __init__(self, block: blocks.MixtureOfExperts, dtype: DTypeLike) -> None:
-        self.activation, self.gated = block.activation, block.gated
+        self.gated, self.gating = block.gated, Gating.of(block)
         if block.gated:
             self.gate = StackedLinear(block, ("mlp", "hidden"), dtype)
         self.up = StackedLinear(block, ("mlp", "hidden"), dtype)
@@ -49,7 +49,7 @@ class Experts(nnx.Module):
         return moe.Experts(gate, up, down, self._activate, fused)
 
     def _activate(self, gate: Array | None, up: Array) -> Array:
-        return activate(self.activation, up) if gate is None else gated(self.activation, gate, up)
+        return activate(self.gating.activation, up) if gate is None else self.gating(gate, up)
 
 
 class MixtureOfExperts(nnx.Module):

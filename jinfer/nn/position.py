@@ -228,9 +228,21 @@ class Sinusoids(nnx.Module):
         self, positions: Int[Array, "batch tokens"]
     ) -> Float[Array, "batch tokens hidden"]:
         """[sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]."""
-        half = self.block.width // 2
-        steps = half if self.block.frequencies == "standard" else half - 1
-        frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / steps), jnp.float32)
+        inverse = jnp.asarray(_sinusoid_frequencies(self.block), jnp.float32)
         at = (positions + self.block.offset).astype(jnp.float32)
-        angles = at[:, :, None] * frequencies[None, None, :]
+        angles = at[:, :, None] * inverse[None, None, :]
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
+
+
+def sinusoids(
+    block: SinusoidalPositions, positions: Int[np.ndarray, " rows"]
+) -> Float[np.ndarray, "rows hidden"]:
+    """What `Sinusoids` gives at these positions, float64."""
+    angles = np.outer(positions + block.offset, _sinusoid_frequencies(block))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+
+
+def _sinusoid_frequencies(block: SinusoidalPositions) -> Float[np.ndarray, " pairs"]:
+    half = block.width // 2
+    steps = half if block.frequencies == "standard" else half - 1
+    return 10000.0 ** (-np.arange(half) / steps)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec, PromptSpec
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
+from jinfer.template.prompt import Slot
 from jinfer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -28,8 +30,16 @@ class Conversation:
 
     @classmethod
     def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
-        """Finds the template. Raises `TemplateError` for one that cannot be read."""
+        """Finds the template.
+
+        Raises:
+            TemplateError: it cannot be read.
+            SpecError: it has no place for what the user says.
+        """
         prompt = spec.prompt
+        if prompt.template and not _asks(PromptTemplate.parse(prompt.template)):
+            reason = "has no {query}: what the user says would be lost; put it where that belongs"
+            raise SpecError(spec.path, "prompt.template", reason)
         if prompt.template or prompt.chat_template:
             return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
@@ -65,3 +75,8 @@ class Conversation:
         named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
         text = ChatTemplate(self.jinja, variables=named).render(messages, **variables)
         return tokenizer.encode(text, special=False, parse_special=True)
+
+
+def _asks(template: PromptTemplate) -> bool:
+    """Whether a template has a place for what the user says, in each turn."""
+    return any(Slot(name) in template.parts for name in ("query", "_query"))

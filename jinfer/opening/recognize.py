@@ -13,12 +13,14 @@ from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.checkpoint.scaled import decode_scaled, read_block
 from jinfer.opening.sources import SourceError, locate
+from jinfer.opening.unread import unread
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import find_family, format_table, read_toml, with_families
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
 from jinfer.spec.values import Missing, lookup_in, rows_in
+from jinfer.weights.settle import settle
 
 MAX_CONFIG_BYTES = 64 << 20
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
@@ -33,12 +35,14 @@ class Recognized:
         checkpoint: its weights, not yet loaded.
         config: config.json, or the metadata of a file that carries its own.
         tokenizer: the folder or file where its tokenizer is looked for.
+        unread: the keys of `config` that nothing looked up, with their values.
     """
 
     spec: ModelSpec
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     tokenizer: Path
+    unread: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,17 @@ class Located:
         return str(find_family(facts, self.architectures, self.path))
 
     def spec(self, overrides: Mapping[str, Any]) -> ModelSpec:
-        """How the model is built. Raises `SpecError`."""
+        """How the model is built. Raises `SpecError`, `CheckpointError`."""
+        return self.resolved(overrides)[0]
+
+    def resolved(self, overrides: Mapping[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+        """How the model is built, and the keys of `config` that nothing looked up; as `spec`."""
         own = self.own if self.describes_model else {**self.own, "family": self.family()}
         tables = [*with_families(dict(own), self.path), overrides]
-        facts = _facts(self.checkpoint, self.config, self.weights)
-        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        asked = set[str]()
+        facts = _facts(self.checkpoint, self.config, self.weights, asked)
+        spec = resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        return settle(spec, self.checkpoint), unread(self.config, asked)
 
     def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
         """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
@@ -124,8 +134,9 @@ def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
     opened = open_source(source, overrides)
-    spec = opened.spec(overrides)
-    return Recognized(spec, opened.checkpoint, opened.config, opened.tokenizer(overrides))
+    spec, left = opened.resolved(overrides)
+    tokenizer = opened.tokenizer(overrides)
+    return Recognized(spec, opened.checkpoint, opened.config, tokenizer, left)
 
 
 def _location(
@@ -183,7 +194,14 @@ def read_json_value(path: Path) -> Any:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
 
 
-def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:
+def _facts(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    weights: Path,
+    asked: set[str] | None = None,
+) -> Facts:
+    """What a checkpoint says of itself; the keys that are looked up go to `asked`."""
+    asked = set() if asked is None else asked
     names = checkpoint.tensors
     rows = rows_in({name: tensor.shape for name, tensor in names.items()})
 
@@ -192,12 +210,19 @@ def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> 
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else weights.name
-        return Facts(checkpoint.format, lookup_in(config), has, source, rows)
+        found = lookup_in(config)
+
+        def named(key: str) -> Any:
+            asked.add(key)
+            return found(key)
+
+        return Facts(checkpoint.format, named, has, source, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
         for full in (f"{architecture}.{key}", key):
             if config.get(full) is not None:
+                asked.add(full)
                 return config[full]
         raise Missing(key)
 

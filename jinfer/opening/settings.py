@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
+from jinfer.opening.defaults import generation_config, generation_defaults, token_ids
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
+from jinfer.opening.unread import consequences
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
 from jinfer.sampling.names import PARAMETERS
@@ -25,6 +28,8 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 
+_log = logging.getLogger("jinfer")
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -35,7 +40,7 @@ class Opened:
         tokenizer: None where the checkpoint has none.
         conversation: how messages become a prompt.
         pooling: how vectors of tokens become one.
-        defaults: of `SamplingParams`, from `[generation]`.
+        defaults: of `SamplingParams`, from `[generation]` and generation_config.json.
         context: tokens a sequence may have.
         dtype: of weights and computation.
         activations: of products with quantized weights on a CPU.
@@ -68,23 +73,31 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
     for key, value in overrides.items():
         tables = merge(tables, nested(key, value))
     found = recognize(source, tables)
-    sampling_params(found.spec.generation, found.spec.path)  # wrong ones show at once
+    for key, how in consequences(found.unread, found.config, found.spec).items():
+        value = repr(found.unread[key])[:60]
+        _log.warning("%s: %s = %s is not followed: %s", found.spec.path, key, value, how)
+    file, said = generation_config(found.checkpoint)
+    defaults = generation_defaults(found.spec.generation, said, file, found.spec.path)
+    sampling_params(defaults, found.spec.path)  # wrong ones show at once
     tokenizer = _tokenizer(found)
+    ends = tokenizer.eos_ids if tokenizer else ()
     return Opened(
         spec=found.spec,
         checkpoint=found.checkpoint,
         tokenizer=tokenizer,
         conversation=Conversation.of(found.spec, found.tokenizer, found.config),
         pooling=find_pooling(found),
-        defaults=found.spec.generation,
+        defaults=defaults,
         context=_context(found.spec),
         dtype=_dtype(found.spec.dtype),
         activations=_activations(found.spec),
         kv_cache=_kv_cache(found.spec),
-        end_ids=tokenizer.eos_ids if tokenizer else _ids(found.config, "eos_token_id"),
-        decoder_prefix=(
-            *_ids(found.config, "decoder_start_token_id"),
-            *_ids(found.config, "forced_bos_token_id"),
+        end_ids=tuple(dict.fromkeys((*ends, *token_ids(said.get("eos_token_id")))))
+        or _ids(found.config, "eos_token_id"),
+        decoder_prefix=tuple(
+            id
+            for key in ("decoder_start_token_id", "forced_bos_token_id")
+            for id in token_ids(said.get(key)) or _ids(found.config, key)
         ),
     )
 
@@ -144,5 +157,4 @@ def _context(spec: ModelSpec) -> int:
 
 def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """The token ids at a key of config.json, or of GGUF metadata."""
-    ids = config.get(key, config.get(f"tokenizer.ggml.{key}"))
-    return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
+    return token_ids(config.get(key, config.get(f"tokenizer.ggml.{key}")))

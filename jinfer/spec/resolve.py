@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from jinfer.spec.blocks import Block
 from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.leftovers import Leftover, check_leftovers, leftovers
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
 from jinfer.spec.quantization import read_quantization
@@ -73,9 +74,10 @@ def resolve(
     """
     for table in (base, *tables):
         _check_shape(table, path)
-    whole = merge(merge(tables[0], base), tables[0].get(facts.format, {}))
-    for table in tables[1:]:
-        whole = merge(merge(whole, table), table.get(facts.format, {}))
+    whole, lost = merge(merge(tables[0], base), tables[0].get(facts.format, {})), list[Leftover]()
+    for over in (part for table in tables[1:] for part in (table, table.get(facts.format, {}))):
+        lost += leftovers(whole, over)
+        whole = merge(whole, over)
     dims = whole.get("dims", {})
     values = Values(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
     table = as_table(whole.get("engine", {}), path, "engine")
@@ -102,7 +104,7 @@ def resolve(
     _check_dims(tables, base, values)
     if "context" in values.dims:
         values.dim("context", "dims")
-    return ModelSpec(
+    spec = ModelSpec(
         path=path,
         dims={name: values.dim(name, "dims") for name in sorted(values.used)},
         shared=tuple(shared.items()),
@@ -114,6 +116,8 @@ def resolve(
         quantization=read_quantization(whole.get("quantization", {}), values),
         generation=whole.get("generation", {}),
     )
+    check_leftovers(lost, whole, spec, values)
+    return spec
 
 
 def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jinfer.opening.conversation import Conversation
+from jinfer.spec.errors import SpecError
 from jinfer.spec.files import with_families
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.template import TemplateError
@@ -54,6 +55,13 @@ def test_the_checkpoints_own_template_is_before_the_fallback(
     config = {"chat_template": "own"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     assert written(prompt, tmp_path) == (True, text)
+
+
+@pytest.mark.parametrize("template", ["[INST] [/INST]", "{bos}{{query}}", "{query}{turn}{answer}"])
+def test_a_template_without_a_place_for_the_user_is_refused(template: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"here: prompt.template: has no \{query\}: what the user"):
+        written({"template": template}, tmp_path)
+    assert written({"template": f"{template.partition('{turn}')[0]}{{_question}}"}, tmp_path)[0]
 
 
 def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
