@@ -236,7 +236,7 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
             {"samplers": ["min_p", "top-k", "temp"], "top_k": 5, "min_p": 0.1, "top_p": 0.5},
             ("min_p", "top_k", "temperature"),
         ),
-        ({"samplers": ["top_k"], "top_k": 5, "min_tokens": 3}, ("min_tokens", "top_k")),
+        ({"samplers": ["top_k"], "top_k": 5, "min_tokens": 3}, ("rules", "top_k")),
         ({"mirostat": 2, "top_k": 5, "dry_multiplier": 1}, ("dry", "temperature", "mirostat")),
         (
             {"mirostat": 1, "top_k": 5, "samplers": ["top_k", "temperature"]},
@@ -245,10 +245,13 @@ def test_lists_and_mappings_are_kept_as_tuples() -> None:
         ({"strategy": "fsd", "top_k": 5}, ("temperature", "fsd")),
         ({"strategy": "random_fsd"}, ("temperature", "fsd", "top_k", "top_p")),
         (
-            {"logit_bias": {3: 1}, "bad_words_ids": [[3]], "min_tokens": 1},
-            ("bias", "bad_words", "min_tokens"),
+            {"samplers": ["temperature", "min_p"], "dynatemp_range": 0.2, "min_p": 0.1},
+            ("dynatemp", "min_p"),
         ),
-        ({"banned_token_ids": [3]}, ("bias",)),
+        ({"logit_bias": {3: 1}}, ("rules",)),
+        ({"bad_words_ids": [[3]]}, ("rules",)),
+        ({"min_tokens": 1}, ("rules",)),
+        ({"banned_token_ids": [3]}, ("rules",)),
     ],
     ids=str,
 )
