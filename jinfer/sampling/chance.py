@@ -2,7 +2,7 @@
 
 Token i is the likeliest after Gumbel noise of `fold_in(key, i)` is added. Speculation stands on
 that: whoever knows the seed and i knows the noise. Stages that need chance of their own take it
-from other folds of the key, which no token's number reaches.
+from other words hashed with the key.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.random import threefry_2x32
 from jaxtyping import Float, Int, UInt
 
-# Tokens are counted with 31 bits.
-_STREAMS = {"xtc": 2**32 - 1, "random_fsd": 2**32 - 2}
+# The first of the two words that are hashed with a key; `fold_in` has 0 there.
+_STREAMS = {"xtc": 1, "random_fsd": 2}
 
 
 def noise(
@@ -33,12 +34,14 @@ def chance(
     key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], stage: Literal["xtc", "random_fsd"]
 ) -> Float[Array, " rows"]:
     """A number from 0 to below 1 for a stage's own decision."""
+    stream = jnp.full_like(drawn, _STREAMS[stage])
 
-    def one(key: Array, drawn: Array) -> Array:
-        stream = jax.random.fold_in(_wrapped(key), jnp.uint32(_STREAMS[stage]))
-        return jax.random.uniform(jax.random.fold_in(stream, drawn), (), jnp.float32)
+    def one(key: Array, words: Array) -> Array:
+        return threefry_2x32(key, words)[0]
 
-    return jax.vmap(one)(key, drawn)
+    words = jnp.stack([stream, drawn], axis=-1).astype(jnp.uint32)
+    bits = jax.vmap(one)(key, words)
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def _wrapped(key: Array) -> Array:

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jinfer.sampling.history import History, scatter_ids
-from jinfer.sampling.rows import Progress, Sampler
+from jinfer.sampling.rows import Turn
 
 # Longer repetitions count as this long: at the usual base 1.75 that is 1e31 times the multiplier,
 # and a text of one token over and over would be compared with itself at all lengths.
@@ -16,16 +16,13 @@ MAX_MATCH = 128
 _MOST = 1e30  # finite, so that a punished token is still likelier than a forbidden one
 
 
-def dry(
-    x: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress, history: History
-) -> Float[Array, "rows vocab"]:
+def dry(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
     """Takes multiplier * base ** (match - allowed length) from the logits.
 
     A token's match is the length of the longest end of the sequence that is followed by it
     somewhere in the sequence. No match crosses a breaker.
     """
-    del progress
-    vocab = x.shape[-1]
+    sampler, history, vocab = turn.sampler, turn.history, x.shape[-1]
     window = sampler.whole("dry_penalty_last_n")
     start = jnp.where(window < 0, 0, jnp.maximum(history.lengths - window, 0))
     breaks = jnp.zeros(x.shape, jnp.bool_)
@@ -51,7 +48,9 @@ def _end(history: History, start: Array, breaks: Bool[Array, "rows vocab"]) -> A
     places = history.lengths[:, None] - jnp.asarray(back)[None]
     broken = jnp.take_along_axis(breaks, jnp.maximum(tokens, 0), axis=-1)
     stop = broken | (tokens < 0) | (places < start[:, None])
-    return jnp.where(lax.cummax(stop.astype(jnp.int32), axis=1) > 0, -2, tokens)
+    index = jnp.asarray(back)[None]
+    first = jnp.min(jnp.where(stop, index, MAX_MATCH + 1), axis=-1, keepdims=True)
+    return jnp.where(index < first, tokens, -2)
 
 
 def _matches(

@@ -13,8 +13,7 @@ from jaxtyping import Float, Int
 from jinfer.sampling.chance import chance
 from jinfer.sampling.history import History
 from jinfer.sampling.ranges import MAX_CANDIDATES, MAX_NGRAM
-from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.search import argmax
+from jinfer.sampling.rows import Sampler, Turn
 
 
 class _Counts(NamedTuple):
@@ -29,15 +28,14 @@ class _Counts(NamedTuple):
     by: Int[Array, "rows contexts candidates"]
 
 
-def fsd(
-    x: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress, history: History
-) -> Float[Array, "rows vocab"]:
+def fsd(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
     """0 for the token chosen, -inf for all others.
 
     Of the `fsd_k` likeliest tokens the one with the greatest (1 - alpha) p - alpha s, where s is
     how an n-gram model of the sequence so far would predict it. p is among the `fsd_pool`
     likeliest. Random FSD (Inferflow) leaves the choice to others by chance, for its first tokens.
     """
+    _, sampler, progress, history = turn
     count = min(MAX_CANDIDATES, x.shape[-1])
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, ids = lax.optimization_barrier(lax.top_k(x, count))
@@ -49,7 +47,7 @@ def fsd(
     alpha = sampler.number("fsd_alpha")[:, None]
     scores = (1 - alpha) * p - alpha * _predicted(_count(history, ids), sampler, history)
     candidate = (rank < sampler.whole("fsd_k")[:, None]) & (best > -jnp.inf)
-    place = argmax(jnp.where(candidate, scores, -jnp.inf))
+    place = jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
     chosen = jnp.take_along_axis(ids, place[:, None], axis=-1)
     only = jnp.arange(x.shape[-1], dtype=jnp.int32)[None] == chosen
     u = chance(sampler.key, progress.drawn, "random_fsd")
@@ -73,12 +71,10 @@ def _count(history: History, ids: Int[Array, "rows candidates"]) -> _Counts:
         tokens = history.at(positions)
         before = history.at(positions[:, :, None] - jnp.asarray(back)[None, None])
         same = (before == last[:, None]) & (last[:, None] >= 0)
-        there = (tokens >= 0)[:, :, None]
-        # Longer contexts match where shorter ones do.
-        matched = [there]
-        for one in jnp.split(same, MAX_NGRAM - 1, axis=-1):
-            matched.append(matched[-1] & one)
-        contexts = jnp.concatenate(matched, axis=-1).astype(jnp.float32)
+        # A context is as long as its first token that differs is far.
+        places = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, None]
+        length = jnp.min(jnp.where(same, MAX_NGRAM, places[..., :-1]), axis=-1, keepdims=True)
+        contexts = ((places <= length) & (tokens >= 0)[:, :, None]).astype(jnp.float32)
         by = (tokens[:, :, None] == ids[:, None]).astype(jnp.float32)
         # Sums of zeros and ones, exact in any order.
         new = jnp.einsum("rbc,rbi->rci", contexts, by, precision=lax.Precision.HIGHEST)
@@ -102,17 +98,13 @@ def _predicted(
     A context that the candidate never followed takes none. The last occurrence of a context, at
     the end, is followed by nothing yet, and counts nonetheless.
     """
-    n, beta = sampler.whole("fsd_n"), sampler.number("fsd_beta")[:, None]
     by = counts.by.astype(jnp.float32)
     followed = counts.followed.astype(jnp.float32)[:, :, None]
-    enough = history.lengths >= n - 1
-    score, rest = jnp.zeros_like(by[:, 0]), jnp.ones_like(by[:, 0])
-    for context in range(MAX_NGRAM - 1, -1, -1):
-        use = (by[:, context] > 0) & ((context < n) & enough)[:, None]
-        if context:
-            part = rest * beta * by[:, context] / (followed[:, context] + 1)
-        else:
-            part = rest * by[:, 0] / jnp.maximum(followed[:, 0], 1)
-        score = jnp.where(use, score + part, score)
-        rest = jnp.where(use, rest * (1 - beta), rest)
-    return score
+    size = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, :, None]
+    n, beta = (part[:, None, None] for part in (sampler.whole("fsd_n"), sampler.number("fsd_beta")))
+    enough = history.lengths[:, None, None] >= n - 1
+    use = (by > 0) & (size < n) & enough
+    longer = (size < jnp.swapaxes(size, 1, 2)).astype(jnp.float32)
+    before = jnp.einsum("sl,rlc->rsc", longer[0], use.astype(jnp.float32), precision="highest")
+    share = jnp.where(size > 0, beta * by / (followed + 1), by / jnp.maximum(followed, 1))
+    return jnp.sum(jnp.where(use, (1 - beta) ** before * share, 0.0), axis=1)

@@ -7,32 +7,29 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jinfer.sampling.history import History
-from jinfer.sampling.rows import Progress, Sampler
+from jinfer.sampling.rows import Sampler, Turn
 from jinfer.sampling.search import greatest
 
 _LN2 = 0.6931471805599453
 _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to
 
 
-def mirostat(
-    x: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress, history: History
-) -> Float[Array, "rows vocab"]:
+def mirostat(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
     """Log-probabilities, -inf for what would surprise too much; the likeliest always stays.
 
     Version 2 drops what has more than mu bits of surprise. Version 1 keeps the k likeliest, where
     k is the number whose mean surprise would be mu if the distribution followed Zipf's law.
     """
-    del history
+    mu, version = turn.progress.mu, turn.sampler.whole("mirostat")
     logprobs = jax.nn.log_softmax(x, axis=-1)
     likeliest = logprobs >= jnp.max(logprobs, axis=-1, keepdims=True)
-    second = likeliest | (logprobs >= -_LN2 * progress.mu[:, None])
+    second = likeliest | (logprobs >= -_LN2 * mu[:, None])
     first = lax.cond(
-        jnp.any(sampler.whole("mirostat") == 1),
-        lambda: greatest(logprobs, _zipf_k(logprobs, progress.mu)),
+        jnp.any(version == 1),
+        lambda: greatest(logprobs, _zipf_k(logprobs, mu)),
         lambda: second,
     )
-    kept = jnp.where((sampler.whole("mirostat") == 1)[:, None], first, second)
+    kept = jnp.where((version == 1)[:, None], first, second)
     return jnp.where(kept, logprobs, -jnp.inf)
 
 

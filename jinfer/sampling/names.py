@@ -24,18 +24,17 @@ Strategy = Literal[
     "beam",
 ]
 
-# Every stage, in the order that holds where a request does not choose another. The first three
-# are rules, not tastes: they always come first. Penalties work on the model's own logits. The
-# temperature comes before what cuts the distribution, as in vLLM and transformers, so that top_p
-# is a share of what is drawn from; the filters follow one another as in llama.cpp. The last two
-# decide by what all others left.
+# Every stage, in the order that holds where a request does not choose another. The rules (bias,
+# bad words, min_tokens) are no taste and always come first. Penalties work on the model's own
+# logits. The temperature comes before what cuts the distribution, as in vLLM and transformers, so
+# that top_p is a share of what is drawn from; the filters follow one another as in llama.cpp. The
+# last two decide by what all others left.
 STAGES = (
-    "bias",
-    "bad_words",
-    "min_tokens",
+    "rules",
     "penalties",
     "dry",
     "temperature",
+    "dynatemp",
     "top_n_sigma",
     "top_k",
     "tfs_z",
@@ -47,9 +46,8 @@ STAGES = (
     "mirostat",
     "fsd",
 )
-RULES = ("bias", "bad_words", "min_tokens")
-# What a request may put into an order of its own.
-SAMPLERS = tuple(name for name in STAGES if name not in (*RULES, "mirostat", "fsd"))
+# What a request may put into an order of its own; "temperature" stands for either kind.
+SAMPLERS = tuple(name for name in STAGES if name not in ("rules", "dynatemp", "mirostat", "fsd"))
 
 # Names that llama.cpp gives them.
 SAMPLER_NAMES: Mapping[str, str] = {

@@ -7,43 +7,40 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
-from jinfer.sampling.history import History, scatter_ids
+from jinfer.sampling.history import scatter_ids
 from jinfer.sampling.ranges import MAX_BAD_LENGTH
-from jinfer.sampling.rows import Progress, Sampler
+from jinfer.sampling.rows import Turn
 
 type Logits = Float[Array, "rows vocab"]
 type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written
 
 
-def bias(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """Adds `logit_bias`; -inf bans a token."""
-    del progress, history
-    return x.at[scatter_ids(sampler.bias_ids, x.shape[-1])].add(sampler.biases, mode="drop")
+def rules(x: Logits, turn: Turn) -> Logits:
+    """Adds `logit_bias`, and forbids bad words, banned tokens and an end before `min_tokens`.
 
-
-def bad_words(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """Forbids the last token of each sequence whose other tokens are the last of the history."""
-    del progress
-    recent = history.back(np.arange(MAX_BAD_LENGTH - 1, 0, -1, dtype=np.int32))
+    Of a bad word the last token is forbidden where its others are the last of the sequence.
+    """
+    sampler = turn.sampler
+    recent = turn.history.back(np.arange(MAX_BAD_LENGTH - 1, 0, -1, dtype=np.int32))
     words, last = sampler.bad_words[..., :-1], sampler.bad_words[..., -1]
     begun = jnp.all((words < 0) | (words == recent[:, None]), axis=-1)
-    return _forbidden(x, jnp.where(begun, last, -1))
+    early = turn.progress.drawn < sampler.whole("min_tokens")
+    forbidden = jnp.concatenate(
+        [jnp.where(begun, last, -1), jnp.where(early[:, None], sampler.end_ids, -1)], axis=-1
+    )
+    ids = jnp.concatenate([sampler.bias_ids, forbidden], axis=-1)
+    never = jnp.full(forbidden.shape, -jnp.inf)
+    added = jnp.concatenate([sampler.biases, never], axis=-1)
+    return x.at[scatter_ids(ids, x.shape[-1])].add(added, mode="drop")
 
 
-def min_tokens(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """Forbids the ends of the sequence until there are enough tokens."""
-    del history
-    early = progress.drawn < sampler.whole("min_tokens")
-    return _forbidden(x, jnp.where(early[:, None], sampler.end_ids, -1))
-
-
-def penalties(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
+def penalties(x: Logits, turn: Turn) -> Logits:
     """Lowers the logits of tokens that the sequence has.
 
     The repetition penalty (arXiv 1909.05858) looks at prompt and answer, the presence and
     frequency penalties at the answer alone, as vLLM has it; all at the last `penalty_last_n`.
     """
-    del progress
+    sampler, history = turn.sampler, turn.history
     window = sampler.whole("penalty_last_n")
     start = jnp.where(window < 0, 0, history.lengths - window)
     answer = jnp.maximum(start, history.prompts)
@@ -73,7 +70,3 @@ def masked(
     bits = mask[slots][:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
     allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[-1]] != 0
     return jnp.where(allowed | ~rows[:, None], x, -jnp.inf)
-
-
-def _forbidden(x: Logits, ids: Int[Array, "rows n"]) -> Logits:
-    return x.at[scatter_ids(ids, x.shape[-1])].set(-jnp.inf, mode="drop")

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt
 
+from jinfer.sampling.history import History
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import chain
 from jinfer.sampling.params import SamplingParams
@@ -107,6 +108,20 @@ class Progress(NamedTuple):
 
     drawn: Int[Array, " rows"]
     mu: Float[Array, " rows"]
+
+
+class Turn(NamedTuple):
+    """What a stage is given besides logits.
+
+    Attributes:
+        stage: its index in `STAGES`: one function may serve several.
+        history: of the rows whose turn it is; the others' is empty.
+    """
+
+    stage: Int[Array, ""]
+    sampler: Sampler
+    progress: Progress
+    history: History
 
 
 def sampler_row(

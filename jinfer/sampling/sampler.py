@@ -7,7 +7,7 @@ alone, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,9 +23,9 @@ from jinfer.sampling.history import History
 from jinfer.sampling.mirostat import adapted, mirostat
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.ranges import MAX_LOGPROBS
-from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler
+from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
 from jinfer.sampling.search import argmax
-from jinfer.sampling.temperature import temperature
+from jinfer.sampling.temperature import dynatemp, temperature
 
 
 class Sampled(NamedTuple):
@@ -43,22 +43,21 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Array, "rows top"] | None = None
 
 
-type _Stage = Callable[[Array, Sampler, Progress, History], Array]
+type _Stage = Callable[[Array, Turn], Array]
 
 _FUNCTIONS: dict[str, _Stage] = {
-    "bias": penalties.bias,
-    "bad_words": penalties.bad_words,
-    "min_tokens": penalties.min_tokens,
+    "rules": penalties.rules,
     "penalties": penalties.penalties,
     "dry": dry,
     "temperature": temperature,
+    "dynatemp": dynatemp,
     "top_n_sigma": truncation.top_n_sigma,
-    "top_k": truncation.top_k,
+    "top_k": truncation.by_mass,
     "tfs_z": truncation.tfs_z,
-    "typical_p": truncation.typical_p,
-    "top_p": truncation.top_p,
-    "min_p": truncation.min_p,
-    "top_a": truncation.top_a,
+    "typical_p": truncation.by_mass,
+    "top_p": truncation.by_mass,
+    "min_p": truncation.by_share,
+    "top_a": truncation.by_share,
     "xtc": truncation.xtc,
     "mirostat": mirostat,
     "fsd": fsd,
@@ -77,6 +76,7 @@ def sample(
     logprobs: bool = False,
     mask: UInt[Array, "slots words"] | None = None,
     masked: Bool[Array, " rows"] | None = None,
+    stages: Sequence[str] = STAGES,
 ) -> tuple[Sampled, Progress]:
     """Chooses the next token of each row, and counts it.
 
@@ -89,6 +89,7 @@ def sample(
         logprobs: also compute log-probabilities.
         mask: a bit per token, the lowest of a word first; what is not set is forbidden.
         masked: which rows obey the mask of their slot.
+        stages: those that the program has; no row may need another (`order.is_plain`).
     """
     logits = logits.astype(jnp.float32)
     past = History(history, slots, lengths, prompt_lengths)
@@ -97,7 +98,7 @@ def sample(
         allowed = lax.cond(
             jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
         )
-    left = filtered(allowed, sampler, progress, past)
+    left = filtered(allowed, sampler, progress, past, stages)
     draws = sampler.whole("draws") > 0
     tokens = lax.cond(
         jnp.any(draws),
@@ -114,7 +115,11 @@ def sample(
 
 
 def filtered(
-    logits: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress, history: History
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    history: History,
+    stages: Sequence[str] = STAGES,
 ) -> Float[Array, "rows vocab"]:
     """What the stages leave: logits to draw from, -inf for what is never drawn.
 
@@ -122,7 +127,9 @@ def filtered(
     next, on all these rows. So a stage runs once where all orders agree, and every order is
     possible in one program that has each stage once.
     """
-    functions = [_FUNCTIONS[name] for name in STAGES]
+    functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
+    which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
+    function_of = jnp.array(which, jnp.int32)
 
     def next_stages(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
         return jnp.take_along_axis(sampler.stages, done[:, None], axis=-1)[:, 0]
@@ -132,10 +139,11 @@ def filtered(
 
     def one(state: tuple[Array, Array]) -> tuple[Array, Array]:
         x, done = state
-        stages = next_stages(done)
-        stage = jnp.min(stages)
-        rows = stages == stage
-        new = lax.switch(stage, functions, x, sampler, progress, history.only(rows))
+        each = next_stages(done)
+        stage = jnp.min(each)
+        rows = each == stage
+        turn = Turn(stage, sampler, progress, history.only(rows))
+        new = lax.switch(function_of[stage], functions, x, turn)
         return jnp.where(rows[:, None], new, x), done + rows.astype(jnp.int32)
 
     return lax.while_loop(more, one, (logits, jnp.zeros_like(progress.drawn)))[0]

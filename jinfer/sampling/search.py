@@ -47,20 +47,20 @@ def greatest(
 def heaviest(
     x: Float[Array, "rows vocab"],
     weights: Float[Array, "rows vocab"],
-    share: Float[Array, " rows"],
+    mass: Float[Array, " rows"],
 ) -> Bool[Array, "rows vocab"]:
-    """Which numbers are among the greatest that together have this share of all weights.
+    """Which numbers are among the greatest that together weigh so much.
 
     What equals the last of them is included. The greatest with a weight always is.
     """
     order = ordered_bits(x)
-    # Without a bound a tiny share would keep not even the first.
-    mass = jnp.maximum(share * jnp.sum(weights, axis=-1), _LEAST_MASS)
+    # Without a bound a tiny mass would keep not even the first.
+    mass = jnp.maximum(mass, _LEAST_MASS)
 
     def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
         return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass
 
-    return order >= largest(enough, share.shape)[:, None]
+    return order >= largest(enough, mass.shape)[:, None]
 
 
 def largest(

@@ -12,52 +12,56 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jinfer.sampling.chance import chance
-from jinfer.sampling.history import History
-from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.search import greatest, heaviest, largest
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.rows import Turn
+from jinfer.sampling.search import heaviest, largest
 from jinfer.sampling.temperature import entropy
 
 type Logits = Float[Array, "rows vocab"]
 
 
-def top_k(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """The k likeliest (arXiv 1805.04833)."""
-    del progress, history
-    return _kept(x, greatest(x, sampler.whole("top_k")))
+def by_mass(x: Logits, turn: Turn) -> Logits:
+    """The first tokens, by an order, that together have a share of a weight.
 
-
-def top_p(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """The likeliest that together have this probability (arXiv 1904.09751)."""
-    del progress, history
-    return _kept(x, heaviest(x, _weights(x), sampler.number("top_p")))
-
-
-def min_p(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """What has at least this share of the likeliest's probability (arXiv 2407.01082)."""
-    del progress, history
-    return _kept(x, _weights(x) >= sampler.number("min_p")[:, None])
-
-
-def typical_p(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """What surprises nearest to the expected, up to this probability (arXiv 2202.00666)."""
-    del progress, history
+    top_k (arXiv 1805.04833): the likeliest, as many as asked. top_p (arXiv 1904.09751): the
+    likeliest, of this probability. typical_p (arXiv 2202.00666): those whose surprise is nearest
+    to the expected one, of this probability.
+    """
+    top_k, typical = turn.stage == STAGES.index("top_k"), turn.stage == STAGES.index("typical_p")
     logprobs = jax.nn.log_softmax(x, axis=-1)
     away = jnp.abs(logprobs + entropy(logprobs)[:, None])
-    return _kept(x, heaviest(-away, jnp.exp(logprobs), sampler.number("typical_p")))
+    order = jnp.where(typical, -away, x)
+    weights = jnp.where(top_k, jnp.ones_like(x), jnp.exp(logprobs))
+    sampler = turn.sampler
+    share = jnp.where(typical, sampler.number("typical_p"), sampler.number("top_p"))
+    count = jnp.minimum(sampler.whole("top_k"), x.shape[-1]).astype(jnp.float32)
+    mass = jnp.where(top_k, count, share * jnp.sum(weights, axis=-1))
+    return _kept(x, heaviest(order, weights, mass))
 
 
-def tfs_z(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
+def by_share(x: Logits, turn: Turn) -> Logits:
+    """The tokens of at least a probability that the likeliest's, p, gives.
+
+    min_p (arXiv 2407.01082): min_p * p. top_a (BlinkDL, 2022): top_a * p^2.
+    """
+    p = jax.nn.softmax(x, axis=-1)
+    most = jnp.max(p, axis=-1)
+    sampler, squared = turn.sampler, turn.stage == STAGES.index("top_a")
+    least = jnp.where(squared, sampler.number("top_a") * most**2, sampler.number("min_p") * most)
+    return _kept(x, p >= least[:, None])
+
+
+def tfs_z(x: Logits, turn: Turn) -> Logits:
     """Tail-free sampling (Phenix and Egan, 2019): probabilities up to where they flatten.
 
     Of the sorted probabilities' second differences, without their signs, the first ones are taken
     while their sum is at most this share of all; one token more than so many stays.
     """
-    del progress, history
     ordered = jnp.flip(jnp.sort(x, axis=-1), axis=-1)
     p = jax.nn.softmax(ordered, axis=-1)
     slope = p[:, :-1] - p[:, 1:]
     curve = jnp.abs(slope[:, :-1] - slope[:, 1:])
-    most = sampler.number("tfs_z") * jnp.sum(curve, axis=-1)
+    most = turn.sampler.number("tfs_z") * jnp.sum(curve, axis=-1)
     place = jnp.arange(curve.shape[-1], dtype=jnp.uint32)[None]
 
     def within(count: Array) -> Array:
@@ -70,45 +74,31 @@ def tfs_z(x: Logits, sampler: Sampler, progress: Progress, history: History) -> 
     return _kept(x, x >= least)
 
 
-def top_a(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
-    """What has at least this times the square of the likeliest's probability (BlinkDL, 2022)."""
-    del progress, history
-    p = jax.nn.softmax(x, axis=-1)
-    highest = jnp.max(p, axis=-1, keepdims=True)
-    return _kept(x, p >= sampler.number("top_a")[:, None] * highest**2)
-
-
-def top_n_sigma(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
+def top_n_sigma(x: Logits, turn: Turn) -> Logits:
     """Logits at most n standard deviations below the greatest (arXiv 2411.07641).
 
     The deviation is that of the tokens there are. A temperature, before or after, changes nothing.
     """
-    del progress, history
     there = x > -jnp.inf
     count = jnp.sum(there, axis=-1, keepdims=True, dtype=jnp.float32)
     mean = jnp.sum(jnp.where(there, x, 0.0), axis=-1, keepdims=True) / count
     variance = jnp.sum(jnp.where(there, (x - mean) ** 2, 0.0), axis=-1, keepdims=True) / count
-    reach = sampler.number("top_n_sigma")[:, None] * jnp.sqrt(variance)
+    reach = turn.sampler.number("top_n_sigma")[:, None] * jnp.sqrt(variance)
     return _kept(x, x >= jnp.max(x, axis=-1, keepdims=True) - reach)
 
 
-def xtc(x: Logits, sampler: Sampler, progress: Progress, history: History) -> Logits:
+def xtc(x: Logits, turn: Turn) -> Logits:
     """Exclude top choices (p-e-w, 2024): now and then, only the least likely of the likely ones.
 
     With the probability `xtc_probability` all tokens of at least `xtc_threshold` are dropped but
     the least likely of them.
     """
-    del history
-    now = chance(sampler.key, progress.drawn, "xtc") < sampler.number("xtc_probability")
+    u = chance(turn.sampler.key, turn.progress.drawn, "xtc")
+    now = u < turn.sampler.number("xtc_probability")
     p = jax.nn.softmax(x, axis=-1)
-    likely = p >= sampler.number("xtc_threshold")[:, None]
+    likely = p >= turn.sampler.number("xtc_threshold")[:, None]
     least = jnp.min(jnp.where(likely, p, jnp.inf), axis=-1, keepdims=True)
     return _kept(x, ~likely | (p <= least) | ~now[:, None])
-
-
-def _weights(x: Logits) -> Float[Array, "rows vocab"]:
-    """Probabilities in units of the greatest."""
-    return jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
 
 
 def _kept(x: Logits, which: Bool[Array, "rows vocab"]) -> Logits:
