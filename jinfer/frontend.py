@@ -33,6 +33,7 @@ from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.sampling.beam import Beams
 from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.structured import compile_constraint
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
 
@@ -219,6 +220,20 @@ class Frontend:
 
     def _driver(self, request: Request) -> Driver | None:
         sampling = request.sampling
+        given = {
+            "json_schema": sampling.json_schema,
+            "regex": sampling.regex,
+            "choice": sampling.choice,
+            "grammar": sampling.grammar,
+        }
+        if any(value is not None for value in given.values()):
+            if sampling.strategy in ("beam", "contrastive"):
+                raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
+            constraint = compile_constraint(
+                self.tokenizer, **given, at_text_start=bool(request.encoder)
+            )
+            self._guided.matchers[request.id] = constraint.start()
+            return self._guided
         if sampling.strategy == "contrastive":
             return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
         if sampling.strategy == "beam":

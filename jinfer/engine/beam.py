@@ -38,6 +38,9 @@ class BeamSearch:
             engine.scheduler.blocks.free(held)
         self._held, self._beams = [], None
 
+    def end(self, request: int) -> None:
+        """There is nothing else to forget."""
+
     def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
@@ -100,7 +103,8 @@ class BeamSearch:
             return []
         best = beams.best().tokens
         return [
-            Token(request.id, id, final=index + 1 == len(best)) for index, id in enumerate(best)
+            Token(request.id, id, last="length" if index + 1 == len(best) else None)
+            for index, id in enumerate(best)
         ]
 
 

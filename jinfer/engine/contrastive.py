@@ -45,6 +45,9 @@ class Contrastive:
             engine.scheduler.blocks.free(self._held)
         self._held, self._past, self._candidates = None, None, []
 
+    def end(self, request: int) -> None:
+        """There is nothing else to forget."""
+
     def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []

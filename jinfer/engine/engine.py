@@ -51,6 +51,10 @@ class Driver(Protocol):
         """
         ...
 
+    def end(self, request: int) -> None:
+        """Forgets a request that has ended."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -164,8 +168,10 @@ class Engine:
             return None
         self._describe(sequence)
         self.scheduler.drop(sequence)
-        for known in (self._choices, self._progress, self._drivers):
+        for known in (self._choices, self._progress):
             known.pop(request, None)
+        if (driver := self._drivers.pop(request, None)) is not None:
+            driver.end(request)
         return sequence
 
     def step(self) -> list[Token | Failed]:
@@ -296,9 +302,13 @@ class Engine:
         """What its sampler has come to, as far as its tokens were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:
-            return self._choices[sequence.request.id].progress
-        progress, step, row = known
-        return jax.tree.map(lambda part: np.asarray(part)[step, row][None], progress)
+            progress = self._choices[sequence.request.id].progress
+        else:
+            each, step, row = known
+            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
+        # Tokens that were not drawn, because there was no choice, count all the same.
+        drawn = len(sequence.tokens) - len(sequence.request.prompt)
+        return progress._replace(drawn=np.array([drawn], np.int32))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from jinfer.engine.requests import Request, Token
+from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.engine.stopping import StopTexts
 from jinfer.tokenizer import Tokenizer
-
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,10 @@ class Generation:
             text = self._stops.push(self._detokenizer.push(token.id))
         if self._stops.found:
             self.finish_reason = "stop"
+        elif self.finish_reason is None and token.last is not None:
+            self.finish_reason = token.last
         elif self.finish_reason is None and (
-            token.final or len(self.request.prompt) + self.count >= self.request.limit
+            len(self.request.prompt) + self.count >= self.request.limit
         ):
             self.finish_reason = "length"
         if self.finish_reason is not None:

@@ -6,9 +6,8 @@ Tokens that the grammar forces are not chosen at all, and computed together with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import UInt
@@ -18,29 +17,9 @@ from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
 from jinfer.engine.steps import Chosen
+from jinfer.sampling.structured import ConstraintError, Matcher
 
 _MOST_FORCED = 8  # tokens computed together with the one after them
-
-
-class Matcher(Protocol):
-    """Where an answer is in its grammar."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing may follow."""
-        ...
-
-    def mask(self, out: UInt[np.ndarray, " words"]) -> None:
-        """Writes which tokens may follow: bit i % 32 of word i // 32 is for token i."""
-        ...
-
-    def advance(self, token: int) -> None:
-        """Takes a token in."""
-        ...
-
-    def forced(self) -> list[int]:
-        """The tokens that must follow, as far as there is no choice."""
-        ...
 
 
 @dataclass(eq=False)
@@ -56,49 +35,71 @@ class Guided:
 
     def settle(self, engine: Engine) -> list[Token | Failed]:
         """Reads the tokens that were chosen, and takes them into their grammars."""
-        tokens: list[Token | Failed] = []
+        events: list[Token | Failed] = []
         for chosen, sequences in self._unread:
             for row, sequence in enumerate(sequences):
                 sequence.unread = 0
                 if sequence.request.id in self.matchers:
-                    tokens += engine.take(sequence, chosen, row, 1)
-                    self.matchers[sequence.request.id].advance(sequence.tokens[-1])
+                    (token,) = engine.take(sequence, chosen, row, 1)
+                    events.append(self._taken(sequence, token))
         self._unread.clear()
-        return tokens
+        return events
 
     def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
         """Launches the choice of the next token of each sequence."""
-        tokens: list[Token | Failed] = []
-        going = [s for s in sequences if s.left > 0 and not self._matcher(s).finished]
-        for sequence in going:
-            tokens += self._force(engine, sequence)
-            tokens += engine.make_room(sequence, 1)
-        going = [s for s in going if s.held is not None and s.left > 0]
-        if going:
-            self._launch(engine, going)
-        return tokens
+        events: list[Token | Failed] = []
+        for sequence in sequences:
+            events += self._force(engine, sequence)
+            if sequence.left > 0:
+                events += engine.make_room(sequence, 1)
+        going = [s for s in sequences if s.held is not None and s.left > 0]
+        events += self._launch(engine, [s for s in going if not self._matcher(s).finished])
+        return events
 
     def drop(self, engine: Engine, request: int) -> None:
         """A preempted sequence's matcher stays where it is: its tokens are known."""
-        self._unread = [entry for entry in self._unread if entry[1]]
+
+    def end(self, request: int) -> None:
+        """Forgets a request that has ended."""
+        self.matchers.pop(request, None)
 
     def _matcher(self, sequence: Running) -> Matcher:
         return self.matchers[sequence.request.id]
+
+    def _taken(self, sequence: Running, token: Token) -> Token | Failed:
+        """A token of the answer; the last one where the grammar allows no other after it."""
+        matcher = self._matcher(sequence)
+        try:
+            matcher.advance(token.id)
+        except ConstraintError as error:
+            return Failed(token.request, error)
+        return replace(token, last="stop") if matcher.finished else token
 
     def _force(self, engine: Engine, sequence: Running) -> list[Token | Failed]:
         """Takes the tokens that there is no choice of."""
         if sequence.request.sampling.logprobs is not None:
             return []  # they have to be computed, to be known
-        matcher, tokens = self._matcher(sequence), list[Token | Failed]()
-        for token in matcher.forced()[: min(_MOST_FORCED, sequence.left - 1)]:
-            matcher.advance(token)
-            sequence.tokens.append(token)
-            tokens.append(Token(sequence.request.id, token))
-        if tokens:
+        events: list[Token | Failed] = []
+        for id in self._matcher(sequence).forced()[: min(_MOST_FORCED, sequence.left)]:
+            sequence.tokens.append(id)
+            events.append(self._taken(sequence, Token(sequence.request.id, id)))
+        if events:
             engine.enter(sequence)
-        return tokens
+        return events
 
-    def _launch(self, engine: Engine, sequences: list[Running]) -> None:
+    def _masks(
+        self, sequences: Sequence[Running], out: UInt[np.ndarray, "rows words"]
+    ) -> Iterator[Failed]:
+        """Writes what may follow in each sequence."""
+        for row, sequence in enumerate(sequences):
+            try:
+                self._matcher(sequence).mask(out[row])
+            except ConstraintError as error:
+                yield Failed(sequence.request.id, error)
+
+    def _launch(self, engine: Engine, sequences: list[Running]) -> list[Failed]:
+        if not sequences:
+            return []
         rows: list[tuple[int, int]] = []
         last = []
         for sequence in sequences:
@@ -113,10 +114,10 @@ class Guided:
         logits = engine.logits(Shape("logits", size, chosen), at, picked)
         words = -(-engine.programs.sizes.vocab // 32)
         mask, slots = np.full((chosen, words), 2**32 - 1, np.uint32), np.full(chosen, -1, np.int32)
-        for row, sequence in enumerate(sequences):
-            slots[row] = sequence.slot
-            self._matcher(sequence).mask(mask[row])
+        slots[: len(sequences)] = [sequence.slot for sequence in sequences]
+        failed = list(self._masks(sequences, mask))
         result = engine.choose(Shape("choose", chosen, chosen), logits, slots, mask)
         for sequence in sequences:
             sequence.computed, sequence.unread = len(sequence.tokens), 1
         self._unread.append((result, tuple(sequences)))
+        return failed

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jinfer.sampling.params import SamplingParams
+
+# "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
+FinishReason = Literal["stop", "length"]
 
 
 class RequestError(ValueError):
@@ -56,14 +60,14 @@ class Token:
 
     Attributes:
         logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
-        final: no other token will come, whatever this one is.
+        last: why no other token will come, where that is known already.
     """
 
     request: int
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    final: bool = False
+    last: FinishReason | None = None
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Experts(nnx.Module):
         """What the operation takes."""
         gate = self.gate.projection() if self.gated else None
         up, down = self.up.projection(), self.down.projection()
-        fused = self.activation if self.activation in FUSED else "none"
+        fused = self.gating.activation if self.gating.activation in FUSED else "none"
         return moe.Experts(gate, up, down, self._activate, fused)
 
     def _activate(self, gate: Array | None, up: Array) -> Array:

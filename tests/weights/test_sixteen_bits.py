@@ -94,7 +94,9 @@ def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rule_converts() -> None:
     rules = [{"match": "decoder.0.attn.q", "weights": "plain"}]
     llm = open_model("llama2", **{"quantization.rules": rules})
-    each = zip(llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True)
+    each = zip(
+        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+    )
     wide = [name for name, leaf, role in each if role != "plain" and leaf.dtype == jnp.float32]
     assert wide == ["decoder.0.attn.q.weight"]
 
@@ -146,7 +148,9 @@ def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) 
     options = ["--set", f"quantization.rules={rules}", "--set", "quantization.threshold=0"]
     assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0
     llm = LLM(tmp_path / "out", dtype="float32")
-    each = zip(llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True)
+    each = zip(
+        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+    )
     for name, leaf, role in each:
         if role != "plain":
             is_quantized = name.startswith("decoder.1.")

@@ -92,7 +92,8 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     engine = quantized._engine
     # The same model, in full, with the weights that the codes stand for.
     plain._engine.parameters = tuple(
-        leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf for leaf in engine.parameters
+        leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf
+        for leaf in engine.parameters
     )
     ours, wanted = quantized.logits([IDS])[0], plain.logits([IDS])[0]
     bound = 2e-4 if activations == "float" else 0.05 * np.abs(wanted).max()
