@@ -32,6 +32,8 @@ from jinfer.opening.conversation import Message
 from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.sampling.beam import Beams
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.order import PLAIN
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.structured import compile_constraint
 from jinfer.tokenizer import Tokenizer
@@ -220,7 +222,7 @@ class Frontend:
 
     def _driver(self, request: Request) -> Driver | None:
         sampling = request.sampling
-        given = {
+        given: dict[str, Any] = {
             "json_schema": sampling.json_schema,
             "regex": sampling.regex,
             "choice": sampling.choice,
@@ -296,22 +298,26 @@ def _engine(model: AbstractModel, opened: Opened) -> Engine:
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
-    """The programs that a request needs if it comes alone."""
+    """The programs that a request needs if it comes alone, and asks for nothing unusual."""
     scheduler, shapes = engine.scheduler, [Shape("admit")]
     while prompt > 1:
         count = scheduler.filling(min(scheduler.chunk, prompt))
-        shapes.append(Shape("step", engine.size_of(count), 1))
+        shapes.append(Shape("logits", engine.size_of(count), 1))
         prompt -= count
-    return [*dict.fromkeys(shapes), Shape("decode", 1)]
+    chosen = Shape("choose", chosen=1, stages=PLAIN)
+    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=PLAIN)]
 
 
 def all_shapes(engine: Engine) -> list[Shape]:
     """The programs that requests of every kind but beam and contrastive search may need."""
     if not engine.model.caches:
         return []
-    slots, scheduler = engine.programs.sizes.slots, engine.scheduler
+    slots = engine.programs.sizes.slots
     counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
-    shapes = [Shape("admit"), Shape("copy"), *(Shape("decode", count) for count in counts)]
-    for size in scheduler.sizes:
-        shapes += [Shape("step", size, chosen) for chosen in sorted({1, slots})]
+    chosen = sorted({1, slots})
+    shapes = [Shape("admit"), Shape("copy")]
+    shapes += [Shape("logits", size, n) for size in engine.scheduler.sizes for n in chosen]
+    for stages in (PLAIN, STAGES):
+        shapes += [Shape("choose", chosen=count, stages=stages) for count in chosen]
+        shapes += [Shape("decode", count, stages=stages) for count in counts]
     return shapes

@@ -25,6 +25,8 @@ from jinfer.engine.state import Choice, State, state_row
 from jinfer.engine.steps import MAX_COPIES, MAX_STEPS, Chosen
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, Cache
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.order import PLAIN
 from jinfer.sampling.rows import Progress
 
 SIZES = (16, 64, 256)  # tokens of flat batches; the largest is `prefill_chunk`
@@ -228,17 +230,44 @@ class Engine:
         self.scheduler.preempt(last)
         return events
 
-    def logits(self, shape: Shape, at: np.ndarray, last: np.ndarray) -> Array:
-        """Logits after some tokens: `steps.logits`."""
-        program = self.programs.get(shape)
-        given = (at[0], at[1], self.tables(), last)
-        self._cache, out = program(self.leaves, self.cache, self.state, *given)
-        return out
+    def compute(
+        self, places: Sequence[tuple[int, int]], last: Sequence[int], chosen: int
+    ) -> tuple[Array, Array]:
+        """Logits after some tokens, and the rows of the state they are of: see `steps.logits`.
 
-    def choose(self, shape: Shape, logits: Array, rows: np.ndarray, mask: np.ndarray) -> Chosen:
-        """The next tokens of some slots: `steps.choose`."""
-        self._state, chosen = self.programs.get(shape)(self.state, logits, rows, mask)
+        Args:
+            places: slot and position of each token; position -1: the last one known.
+            last: the tokens, by their place in the list, after which one is to be chosen.
+            chosen: of how many such tokens the program is made.
+        """
+        size = self.size_of(len(places))
+        at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
+        at[:, : len(places)] = np.array(places, np.int32).T
+        picked[: len(last)] = last
+        program = self.programs.get(Shape("logits", size, chosen))
+        given = (at[0], at[1], self.tables(), picked)
+        self._cache, out, rows = program(self.leaves, self.cache, self.state, *given)
+        return out, rows
+
+    def choose(
+        self,
+        logits: Array,
+        rows: Array,
+        sequences: Sequence[Running],
+        mask: np.ndarray | None = None,
+    ) -> Chosen:
+        """The next tokens of some sequences: see `steps.choose`."""
+        count = logits.shape[0]
+        words = np.zeros((count, -(-self.programs.sizes.vocab // 32)), np.uint32)
+        program = self.programs.get(Shape("choose", chosen=count, stages=self.stages_of(sequences)))
+        given = (words if mask is None else mask, np.bool_(mask is not None))
+        self._state, chosen = program(self.state, logits, rows, *given)
         return chosen
+
+    def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
+        """The stages of sampling that a program for these sequences needs."""
+        plain = all(self._choices[sequence.request.id].plain for sequence in sequences)
+        return PLAIN if plain else STAGES
 
     def _plan(self) -> Plan:
         seconds = max(self.step_seconds, 1e-6)
@@ -307,8 +336,8 @@ class Engine:
             each, step, row = known
             progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
         # Tokens that were not drawn, because there was no choice, count all the same.
-        drawn = len(sequence.tokens) - len(sequence.request.prompt)
-        return progress._replace(drawn=np.array([drawn], np.int32))
+        drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
+        return progress._replace(drawn=drawn)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks."""
@@ -363,25 +392,20 @@ class Engine:
             if chunk.chooses:
                 chosen.append((len(last), chunk.sequence))
                 last.append(len(rows) - 1)
-        slots = self.programs.sizes.slots
-        shape = Shape("step", self.size_of(len(rows)), 1 if len(last) <= 1 else slots)
-        at, picked = np.full((2, shape.tokens), -1, np.int32), np.full(shape.chosen, -1, np.int32)
-        at[:, : len(rows)] = np.array(rows, np.int32).T
-        picked[: len(last)] = last
-        program, tables = self.programs.get(shape), self.tables()
         begun = time.perf_counter()
-        self._cache, self._state, result = program(
-            self.leaves, self.cache, self.state, at[0], at[1], tables, picked
-        )
+        out = self.compute(rows, last, self.chosen_count(len(last)))
+        result = self.choose(*out, [sequence for _, sequence in chosen]) if chosen else None
         for chunk in plan.chunks:
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
+        if result is None:
+            return False
         return self._note(_Launched(result, tuple(chosen), 1, begun, False))
 
     def _decode(self, plan: Plan) -> bool:
         """Launches a call; not while its program is compiled and there are tokens to give out."""
         count = self.row_count(len(plan.decoding))
-        shape = Shape("decode", count)
+        shape = Shape("decode", count, stages=self.stages_of(plan.decoding))
         if self._launched and not self.programs.ready(shape):
             return False
         rows = np.full(count, -1, np.int32)
@@ -397,9 +421,8 @@ class Engine:
     def _note(self, launched: _Launched) -> bool:
         for _, sequence in launched.rows:
             sequence.unread += launched.steps
-        if launched.rows:
-            self._launched.append(launched)
-        return bool(launched.rows)
+        self._launched.append(launched)
+        return True
 
     def tables(self) -> dict[str, np.ndarray]:
         """Where the blocks of each slot's sequence are, by group."""
@@ -422,6 +445,10 @@ class Engine:
     def size_of(self, tokens: int) -> int:
         """The tokens of the smallest program that takes so many."""
         return next(size for size in self.scheduler.sizes if size >= tokens)
+
+    def chosen_count(self, tokens: int) -> int:
+        """Of how many tokens after which one is chosen programs are made."""
+        return 1 if tokens <= 1 else self.programs.sizes.slots
 
     def row_count(self, sequences: int) -> int:
         """A power of two, at most the number of slots."""

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import UInt
 
 from jinfer.engine.engine import Engine
-from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
 from jinfer.engine.steps import Chosen
@@ -106,17 +105,12 @@ class Guided:
             places = range(sequence.computed, len(sequence.tokens))
             rows += [(sequence.slot, place) for place in places]
             last.append(len(rows) - 1)
-        chosen = engine.row_count(len(sequences))
-        size = engine.size_of(len(rows))
-        at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
-        at[:, : len(rows)] = np.array(rows, np.int32).T
-        picked[: len(last)] = last
-        logits = engine.logits(Shape("logits", size, chosen), at, picked)
-        words = -(-engine.programs.sizes.vocab // 32)
-        mask, slots = np.full((chosen, words), 2**32 - 1, np.uint32), np.full(chosen, -1, np.int32)
-        slots[: len(sequences)] = [sequence.slot for sequence in sequences]
+        count = engine.chosen_count(len(sequences))
+        out = engine.compute(rows, last, count)
+        # The device computes while the masks are made.
+        mask = np.zeros((count, -(-engine.programs.sizes.vocab // 32)), np.uint32)
         failed = list(self._masks(sequences, mask))
-        result = engine.choose(Shape("choose", chosen, chosen), logits, slots, mask)
+        result = engine.choose(*out, sequences, mask)
         for sequence in sequences:
             sequence.computed, sequence.unread = len(sequence.tokens), 1
         self._unread.append((result, tuple(sequences)))

@@ -41,16 +41,18 @@ class Shape:
         chosen: tokens of a flat batch after which one is chosen, at most.
         rows: sequences of a flat batch without a state, or texts.
         want: the result of "forward" and "encode".
+        stages: of sampling, that "choose" and "decode" have.
     """
 
     kind: Literal[
-        "step", "logits", "choose", "decode", "forward", "score", "beam", "contrast",
+        "logits", "choose", "decode", "forward", "score", "beam", "contrast",
         "fill", "encode", "copy", "admit",
     ]  # fmt: skip
     tokens: int = 0
     chosen: int = 0
     rows: int = 0
     want: Want = "logits"
+    stages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,18 +175,18 @@ class Programs:
         given = (_int32(tokens), _int32(tokens), _int32(tokens), _int32(rows), self.tables(rows))
         arguments: tuple[Any, ...]
         match shape.kind:
-            case "step":
-                return self._of(steps.step), (1, 2), (leaves, cache, state, *batch, _int32(chosen))
             case "logits":
                 return self._of(steps.logits), 1, (leaves, cache, state, *batch, _int32(chosen))
             case "choose":
                 words = jax.ShapeDtypeStruct((chosen, -(-self.sizes.vocab // 32)), jnp.uint32)
-                logits = jax.eval_shape(*self._eval(Shape("logits", chosen, chosen)))[1]
-                function: Any = partial(steps.choose, self.model)
-                return function, 0, (state, logits, _int32(chosen), words)
+                out = jax.eval_shape(*self._eval(Shape("logits", chosen, chosen)))[1:]
+                function: Any = partial(steps.choose, self.model, shape.stages)
+                flag = jax.ShapeDtypeStruct((), jnp.bool_)
+                return function, 0, (state, *out, words, flag)
             case "decode":
                 arguments = (_int32(tokens), self.tables(self.sizes.slots), _int32())
-                return self._of(steps.decode), (1, 2), (leaves, cache, state, *arguments)
+                function = self._of(steps.decode, shape.stages)
+                return function, (1, 2), (leaves, cache, state, *arguments)
             case "forward":
                 arguments = (leaves, cache, *given, _int32(rows))
                 return self._of(steps.forward, shape.want), 1, arguments

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt
 
+from jinfer.sampling.order import PLAIN, chain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import (
     Progress,
@@ -114,6 +115,7 @@ class Choice:
         sampler, progress: its rows, the progress at its beginning.
         logprobs: whether log-probabilities are wanted.
         mask, masked: of the tokens that are allowed, if not all are.
+        plain: whether the common stages of sampling are enough.
     """
 
     sampler: Sampler
@@ -121,6 +123,7 @@ class Choice:
     logprobs: bool
     mask: UInt[np.ndarray, " words"]
     masked: bool
+    plain: bool
 
     @classmethod
     def of(
@@ -145,6 +148,7 @@ class Choice:
             params.logprobs is not None,
             np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
             mask is not None,
+            set(chain(params)) <= set(PLAIN),
         )
 
 

@@ -5,7 +5,7 @@ Pure functions of flat parameters, a cache and a state that are given away, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,34 +46,6 @@ class Chosen(NamedTuple):
     progress: Progress
 
 
-def step(
-    model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
-    state: State,
-    rows: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    tables: Tables,
-    last: Int[Array, " chosen"],
-) -> tuple[Cache, State, Chosen]:
-    """Computes tokens of any sequences, and chooses the next one of some.
-
-    Args:
-        rows: the slot of each token; -1: padding.
-        positions: where it stands in its sequence; -1: it is the last one known, which only the
-            device may know.
-        last: the tokens after which one is chosen; -1: none.
-
-    Returns:
-        What was chosen has a leading axis of one step.
-    """
-    cache, state, logits, chooses = _pass(
-        model, leaves, cache, state, rows, positions, tables, last
-    )
-    state, chosen = _choose(model, state, logits, chooses)
-    return cache, state, jax.tree.map(lambda one: one[None], chosen)
-
-
 def logits(
     model: AbstractModel,
     leaves: Leaves,
@@ -83,33 +55,65 @@ def logits(
     positions: Int[Array, " tokens"],
     tables: Tables,
     last: Int[Array, " chosen"],
-) -> tuple[Cache, Float[Array, "chosen vocab"]]:
-    """`step` up to its logits."""
-    return _pass(model, leaves, cache, state, rows, positions, tables, last)[0::2]
+) -> tuple[Cache, Float[Array, "chosen vocab"], Int[Array, " chosen"]]:
+    """Computes tokens of any sequences, up to the logits after some of them.
+
+    Args:
+        rows: the slot of each token; -1: padding.
+        positions: where it stands in its sequence; -1: it is the last one known, which only the
+            device may know.
+        last: the tokens after which one is to be chosen; -1: none.
+
+    Returns:
+        The cache, the logits, and the rows of the state they are of: the spare one where there is
+        nothing to choose.
+    """
+    some = _or_spare(state, rows)
+    newest = positions < 0
+    positions = jnp.where(newest, state.lengths[some] - 1, positions)
+    here = jnp.where(newest & ~_going(state, rows), -1, rows)
+    positions = jnp.where(here >= 0, positions, 0)
+    tokens = state.history[some, positions]
+    at = Step.flat(here, positions, state.prompts, tables, state.encoded)
+    wanted = jnp.maximum(last, 0)
+    out, cache = model.module(leaves).decode(tokens, at, cache, "logits", wanted)
+    return cache, out, _or_spare(state, jnp.where(last >= 0, here[wanted], -1))
 
 
 def choose(
     model: AbstractModel,
+    stages: Sequence[str],
     state: State,
     logits: Float[Array, "chosen vocab"],
     rows: Int[Array, " chosen"],
     mask: UInt[Array, "chosen words"],
+    masked: Bool[Array, ""],
 ) -> tuple[State, Chosen]:
-    """`step` from its logits on, among the tokens that a mask allows.
+    """Chooses the next tokens of some sequences.
 
     Args:
-        rows: the slots that get a token; -1: none.
-        mask: bit i % 32 of word i // 32 allows token i.
+        stages: of sampling, that these sequences may need.
+        logits, rows: as `logits` gives them.
+        mask: bit i % 32 of word i // 32 allows token i...
+        masked: ...if this is so.
+
+    Returns:
+        What was chosen has a leading axis of one step.
     """
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    bits = mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None] & jnp.uint32(1)
-    allowed = jnp.where(bits != 0, logits, -jnp.inf)
-    state, chosen = _choose(model, state, allowed, _or_spare(state, rows))
+
+    def allowed() -> Array:
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        bits = mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None] & jnp.uint32(1)
+        return jnp.where(bits != 0, logits, -jnp.inf)
+
+    left = lax.cond(masked, allowed, lambda: logits)
+    state, chosen = _choose(model, stages, state, left, rows)
     return state, jax.tree.map(lambda one: one[None], chosen)
 
 
 def decode(
     model: AbstractModel,
+    stages: Sequence[str],
     leaves: Leaves,
     cache: Cache,
     state: State,
@@ -120,6 +124,7 @@ def decode(
     """The next tokens of sequences, until all of them have ended.
 
     Args:
+        stages: of sampling, that these sequences may need.
         rows: their slots; -1: none.
         steps: tokens of each, at most; not above `MAX_STEPS`.
 
@@ -136,10 +141,9 @@ def decode(
         # memory for all weights, unpacked.
         parts, lengths = lax.optimization_barrier((leaves, state.lengths))
         state = state._replace(lengths=lengths)
-        cache, state, logits, chooses = _pass(
-            model, parts, cache, state, rows, newest, tables, every
-        )
-        state, chosen = _choose(model, state, logits, chooses)
+        given = (rows, newest, tables, every)
+        cache, out, chooses = logits(model, parts, cache, state, *given)
+        state, chosen = _choose(model, stages, state, out, chooses)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
@@ -156,30 +160,6 @@ def decode(
     return cache, state, chosen
 
 
-def _pass(
-    model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
-    state: State,
-    rows: Array,
-    positions: Array,
-    tables: Tables,
-    last: Array,
-) -> tuple[Cache, State, Array, Array]:
-    """Cache, state, the logits after some tokens, and the rows of the state they are of."""
-    newest = positions < 0
-    some = _or_spare(state, rows)
-    positions = jnp.where(newest, state.lengths[some] - 1, positions)
-    here = jnp.where(newest & ~_going(state, rows), -1, rows)
-    positions = jnp.where(here >= 0, positions, 0)
-    tokens = state.history[some, positions]
-    at = Step.flat(here, positions, state.prompts, tables, state.encoded)
-    wanted = jnp.maximum(last, 0)
-    out, cache = model.module(leaves).decode(tokens, at, cache, "logits", wanted)
-    chooses = jnp.where(last >= 0, here[wanted], -1)
-    return cache, state, out, _or_spare(state, chooses)
-
-
 def _or_spare(state: State, rows: Array) -> Array:
     """Rows of the state; the one that nobody has where there is none."""
     return jnp.where(rows >= 0, rows, state.lengths.shape[0] - 1)
@@ -191,7 +171,9 @@ def _going(state: State, rows: Array) -> Bool[Array, " rows"]:
     return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
 
 
-def _choose(model: AbstractModel, state: State, logits: Array, rows: Array) -> tuple[State, Chosen]:
+def _choose(
+    model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
+) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
     sampler, progress = (
         jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
@@ -207,6 +189,7 @@ def _choose(model: AbstractModel, state: State, logits: Array, rows: Array) -> t
         state.prompts[rows],
         mask=state.mask,
         masked=state.masked[rows],
+        stages=stages,
     )
     tokens = sampled.tokens
     wanted = jnp.any(state.logprobs[rows])
