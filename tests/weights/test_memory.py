@@ -12,7 +12,7 @@ from jinfer.engine.programs import Shape
 from tools.bench_models import LlamaShape, make_up
 from tools.quantize import convert
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
 MORE = 300 << 20  # bytes, beside the file: Python, JAX, the tokenizer, what a thread works on
 COMPILER = 200 << 20  # bytes that XLA and LLVM take, where loading compiles: 160 seen
