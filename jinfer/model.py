@@ -167,7 +167,7 @@ class Model(nnx.Module):
         cache: Cache,
         last: Int[Array, " chosen"] | None = None,
     ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
-        """The decoder's forward pass over a flat batch.
+        """The decoder's forward pass over a flat batch: "logits" and "hidden".
 
         Args:
             tokens: new tokens of any sequences.
@@ -181,7 +181,7 @@ class Model(nnx.Module):
         if last is not None:
             x = x[:, last]
         results = stack.results(x, step, self.shared)
-        return {name: value[0] for name, value in results.items()}, cache
+        return {name: results[name][0] for name in ("logits", "hidden")}, cache
 
     def encode(
         self,
