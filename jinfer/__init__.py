@@ -4,7 +4,7 @@ from jinfer.engine.collector import paused
 
 with paused():
     from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
-    from jinfer.engine.requests import RequestError
+    from jinfer.engine.requests import EngineError, RequestError
     from jinfer.errors import USER_ERRORS
     from jinfer.llm import LLM
     from jinfer.sampling.params import SamplingParams
@@ -14,6 +14,7 @@ __all__ = [
     "USER_ERRORS",
     "Chunk",
     "Completion",
+    "EngineError",
     "RequestError",
     "SamplingParams",
     "TokenLogprob",

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held
+from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
@@ -222,18 +222,16 @@ class Scheduler:
 
     def _comes_soon(self, sequence: Running, cached: int) -> bool:
         """Whether another sequence is about to compute what this one begins with, too."""
-        more = min(cached + BLOCK, len(sequence.tokens) - 1)
-        if more < cached + WORTH_A_COPY or not sequence.request.reuse:
+        if not sequence.request.reuse:
             return False
-        begin = sequence.tokens[:more]
-        return any(
-            other.in_prompt
-            and other.request.reuse
-            and other.computed < more
-            and other.seed == sequence.seed
-            and other.tokens[:more] == begin
-            for other in self.running
-        )
+        here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
+        for other in self.running:
+            if other.in_prompt and other.request.reuse and other.seed == sequence.seed:
+                same = common(other.tokens[here], sequence.tokens[here])
+                soon = same >= WORTH_A_COPY and other.computed < cached + same
+                if soon and other.tokens[:cached] == sequence.tokens[:cached]:
+                    return True
+        return False
 
     def make_room(self, sequence: Running, steps: int) -> bool:
         """Makes room for new tokens of a sequence; those that came last are preempted for it.

@@ -18,7 +18,9 @@ def scheduler(blocks: int = 100, slots: int = 4, chunk: int = 512, **more: int) 
     return Scheduler(manager, slots, chunk, more.pop("mixed", 64), SIZES, **more)
 
 
-def sequence(id: int, length: int, new: int = 10, *, begin: int | None = None, **more: int) -> Running:
+def sequence(
+    id: int, length: int, new: int = 10, *, begin: int | None = None, **more: int
+) -> Running:
     first = id * 10_000 if begin is None else begin
     prompt = tuple(range(first, first + length))
     request = Request(id, prompt, SamplingParams(), length + new, **more)  # type: ignore[arg-type]
@@ -197,10 +199,14 @@ def test_a_beginning_that_another_computes_is_waited_for() -> None:
 def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
     """Random arrivals, cancellations and a small pool: all end, in finitely many steps."""
     rng = random.Random(seed)
-    s = scheduler(rng.randint(6, 20), rng.randint(1, 5), rng.choice([64, 512]), mixed=rng.choice([16, 64]))
+    s = scheduler(
+        rng.randint(6, 20), rng.randint(1, 5), rng.choice([64, 512]), mixed=rng.choice([16, 64])
+    )
     most = s.blocks.pools["all"].count * BLOCK
     left = [
-        sequence(i, rng.randint(1, min(300, most - 60)), rng.randint(1, 50), priority=rng.randint(0, 1))
+        sequence(
+            i, rng.randint(1, min(300, most - 60)), rng.randint(1, 50), priority=rng.randint(0, 1)
+        )
         for i in range(12)
     ]
     alive: list[Running] = []
