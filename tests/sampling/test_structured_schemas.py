@@ -18,8 +18,8 @@ from tests.sampling.schemas import random_schema
 from tests.sampling.vocabularies import BYTE_COMPLETE, tokenizer
 
 LONG = 120  # tokens, after which a walk prefers to close what it has opened
-CLOSING = b'"}],:0123456789 tfn-.'
-FORMATS = jsonschema.FormatChecker()
+CLOSING = b'"}]@,:0123456789 tfn-.'
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def allowed(matcher: Matcher, size: int) -> np.ndarray:
@@ -35,13 +35,13 @@ def walk(constraint: Constraint, found: Tokenizer, seed: int) -> tuple[str, list
     """An answer of tokens drawn evenly; towards its end once it is long. With its last ids."""
     rng = np.random.default_rng(seed)
     matcher = constraint.start()
-    while not matcher.finished:
+    while not matcher.finished and (found.eos_ids or not matcher.may_end):
         ids = allowed(matcher, found.vocab_size)
         forced = matcher.forced()
         assert not forced or ids.tolist() == [forced[0]]
         if len(matcher.tokens) > LONG:
-            ends = [id for id in ids if id in found.eos_ids]
-            ids = np.array(ends or sorted(ids, key=lambda id: closing(found, id))[:3])
+            near = ids[np.argsort(closing(found)[ids], kind="stable")]
+            ids = near[:1] if near[0] in found.eos_ids else near[: rng.choice([1, 14])]
         token = int(rng.choice(ids))
         matcher.advance(token)
         assert len(matcher.tokens) < 2000
@@ -52,14 +52,12 @@ def walk(constraint: Constraint, found: Tokenizer, seed: int) -> tuple[str, list
 @cache
 def closing(found: Tokenizer) -> np.ndarray:
     """For each token how late it should come in a walk to the end."""
-    texts = [found.token_bytes(id) for id in range(found.vocab_size)]
-    places = [CLOSING.find(data) if data else -1 for data in texts]
-    return np.array(
-        [
-            100 * len(data) + (place if place >= 0 else 99)
-            for data, place in zip(texts, places, strict=True)
-        ]
-    )
+    late = np.empty(found.vocab_size, np.int64)
+    for id in range(found.vocab_size):
+        data = found.token_bytes(id)
+        place = CLOSING.find(data)
+        late[id] = 100 * len(data) + (place if place >= 0 else 99)
+    return late
 
 
 def check_valid(text: str, schema: dict[str, Any]) -> None:
@@ -80,6 +78,7 @@ def test_answers_to_random_schemas_are_valid(block: int) -> None:
             try:
                 check_valid(text, schema)
             except (ValueError, jsonschema.ValidationError) as error:
+                # llguidance's dates have a 29th of February in every year.
                 if "is not a 'date'" not in str(error) or "02-29" not in text:
                     raise AssertionError(f"schema {seed}, walk {number}: {text}") from error
 
@@ -174,8 +173,8 @@ def test_white_space_is_bounded() -> None:
     ("schema", "right", "wrong"),
     [
         ({"type": "integer", "maximum": 2**63 - 1, "minimum": 2**62}, 2**62, 2**63),
-        ({"type": "integer", "minimum": 2**62 + 1}, 2**62 + 1024, 2**62),
-        ({"type": "integer", "maximum": 2**62 - 1}, 2**62 - 1024, 2**62),
+        ({"type": "integer", "minimum": 2**57 + 1}, 2**57 + 32, 2**57),
+        ({"type": "integer", "maximum": 2**57 - 1}, 2**57 - 32, 2**57),
         ({"type": "number", "maximum": 1e300}, 5.5, 1e19),
         ({"type": "array", "uniqueItems": False}, [1, 1], 1),
         ({"type": "integer", "multipleOf": 86_400}, 172_800, 172_801),

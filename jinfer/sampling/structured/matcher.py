@@ -38,6 +38,8 @@ class Matcher:
         self._renew = renew
         self._tokens: list[int] = []
         self._after_end = 0  # ends of sequence that came when nothing else could
+        self._only_end = False  # as a mask has shown
+        self._text = ~_bits(vocabulary.eos_ids, -(-vocabulary.size // 32))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -50,7 +52,8 @@ class Matcher:
 
         True also for a vocabulary without an end of sequence.
         """
-        return bool(self._state.is_stopped()) and not self._state.is_error()
+        stopped = bool(self._state.is_stopped()) and not self._state.is_error()
+        return stopped or self._only_end
 
     @property
     def may_end(self) -> bool:
@@ -82,8 +85,10 @@ class Matcher:
         out[words:] = 0
         if size % 32:
             out[words - 1] &= np.uint32((1 << size % 32) - 1)
-        if not self.may_end and not out.any():
-            raise self._dead_end("")
+        if not (out[:words] & self._text).any():
+            if not self.may_end:
+                raise self._dead_end("")
+            self._only_end = True
 
     def _compute(self) -> UInt[np.ndarray, " words"]:
         """The mask as llguidance has it: perhaps with an end of sequence that is not a token."""
@@ -113,10 +118,19 @@ class Matcher:
         """
         if self.finished and token in self._vocabulary.eos_ids:
             self._after_end += 1
-        elif not 0 <= token < self._vocabulary.size or not self._state.consume_token(token):
-            self._rebuild(self._renew())
+            self._tokens.append(token)
+            return
+        if not 0 <= token < self._vocabulary.size or not self._consumes(token):
             raise ConstraintError(f"{self._kind}: token {token} is not allowed here")
         self._tokens.append(token)
+        self._only_end = False
+
+    def _consumes(self, token: int) -> bool:
+        taken = self._state.try_consume_tokens([token])
+        if self._state.is_error():
+            self._rebuild(self._renew())
+            taken = self._state.try_consume_tokens([token])
+        return bool(taken == 1)
 
     def forced(self) -> list[int]:
         """The tokens that must come next whatever the model says; empty if there is a choice.
@@ -133,6 +147,7 @@ class Matcher:
         other = Matcher(self._kind, self._vocabulary, self._state.deep_copy(), self._renew)
         other._tokens = list(self._tokens)
         other._after_end = self._after_end
+        other._only_end = self._only_end
         return other
 
     def rollback(self, n: int) -> None:
@@ -147,6 +162,7 @@ class Matcher:
         beyond = min(n, self._after_end)
         self._after_end -= beyond
         del self._tokens[left:]
+        self._only_end = self._only_end and n <= beyond
         if n > beyond and not self._state.rollback(n - beyond):
             # Grammars with limits on tokens cannot go back.
             self._rebuild(self._renew())
@@ -157,3 +173,10 @@ class Matcher:
         inside = self._tokens[: len(self._tokens) - self._after_end]
         for token in inside:
             fresh.consume_token(token)
+
+
+def _bits(ids: tuple[int, ...], words: int) -> UInt[np.ndarray, " words"]:
+    mask = np.zeros(words, np.uint32)
+    for id in ids:
+        mask[id // 32] |= np.uint32(1 << id % 32)
+    return mask

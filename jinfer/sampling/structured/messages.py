@@ -13,7 +13,7 @@ from jinfer.sampling.structured.source import Kind, Source
 
 NOTHING = "allows no answer at all"
 
-_MOST_PARTS = 200  # of a schema that are tried one by one to find the wrong one
+_MOST_CHARACTERS = 1 << 20  # of all schemas that are tried to find the wrong part of one
 
 # What a message says -> what it means. The first that is found counts.
 _MEANINGS = (
@@ -102,8 +102,9 @@ def _place(
     Each part is compiled by itself, where `$ref` still finds the others.
     """
     schema.pop("x-guidance", None)
-    parts = [place for place, part in subschemas(schema) if isinstance(part, dict)][:_MOST_PARTS]
+    parts = [place for place, part in subschemas(schema) if isinstance(part, dict)]
     whole = _moved(schema)
+    parts = parts[: _MOST_CHARACTERS // len(json.dumps(whole))]
     alone = [json.dumps({"whole": whole, "$ref": f"#/whole{place}"}) for place in parts]
     found = ""
     messages = errors_of([Source("json_schema", body, False, "").grammar() for body in alone])
