@@ -209,7 +209,9 @@ def test_names_of_other_engines() -> None:
 
 
 def test_lists_and_mappings_are_kept_as_tuples() -> None:
-    made = params(logit_bias={"5": 1.5, 3: -2}, bad_words="x", choice=["a", "b"], samplers=["temp"])
+    made: Any = params(
+        logit_bias={"5": 1.5, 3: -2}, bad_words="x", choice=["a", "b"], samplers=["temp"]
+    )
     assert made.logit_bias == ((5, 1.5), (3, -2))
     assert made.bad_words == ("x",)
     assert made.choice == ("a", "b")
