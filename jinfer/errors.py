@@ -3,7 +3,7 @@
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
 from jinfer.opening.sources import SourceError
-from jinfer.sampling.structured.errors import ConstraintError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError

@@ -35,7 +35,6 @@ from jinfer.sampling.beam import Beams
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.structured import compile_constraint
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
 
@@ -231,6 +230,9 @@ class Frontend:
         if any(value is not None for value in given.values()):
             if sampling.strategy in ("beam", "contrastive"):
                 raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
+            # Half a tenth of a second to import, which most requests need not pay.
+            from jinfer.sampling.structured import compile_constraint
+
             constraint = compile_constraint(
                 self.tokenizer, **given, at_text_start=bool(request.encoder)
             )
@@ -241,7 +243,10 @@ class Frontend:
         if sampling.strategy == "beam":
             ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
             every = ends | set(sampling.stop_token_ids)
-            return BeamSearch(partial(Beams, sampling.beams, sampling.length_penalty, every))
+            most = request.limit - len(request.prompt)
+            early = sampling.early_stopping
+            start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+            return BeamSearch(start)
         return None
 
     def _check_room(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import UInt
@@ -16,7 +17,10 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
 from jinfer.engine.steps import Chosen
-from jinfer.sampling.structured import ConstraintError, Matcher
+from jinfer.sampling.errors import ConstraintError
+
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
 
 _MOST_FORCED = 8  # tokens computed together with the one after them
 

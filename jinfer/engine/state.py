@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, UInt
 
-from jinfer.sampling.order import PLAIN, chain
+from jinfer.sampling.order import is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import (
     Progress,
@@ -148,7 +148,7 @@ class Choice:
             params.logprobs is not None,
             np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
             mask is not None,
-            set(chain(params)) <= set(PLAIN),
+            is_plain(params),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +30,10 @@ class Beams:
         count: how many are kept.
         length_penalty: above 1 favours longer sequences.
         end_ids: tokens that end a sequence.
+        early_stopping: when a search ends that has found `count` sequences. True: at once. False:
+            when the likeliest running one would not be better if it ended now. "never": when it
+            cannot become better, whatever follows.
+        limit: tokens that a sequence may have.
         sequences, scores: of the running ones.
         ended: the best `count` of those that have ended, best first.
     """
@@ -36,6 +41,8 @@ class Beams:
     count: int
     length_penalty: float
     end_ids: frozenset[int]
+    early_stopping: bool | Literal["never"] = False
+    limit: int = 1
     sequences: list[tuple[int, ...]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     ended: list[Hypothesis] = field(default_factory=list)
@@ -80,10 +87,15 @@ class Beams:
 
     @property
     def done(self) -> bool:
-        """Whether no running sequence can still become better than all that have ended."""
+        """Whether the search has found what it looks for."""
         if len(self.ended) < self.count:
             return False
+        if self.early_stopping is True:
+            return True
         length = len(self.sequences[0])
+        # Scores are negative: what divides them by more makes them better.
+        if self.early_stopping == "never" and self.length_penalty > 0:
+            length = self.limit
         return self.ended[-1].score >= self.scores[0] / length**self.length_penalty
 
     def best(self) -> Hypothesis:

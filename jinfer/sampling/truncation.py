@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from jinfer.sampling.chance import chance
@@ -28,10 +28,8 @@ def by_mass(x: Logits, turn: Turn) -> Logits:
     to the expected one, of this probability.
     """
     top_k, typical = turn.stage == STAGES.index("top_k"), turn.stage == STAGES.index("typical_p")
-    logprobs = jax.nn.log_softmax(x, axis=-1)
-    away = jnp.abs(logprobs + entropy(logprobs)[:, None])
-    order = jnp.where(typical, -away, x)
-    weights = jnp.where(top_k, jnp.ones_like(x), jnp.exp(logprobs))
+    order, weights = lax.cond(typical, _surprise, lambda x: (x, _weights(x)), x)
+    weights = jnp.where(top_k, 1.0, weights)
     sampler = turn.sampler
     share = jnp.where(typical, sampler.number("typical_p"), sampler.number("top_p"))
     count = jnp.minimum(sampler.whole("top_k"), x.shape[-1]).astype(jnp.float32)
@@ -39,16 +37,23 @@ def by_mass(x: Logits, turn: Turn) -> Logits:
     return _kept(x, heaviest(order, weights, mass))
 
 
+def _surprise(x: Logits) -> tuple[Array, Array]:
+    """How near each token's surprise is to the expected one, and its probability."""
+    logprobs = jax.nn.log_softmax(x, axis=-1)
+    return -jnp.abs(logprobs + entropy(logprobs)[:, None]), jnp.exp(logprobs)
+
+
 def by_share(x: Logits, turn: Turn) -> Logits:
     """The tokens of at least a probability that the likeliest's, p, gives.
 
     min_p (arXiv 2407.01082): min_p * p. top_a (BlinkDL, 2022): top_a * p^2.
     """
-    p = jax.nn.softmax(x, axis=-1)
-    most = jnp.max(p, axis=-1)
-    sampler, squared = turn.sampler, turn.stage == STAGES.index("top_a")
-    least = jnp.where(squared, sampler.number("top_a") * most**2, sampler.number("min_p") * most)
-    return _kept(x, p >= least[:, None])
+    weights = _weights(x)
+    # With p = 1 / total, top_a * p^2 is top_a / total in units of p.
+    top_a = turn.sampler.number("top_a") / jnp.sum(weights, axis=-1)
+    squared = turn.stage == STAGES.index("top_a")
+    least = jnp.where(squared, top_a, turn.sampler.number("min_p"))
+    return _kept(x, weights >= least[:, None])
 
 
 def tfs_z(x: Logits, turn: Turn) -> Logits:
@@ -99,6 +104,11 @@ def xtc(x: Logits, turn: Turn) -> Logits:
     likely = p >= turn.sampler.number("xtc_threshold")[:, None]
     least = jnp.min(jnp.where(likely, p, jnp.inf), axis=-1, keepdims=True)
     return _kept(x, ~likely | (p <= least) | ~now[:, None])
+
+
+def _weights(x: Logits) -> Float[Array, "rows vocab"]:
+    """Probabilities in units of the greatest."""
+    return jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
 
 
 def _kept(x: Logits, which: Bool[Array, "rows vocab"]) -> Logits:

@@ -1,5 +1,6 @@
 """The parameters of a request: their rules, their other names, the stages that they ask for."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,9 @@ def test_names_of_other_engines() -> None:
 
 
 def test_lists_and_mappings_are_kept_as_tuples() -> None:
-    made = params(logit_bias={"5": 1.5, 3: -2}, bad_words="x", choice=["a", "b"], samplers=["temp"])
+    made: Any = params(
+        logit_bias={"5": 1.5, 3: -2}, bad_words="x", choice=["a", "b"], samplers=["temp"]
+    )
     assert made.logit_bias == ((5, 1.5), (3, -2))
     assert made.bad_words == ("x",)
     assert made.choice == ("a", "b")
@@ -310,3 +313,15 @@ def test_allowed_mask() -> None:
     assert mask.tolist() == [1 | 1 << 31, 1, 1 << 5]
     with pytest.raises(ValueError, match=r"^allowed_token_ids: token 70 is outside the vocabulary"):
         allowed_mask(params(allowed_token_ids=[70]), 70)
+
+
+def test_the_page_tells_of_every_parameter_and_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    for name, field in SamplingParams.__dataclass_fields__.items():
+        assert f"`{name}`" in page, name
+        described = [line for line in lines if line.startswith(f"| `{name}` |")]
+        if described and isinstance(field.default, int | float) and field.default is not False:
+            assert f"| {field.default}" in described[-1], name
+    for stage in STAGES:
+        assert stage in page, stage

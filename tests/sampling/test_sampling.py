@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
-from jinfer.sampling.sampler import argmax
+from jinfer.sampling.search import argmax
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import SAMPLE, VOCAB, batch, call, draw, left, params, random_logits
 
@@ -257,6 +257,7 @@ def test_logprobs(vocab: int) -> None:
     wanted = np.log([probabilities(row) for row in logits])
     assert sampled.logprob is not None
     assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
     tokens = np.asarray(sampled.tokens)
     assert tokens[2] != logits[2].argmax()
     assert_allclose(sampled.logprob, wanted[np.arange(3), tokens], atol=2e-6)

@@ -19,8 +19,8 @@ Forced tokens change nothing but the speed: masks would allow only them. Both fo
 of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
 """
 
+from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.constraint import Constraint, compile_constraint
-from jinfer.sampling.structured.errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 
 __all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from jinfer.sampling.structured.errors import ConstraintError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.messages import failure
 from jinfer.sampling.structured.reach import find_answer

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import UInt
 from llguidance import LLMatcher
 
-from jinfer.sampling.structured.errors import ConstraintError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.messages import one_line
 from jinfer.sampling.structured.source import Kind
 from jinfer.sampling.structured.vocabulary import Vocabulary

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jinfer.sampling.structured.errors import ConstraintError, short
+from jinfer.sampling.errors import ConstraintError, short
 from jinfer.sampling.structured.schema import at, subschemas
 from jinfer.sampling.structured.source import Kind, Source
 

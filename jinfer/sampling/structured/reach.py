@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Int
 
-from jinfer.sampling.structured.errors import ConstraintError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.vocabulary import Vocabulary
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jinfer.sampling.structured.errors import ConstraintError, short
+from jinfer.sampling.errors import ConstraintError, short
 
 MAX_DEPTH = 100  # of lists and objects in each other; llguidance's own limit is a little higher
 MAX_PROPERTIES = 2_000  # of one object: the grammar of optional ones grows with their square

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from jinfer.sampling.structured.errors import ConstraintError, short
+from jinfer.sampling.errors import ConstraintError, short
 from jinfer.sampling.structured.schema import prepare_schema, subschemas
 
 MAX_CHARACTERS = 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.sampling.structured.errors import ConstraintError
+from jinfer.sampling.errors import ConstraintError
 
 TRIAL_SECONDS = 2  # of the processor
 TRIAL_BYTES = 2 << 30
