@@ -13,9 +13,15 @@ from jinfer.sampling.params import SamplingParams
 SIZES = (16, 64, 256, 512)
 
 
-def scheduler(blocks: int = 100, slots: int = 4, chunk: int = 512, **more: int) -> Scheduler:
+def scheduler(
+    blocks: int = 100,
+    slots: int = 4,
+    chunk: int = 512,
+    mixed: int = 64,
+    queue: int | None = None,
+) -> Scheduler:
     manager = BlockManager({"all": BlockPool(blocks)})
-    return Scheduler(manager, slots, chunk, more.pop("mixed", 64), SIZES, **more)
+    return Scheduler(manager, slots, chunk, mixed, SIZES, queue)
 
 
 def sequence(
