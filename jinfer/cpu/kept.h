@@ -160,15 +160,29 @@ inline float reach(int levels) {
   return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
 }
 
-// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py.
+// The larger of each lane, or NaN where either is; and of all lanes, in every one.
+inline Floats larger_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+
+template <int apart = LANES / 2>
+inline Floats highest_or_nan(Floats x) {
+  if constexpr (apart == 0) {
+    return x;
+  } else {
+    x = larger_or_nan(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return highest_or_nan<apart / 2>(x);
+  }
+}
+
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py. A block with a NaN
+// gets NaN for its numbers: what is broken must not look like text.
 inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
   Floats lowest = load(x), most = lowest;
 #pragma GCC unroll 8
   for (int i = LANES; i < 32; i += LANES) {
-    lowest = -larger(-lowest, -load(x + i));
-    most = larger(most, load(x + i));
+    lowest = -larger_or_nan(-lowest, -load(x + i));
+    most = larger_or_nan(most, load(x + i));
   }
-  const float low = -highest(-lowest)[0], high = highest(most)[0];
+  const float low = -highest_or_nan(-lowest)[0], high = highest_or_nan(most)[0];
   auto half = [](float y) { return to_half(std::min(std::max(y, -65504.0f), 65504.0f)); };
   float base = 0, offset = 0;
   if (c.symmetric) {
@@ -186,7 +200,7 @@ inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint
 #pragma GCC unroll 8
   for (int i = 0; i < 32; i += LANES) {
     Floats q = (load(x + i) - base) * inverse + offset;
-    q = larger(Floats{}, -larger(all(1 - float(c.levels)), -q));
+    q = larger(-larger(-q, all(1 - float(c.levels))), Floats{});  // NaN, too, becomes a code
     Ints rounded = __builtin_convertvector((q + magic) - magic, Ints);
     memcpy(wide + i, &rounded, sizeof rounded);
   }
@@ -227,14 +241,9 @@ inline void each_width(int bits, F f) {
   }
 }
 
-// Vectors first.. as floats, each `stride` apart and with zeros after its own, unless they are that
-// already; `stride` is then changed to their distance.
-inline const float* read(const Kept& kept, int64_t first, int count, float* scratch, int* stride) {
-  const int dim = kept.dim;
-  if (kept.kind == Kind::f32 && dim % LANES == 0) {
-    *stride = dim;
-    return static_cast<const float*>(kept.data) + first * dim;
-  }
+// Vectors first .. first + count as floats, each with zeros after its own up to its padded width.
+inline const float* read(const Kept& kept, int64_t first, int count, float* scratch) {
+  const int dim = kept.dim, stride = kept.padded();
   if (kept.kind == Kind::codes) {
     const Codes& c = kept.codes;
     const uint32_t* words = static_cast<const uint32_t*>(kept.data) + first * c.words(dim);
@@ -242,15 +251,15 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
     each_width(c.bits, [&](auto bits) {
       for (int i = 0; i < count; ++i)
         decode<bits.value>(c, dim, words + i * c.words(dim), numbers + i * c.numbers(dim),
-                           scratch + int64_t(i) * *stride);
+                           scratch + int64_t(i) * stride);
     });
   } else {
     const char* from = static_cast<const char*>(kept.data) + first * dim * bytes_of(kept.kind);
     for (int i = 0; i < count; ++i, from += dim * bytes_of(kept.kind))
-      to_floats(kept.kind, from, dim, scratch + int64_t(i) * *stride);
+      to_floats(kept.kind, from, dim, scratch + int64_t(i) * stride);
   }
-  for (int i = 0; i < count && dim < *stride; ++i)
-    for (int d = dim; d < *stride; ++d) scratch[int64_t(i) * *stride + d] = 0;
+  for (int i = 0; i < count && dim < stride; ++i)
+    std::fill(scratch + int64_t(i) * stride + dim, scratch + int64_t(i + 1) * stride, 0.0f);
   return scratch;
 }
 

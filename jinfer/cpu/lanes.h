@@ -9,21 +9,23 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jinfer {
 namespace {
 
 // LANES floats of a vector; WIDE vectors and TALL rows are the tile of a matrix product whose sums
-// stay in registers.
+// stay in registers, of which there are REGISTERS.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, WIDE = 4;
+constexpr int LANES = 16, WIDE = 4, REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, WIDE = 2;
+constexpr int LANES = 8, WIDE = 2, REGISTERS = 16;
 #elif defined(__aarch64__)
-constexpr int LANES = 4, WIDE = 4;
+constexpr int LANES = 4, WIDE = 4, REGISTERS = 32;
 #else
-constexpr int LANES = 4, WIDE = 2;
+constexpr int LANES = 4, WIDE = 2, REGISTERS = 16;
 #endif
 constexpr int TALL = 6;
 
@@ -41,6 +43,19 @@ inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// a * b + c: rounded once where there is an instruction for it, whatever stands around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 // a[lane] or b[lane - LANES] for each of the given lanes of a and b together.
 template <int... lane>
