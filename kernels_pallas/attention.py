@@ -82,6 +82,8 @@ def attend(
         backend: "xla" gathers and decodes all that the tables name; so does "triton" where rows are
             of no width that tensor cores take (`Kept.tiled`).
     """
+    if keys.data.shape[2] != TOKENS:
+        raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
     limit = queries.tables.shape[1] * TOKENS - 1
     rows, positions, low, last = (part.astype(jnp.int32) for part in queries[:4])
     rows = jnp.where(rows < queries.tables.shape[0], rows, -1)

@@ -114,7 +114,7 @@ def attention(
 
     q = Shape((tokens, heads[0], dim), jnp.float32 if kind == "f32" else jnp.bfloat16)
     each = Shape((tokens,), jnp.int32)
-    queries = Queries(each, each, each, each, Shape((rows, 128), jnp.int32))
+    queries = Queries._make([each] * 4 + [Shape((rows, 128), jnp.int32)])
     per_head = Shape((heads[0],), jnp.float32) if changed else None
     table = Shape((heads[0], 128), jnp.float32) if changed else None
     args = (q, kept(), None if shared else kept(), queries, per_head, table)

@@ -18,8 +18,9 @@ NAMES = [target.name for target in compiled_targets()]
 # Instructions of a thread for a weight. The memory would allow 2.6 at 2 bits, 3.9 at 3.5 bits and
 # 4.3 at 4 bits.
 BUDGET = {"q2": 2.6, "q3": 3.2, "q3.5": 3.9, "q4": 2.9, "q5": 3.8, "q6": 3.8, "q8": 3.7}
-# The same for a number of keys and values, of which 16 rows of queries take no more than one does.
-ATTENTION_BUDGET = {"plain": 3.0, "codes": 6.0}
+# The same for a number of keys and values, of which 16 rows of queries take no more than one does;
+# about 1.2 of them write a split's sums, which most rounds of the loop pass over.
+ATTENTION_BUDGET = {"plain": 4.3, "codes": 7.2}
 
 
 def test_longest_loop_is_found() -> None:
