@@ -381,7 +381,7 @@ def test_the_same_bits_wherever_blocks_lie() -> None:
     assert before.tobytes() == case.run().tobytes()
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_anything_together(data: st.DataObject) -> None:
     draw = data.draw
@@ -426,7 +426,7 @@ def test_queries_that_fp16_does_not_hold(backend: str) -> None:
     for scale in (1e-6, 1e6):
         case = Case(("q8", "q8"), ((0, 63, 1),), heads=(2, 1), dtype=jnp.float32)
         case.q *= jnp.float32(1 / scale)
-        case.numbers["scale"] = scale
+        case.numbers["scale"] *= scale
         case.check(backend)
 
 

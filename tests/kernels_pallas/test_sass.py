@@ -48,7 +48,7 @@ def test_code(name: str) -> None:
     kind, width, *rest = name.split("-")
     width = width.partition("_")[0]
     kernels = [code for code in codes if not code["name"].startswith("merge")]
-    assert len(kernels) == (2 if rest[0] in ("128", "512") else 1)
+    assert len(kernels) == (2 if rest[0] in ("128", "512", "alone") else 1)
     for code in kernels:
         check(code, kind, width, rest)
 
