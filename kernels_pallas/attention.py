@@ -75,7 +75,7 @@ def attend(
     Query head h reads key head h * kv_heads // heads. Products are of the type in which keys are
     kept, codes as fp16; queries and the softmax's weights are rounded to it. A query that sees no
     key gets zeros, and so does padding. The result for a token has the same bits whichever tokens
-    are with it, for tables of one shape.
+    are with it and wherever its blocks lie.
 
     Args:
         values: None: the keys are the values too.
