@@ -50,7 +50,6 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 
     def run(leaves: tuple[Any, ...], tokens: Any) -> Any:
         module = abstract.module(leaves)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         step = Step.of_texts(tokens, jnp.array([tokens.shape[1]], jnp.int32))
         stack = module.stacks["decoder"]
         x = stack.embed(tokens, jnp.zeros_like(tokens), step, module.shared)
