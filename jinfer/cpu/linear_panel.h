@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "linear.h"
@@ -18,9 +19,26 @@
 
 namespace {
 
+using jinfer::Activations;
+using jinfer::Form;
 using jinfer::Matrix;
 
 constexpr int L = Vector::L;
+
+// Memory of a thread, kept between calls.
+struct Scratch {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  char* get(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + (bytes >> 2) + 4095) & ~size_t{4095};
+      data = static_cast<char*>(std::aligned_alloc(64, size));
+    }
+    return data;
+  }
+};
 
 // ---- codes ------------------------------------------------------------------------------------
 
@@ -169,6 +187,10 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes, con
 // What does not change within a call.
 struct Plan {
   const Matrix* matrix = nullptr;
+  // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
+  // units of a superblock's row.
+  void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
+  bool as_lanes = false;  // numbers stand in memory as lanes do: each of its column
   int rows, g, vectors, parts, units_per_superblock;
   int64_t units;
   // Of a superblock's units and their parts: where their numbers begin in a row group's, and how
@@ -203,39 +225,7 @@ struct Plan {
   int key[6] = {};  // what all but `matrix` and `units` follows from
 };
 
-// The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
-const Plan& plan_of(const Matrix& m) {
-  static thread_local Plan plan;
-  const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
-  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
-  plan.matrix = &m;
-  plan.units = m.superblocks * plan.units_per_superblock;
-  return plan;
-}
-
-// Decoded units of some row groups, one after the other.
-struct Panel {
-  uint8_t* codes;  // [groups][units][8][L][4]
-  float* scales;   // [groups][units][parts][L]
-  float* bases;    // [groups][units][parts][L]
-};
-
-template <int bits>
-void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
-  const Matrix& m = *plan.matrix;
-  const int64_t lanes = int64_t{m.R} * m.G;
-  constexpr int64_t unit = 32 * L;
-  for (int64_t i = 0; i < superblocks; ++i) {
-    for (int v = 0; v < plan.vectors; ++v) {
-      decode<bits>(words + v * L, lanes, m.codebook, codes + v * unit,
-                   codes + (plan.vectors + v) * unit);
-    }
-    words += bits * lanes;
-    codes += plan.units_per_superblock * unit;
-  }
-}
-
-// `row`: rows before the row group, in units of a superblock's row.
+// What `Plan::fill` points to.
 template <bool affine, bool two_level>
 void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
   const Matrix& m = *plan.matrix;
@@ -266,6 +256,41 @@ void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* sca
   }
 }
 
+// The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
+const Plan& plan_of(const Matrix& m) {
+  static thread_local Plan plan;
+  const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
+  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
+  plan.matrix = &m;
+  plan.as_lanes = !m.steps && m.block == 32 && m.halves == 1;
+  plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
+                         : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
+  plan.units = m.superblocks * plan.units_per_superblock;
+  return plan;
+}
+
+// Decoded units of some row groups, one after the other.
+struct Panel {
+  uint8_t* codes;  // [groups][units][8][L][4]
+  float* scales;   // [groups][units][parts][L]
+  float* bases;    // [groups][units][parts][L]
+};
+
+template <int bits>
+void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
+  const Matrix& m = *plan.matrix;
+  const int64_t lanes = int64_t{m.R} * m.G;
+  constexpr int64_t unit = 32 * L;
+  for (int64_t i = 0; i < superblocks; ++i) {
+    for (int v = 0; v < plan.vectors; ++v) {
+      decode<bits>(words + v * L, lanes, m.codebook, codes + v * unit,
+                   codes + (plan.vectors + v) * unit);
+    }
+    words += bits * lanes;
+    codes += plan.units_per_superblock * unit;
+  }
+}
+
 // Row groups `group` .. `group` + `groups` - 1.
 void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
   using Codes = void (*)(const Plan&, const uint32_t*, int64_t, uint8_t*);
@@ -273,9 +298,6 @@ void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
                                     fill_codes<3>, fill_codes<4>, fill_codes<5>,
                                     fill_codes<6>, fill_codes<7>, fill_codes<8>};
   const Matrix& m = *plan.matrix;
-  const auto numbers = m.affine()
-                           ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
-                           : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   // Tiles of one group each follow one another without a gap.
   const int64_t together = m.R == plan.rows ? groups : 1;
   const int64_t units = plan.units, count = units * plan.parts * L;
@@ -284,7 +306,7 @@ void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
     const int64_t superblock = tile * m.superblocks, superblocks = together * m.superblocks;
     const uint32_t* words = m.words + (superblock * m.bits * m.R + row) * m.G;
     codes[m.bits](plan, words, superblocks, panel.codes + i * units * 32 * L);
-    numbers(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
+    plan.fill(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
             panel.bases + i * count);
   }
 }

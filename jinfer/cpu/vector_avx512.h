@@ -10,7 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 16;
   static constexpr int kRows = 8;              // of activations at a time
-  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255
+  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
   using I = __m512i;
   using F = __m512;
 
@@ -47,8 +47,9 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
   static I either(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // a + the sum of 4 products of unsigned and signed bytes, in each lane.
-  template <bool wide>
+  // a + the sum of 4 products of unsigned and signed bytes, in each lane. Where kNarrowCodes: `wide`
+  // for codes over 127, `minus` to take 128 off them first.
+  template <bool wide, bool minus>
   static I dot(I a, I codes, I x) {
     return _mm512_dpbusd_epi32(a, codes, x);
   }
@@ -162,6 +163,18 @@ struct Vector {
     first = _mm512_cvtph_ps(_mm512_castsi512_si256(picked));
     if (both) second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(picked, 1));
     return true;
+  }
+
+  // The scales, and bases, of L columns: float16, in pairs where there are both.
+  template <bool affine>
+  static void load_numbers(const uint16_t* p, F& scale, F& base) {
+    if constexpr (affine) {
+      const I pairs = _mm512_loadu_si512(p);
+      scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+      base = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+    } else {
+      scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    }
   }
 
   // Of 32 values: their largest magnitude's bits.

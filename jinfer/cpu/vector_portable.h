@@ -51,7 +51,7 @@ struct Vector {
   static I mask(I a, uint32_t m) { return a & m; }
   static I either(I a, I b) { return a | b; }
 
-  template <bool wide>
+  template <bool wide, bool minus>
   static I dot(I a, I codes, I x) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
     Signed sum = reinterpret_cast<Signed>(a) + (q & 255) * (y << 24 >> 24);

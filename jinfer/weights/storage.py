@@ -27,7 +27,7 @@ from jinfer.quant.calibration import Inputs
 from jinfer.quant.ggml import kept_format, quantized_tensor
 from jinfer.quant.quantize import Method
 from jinfer.quant.sparse import abstract_outliers
-from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract
+from jinfer.quant.tensor import MOST_COLUMNS, SUPER, Activations, abstract
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, RuleSpec
 from jinfer.weights.mapping import Origin, Shapes
@@ -37,8 +37,18 @@ _TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unles
 
 
 def columns_here(format: QuantFormat) -> int | None:
-    """What the GPU's kernels read, whole superblocks of 1,024 weights; None: as it comes."""
-    return MOST_COLUMNS // format.per_code if jax.default_backend() == "gpu" else None
+    """What kernels read fastest; None: as it comes.
+
+    The GPU's read whole superblocks of 1,024 weights. The CPU's add up lanes side by side for as
+    many rows as possible: 2 columns of each, or more where a block needs them. With 2 instead of 32
+    products of 512 rows take three quarters of the time.
+    """
+    backend, width = jax.default_backend(), 32 * format.per_code
+    if backend == "gpu":
+        return MOST_COLUMNS // format.per_code
+    if backend == "cpu":
+        return max(2, (SUPER if format.two_level else format.block) // width)
+    return None
 
 
 @dataclass(frozen=True)
