@@ -38,16 +38,16 @@ inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence
   (f(std::integral_constant<int, s>{}), ...);
 }
 
-// The product for row groups begin .. end - 1, where a superblock's row is one vector (G = g).
-// `numbers`: room for those of a row group, where they do not stand in memory as lanes do.
-template <int bits, int g, int count, bool affine, int parts, bool coded>
+// The product for row groups begin .. end - 1. `numbers`: room for those of a row group, where they do not stand in memory as lanes do.
+template <int bits, int g, int count, int parts, bool coded>
 void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64_t end,
                      float* numbers) {
   constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
   constexpr bool wide = Vector::kNarrowCodes && (bits == 8 || coded);
-  constexpr bool minus = wide && !affine;  // their zero is 128
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
+  const bool affine = m.affine();
+  const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
   const int64_t lanes = int64_t{m.R} * m.G, superblocks = m.superblocks;
   const int64_t groups_of_tile = m.R / height;
   int64_t tile = begin / groups_of_tile, in_tile = begin % groups_of_tile;
@@ -80,8 +80,8 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           second[h] = Vector::zero();
           UNROLL
           for (int r = 0; r < count; ++r)
-            within[h][r] = affine || minus ? Vector::zero()
-                                           : Vector::repeat<g>(x[r] + at + h * record + sum);
+            within[h][r] =
+                Vector::mask(Vector::repeat<g>(x[r] + at + h * record + sum), zeros);
         }
         auto step = [&](auto step_constant) __attribute__((always_inline)) {
           constexpr int s = part * steps + decltype(step_constant)::value;
@@ -95,7 +95,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
             for (int r = 0; r < count; ++r) {
               Vector::I& sum = count == 1 && s % 2 ? second[h] : within[h][r];
               const void* from = x[r] + at + h * record + s * 4 * g;
-              sum = Vector::dot<wide, minus>(sum, codes[h], Vector::repeat<g>(from));
+              sum = Vector::dot<wide, wide>(sum, codes[h], Vector::repeat<g>(from));
             }
           }
         };
@@ -105,19 +105,28 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           if (count == 1) within[h][0] = Vector::add(within[h][0], second[h]);
           Vector::F scale, base;
           if (halves == 1 && parts == 1 && plan.as_lanes) {
-            Vector::load_numbers<affine>(stand, scale, base);
+            if (affine) {
+              Vector::load_numbers<true>(stand, scale, base);
+            } else {
+              Vector::load_numbers<false>(stand, scale, base);
+            }
           } else {
             const int64_t n = ((u * halves + h) * parts + part) * L;
             scale = Vector::load_f(scales + n);
-            if constexpr (affine) base = Vector::load_f(bases + n);
+            base = Vector::load_f(affine ? bases + n : scales + n);
           }
           UNROLL
           for (int r = 0; r < count; ++r) {
             const char* of = x[r] + at + h * record;
             const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(of + 32 * g));
             total[r] = Vector::fma(Vector::to_float(within[h][r]), both, total[r]);
-            if constexpr (affine)
-              total[r] = Vector::fma(base, Vector::repeat_f<g>(of + sum), total[r]);
+          }
+          if (affine) {
+            UNROLL
+            for (int r = 0; r < count; ++r) {
+              const Vector::F x_sum = Vector::repeat_f<g>(x[r] + at + h * record + sum);
+              total[r] = Vector::fma(base, x_sum, total[r]);
+            }
           }
         }
       };
@@ -145,39 +154,42 @@ using Direct = void (*)(const Plan&, const FewRows&, int64_t, int64_t, float*);
 template <int count>
 Direct direct_of(const Plan& plan) {
   const Matrix& m = *plan.matrix;
-  const bool affine = m.affine(), coded = m.codebook != nullptr;
-  if (plan.vectors != 1 || (coded && (affine || m.bits != 4))) return nullptr;
-  if (plan.g == 2 && plan.parts == 1 && !m.steps) {
+  const bool coded = m.codebook != nullptr;
+  if (coded && m.bits != 4) return nullptr;
+  // Codes over 127 have 128 taken off, which is the zero of formats without bases.
+  if (Vector::kNarrowCodes && m.bits == 8 && m.affine()) return nullptr;
+  if (m.G == 2 && plan.parts == 1 && !m.steps) {
     switch (m.bits) {
-#define JINFER_WIDTH(bits)                                    \
-  case bits:                                                  \
-    return affine ? multiply_direct<bits, 2, count, true, 1, false> \
-                  : multiply_direct<bits, 2, count, false, 1, false>;
-      JINFER_WIDTH(2)
-      JINFER_WIDTH(3)
-      JINFER_WIDTH(5)
-      JINFER_WIDTH(6)
-      JINFER_WIDTH(8)
-#undef JINFER_WIDTH
+      case 2:
+        return multiply_direct<2, 2, count, 1, false>;
+      case 3:
+        return multiply_direct<3, 2, count, 1, false>;
       case 4:
-        if (coded) return multiply_direct<4, 2, count, false, 1, true>;
-        return affine ? multiply_direct<4, 2, count, true, 1, false>
-                      : multiply_direct<4, 2, count, false, 1, false>;
+        return coded ? multiply_direct<4, 2, count, 1, true> : multiply_direct<4, 2, count, 1, false>;
+      case 5:
+        return multiply_direct<5, 2, count, 1, false>;
+      case 6:
+        return multiply_direct<6, 2, count, 1, false>;
       case 7:
-        if constexpr (2 * count <= Vector::kRows)
-          return affine ? multiply_direct<7, 2, count, true, 1, false>
-                        : multiply_direct<7, 2, count, false, 1, false>;
+        if constexpr (2 * count <= Vector::kRows) return multiply_direct<7, 2, count, 1, false>;
+        return nullptr;
+      case 8:
+        return multiply_direct<8, 2, count, 1, false>;
     }
   }
-  if (plan.g == 8 && m.steps) {  // as GGUF has them
-    if (m.bits == 2 && affine && plan.parts == 2) return multiply_direct<2, 8, count, true, 2, false>;
-    if (m.bits == 3 && !affine && plan.parts == 2)
-      return multiply_direct<3, 8, count, false, 2, false>;
-    if (m.bits == 4 && affine && plan.parts == 1) return multiply_direct<4, 8, count, true, 1, false>;
-    if (m.bits == 4 && coded && plan.parts == 1) return multiply_direct<4, 8, count, false, 1, true>;
-    if (m.bits == 5 && affine && plan.parts == 1) return multiply_direct<5, 8, count, true, 1, false>;
-    if (m.bits == 6 && !affine && plan.parts == 2)
-      return multiply_direct<6, 8, count, false, 2, false>;
+  if constexpr (count <= 4) {  // more rows are as fast in panels
+    if (m.G == 8 && m.steps) {
+      if (plan.parts == 2) {
+        if (m.bits == 2) return multiply_direct<2, 8, count, 2, false>;
+        if (m.bits == 3) return multiply_direct<3, 8, count, 2, false>;
+        if (m.bits == 6) return multiply_direct<6, 8, count, 2, false>;
+      } else {
+        if (m.bits == 4)
+          return coded ? multiply_direct<4, 8, count, 1, true>
+                       : multiply_direct<4, 8, count, 1, false>;
+        if (m.bits == 5) return multiply_direct<5, 8, count, 1, false>;
+      }
+    }
   }
   return nullptr;
 }

@@ -24,7 +24,6 @@ struct Vector {
 
   template <int g>
   static I repeat(const void* p) {
-    if constexpr (g == 1) return _mm256_set1_epi32(*static_cast<const int32_t*>(p));
     if constexpr (g == 2) return _mm256_set1_epi64x(*static_cast<const long long*>(p));
     if constexpr (g == 4) {
       return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -83,11 +82,9 @@ struct Vector {
 
   template <int g>
   static void sum_runs(F v, float* out) {
-    if constexpr (g >= 2) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+    v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
     if constexpr (g >= 4) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
-    if constexpr (g == 1) {
-      store_f(out, v);
-    } else if constexpr (g == 2) {
+    if constexpr (g == 2) {
       const I even = _mm256_set_epi32(0, 0, 0, 0, 6, 4, 2, 0);
       _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(v, even)));
     } else {
@@ -96,16 +93,6 @@ struct Vector {
       out[0] = _mm256_cvtss_f32(v);
       if constexpr (g == 4) out[1] = _mm_cvtss_f32(upper);
     }
-  }
-  static void sum_eight(const float* v, float* sums) {
-    F quad[2];
-    for (int i = 0; i < 2; ++i) {
-      const float* at = v + 4 * i * L;
-      quad[i] = _mm256_hadd_ps(_mm256_hadd_ps(load_f(at), load_f(at + L)),
-                               _mm256_hadd_ps(load_f(at + 2 * L), load_f(at + 3 * L)));
-    }
-    store_f(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20),
-                                _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));
   }
 
   static bool gather(const void* p, bool bytes, int, const uint16_t* at, bool both, F& first,

@@ -25,11 +25,9 @@ struct Vector {
   // g lanes, repeated.
   template <int g>
   static I repeat(const void* p) {
-    if constexpr (g == 1) return _mm512_set1_epi32(*static_cast<const int32_t*>(p));
     if constexpr (g == 2) return _mm512_set1_epi64(*static_cast<const long long*>(p));
     if constexpr (g == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
-    if constexpr (g == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
-    return _mm512_loadu_si512(p);
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
   }
   template <int g>
   static F repeat_f(const void* p) {
@@ -73,45 +71,22 @@ struct Vector {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
   }
 
-  // Sums of runs of g lanes, L / g of them. Lanes are added in the order of sum_eight().
+  // Sums of runs of g lanes, L / g of them.
   template <int g>
   static void sum_runs(F v, float* out) {
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
     if constexpr (g >= 4) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
-    if constexpr (g >= 2) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-    if constexpr (g >= 8) v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
-    if constexpr (g >= 16) v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
-    if constexpr (g == 1) {
-      _mm512_storeu_ps(out, v);
-    } else if constexpr (g == 2) {
+    if constexpr (g == 2) {
       const I even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
       _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, v)));
     } else if constexpr (g == 4) {
       const I fourth = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
       _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(fourth, v)));
     } else {
+      v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
       out[0] = _mm512_cvtss_f32(v);
-      if constexpr (g == 8) out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
+      out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
     }
-  }
-
-  // sums[m] of the L lanes of each of 8 vectors, to the bit what sum_runs<L>() gives.
-  static void sum_eight(const float* v, float* sums) {
-    F pair[4];
-    for (int i = 0; i < 4; ++i) {
-      F a = load_f(v + 2 * i * L), b = load_f(v + (2 * i + 1) * L);
-      pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    }
-    F quad[2];
-    for (int i = 0; i < 2; ++i) {
-      __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
-      quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                              _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    F half = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88),
-                           _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
-    half = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
-    _mm_storeu_ps(sums, _mm512_castps512_ps128(half));
-    _mm_storeu_ps(sums + 4, _mm512_extractf32x4_ps(half, 2));
   }
 
   // `count` values of 2 bytes. Loads of the right size and no masks, which are slow here.

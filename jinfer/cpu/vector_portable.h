@@ -90,11 +90,7 @@ struct Vector {
       out[run] = sum;
     }
   }
-  static void sum_eight(const float* v, float* sums) {
-    for (int i = 0; i < 8; ++i) sum_runs<L>(load_f(v + i * L), sums + i);
-  }
 
-  // One by one, in linear_kernels.h.
   static bool gather(const void*, bool, int, const uint16_t*, bool, F&, F&) { return false; }
 
   static uint32_t magnitude(const float* x) {

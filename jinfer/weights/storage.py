@@ -27,7 +27,7 @@ from jinfer.quant.calibration import Inputs
 from jinfer.quant.ggml import kept_format, quantized_tensor
 from jinfer.quant.quantize import Method
 from jinfer.quant.sparse import abstract_outliers
-from jinfer.quant.tensor import MOST_COLUMNS, SUPER, Activations, abstract
+from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, RuleSpec
 from jinfer.weights.mapping import Origin, Shapes
@@ -36,19 +36,14 @@ _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 _TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
 
 
-def columns_here(format: QuantFormat) -> int | None:
-    """What kernels read fastest; None: as it comes.
+def columns_here(format: QuantFormat) -> int:
+    """Columns of a superblock: what this machine's kernels read.
 
-    The GPU's read whole superblocks of 1,024 weights. The CPU's add up lanes side by side for as
-    many rows as possible: 2 columns of each, or more where a block needs them. With 2 instead of 32
-    products of 512 rows take three quarters of the time.
+    The GPU's read whole superblocks of 1,024 weights.
     """
-    backend, width = jax.default_backend(), 32 * format.per_code
-    if backend == "gpu":
+    if jax.default_backend() == "gpu":
         return MOST_COLUMNS // format.per_code
-    if backend == "cpu":
-        return max(2, (SUPER if format.two_level else format.block) // width)
-    return None
+    return columns_of(format)
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Storage:
     activations: Activations
 
     @property
-    def columns(self) -> int | None:
+    def columns(self) -> int:
         """See `columns_here`."""
         return columns_here(self.format)
 
