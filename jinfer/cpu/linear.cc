@@ -54,9 +54,8 @@ struct Prepared {
   char* data;  // aligned
 };
 
-Form form_of(const Matrix& m, const Kernels& k, bool exact) {
-  const int g = m.G < k.lanes ? m.G : k.lanes;
-  return {m.columns(), g, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
+Form form_of(const Matrix& m, bool exact) {
+  return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
 }
 
 ffi::Error invalid(const std::string& what) {
@@ -112,7 +111,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     m.G = shape[lead + 4];
     m.outputs = field[kOutputs];
     m.inputs = inputs;
-    if (shape[lead + 2] != m.bits || m.R * m.G < 16 || m.R * m.G > 32 ||
+    if (shape[lead + 2] != m.bits || m.R * m.G != 16 || !has_kernels(m.G) ||
         m.tiles * m.R < m.outputs || m.columns() * 32 < inputs) {
       return invalid("the words' shape does not fit the format");
     }
@@ -140,7 +139,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   std::vector<int> form_index(tensor_count);
   size_t forms = 0;
   for (size_t t = 0; t < tensor_count; ++t) {
-    const Form form = form_of(tensors[t].matrix, k, exact != 0);
+    const Form form = form_of(tensors[t].matrix, exact != 0);
     size_t f = 0;
     while (f < forms && !(kept[f].form == form)) ++f;
     if (f == forms) {

@@ -22,6 +22,7 @@ from jinfer.cpu import build
 type Mode = Literal["int8", "float"]
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu")  # the numbers of `Activation` in linear.h
 _CODEBOOK = 16  # most values
+_COLUMNS = (2, 4, 8)  # of superblocks
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,12 @@ def available() -> bool:
 
 
 def supports(matrix: Coded) -> bool:
-    """Whether the call can multiply with a matrix: all formats but codebooks of over 16 values."""
+    """Whether the call can multiply with a matrix.
+
+    It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
+    """
+    if matrix.words.shape[-1] not in _COLUMNS:
+        return False
     return matrix.codebook is None or (
         len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1
     )
