@@ -253,11 +253,14 @@ class Frontend:
         sampling = request.sampling
         rows = {"beam": sampling.beams, "contrastive": sampling.top_k}.get(sampling.strategy, 1)
         for pool in self.engine.scheduler.blocks.pools.values():
-            needed = -(-request.limit // BLOCK) + (rows > 1) * rows * 2
+            needed = -(-request.limit // BLOCK)
+            if rows > 1:  # they share the prompt, and at worst nothing else
+                prompt = len(request.prompt) // BLOCK
+                needed = prompt + rows * (needed - prompt + 1)
             if pool.window is None and needed > pool.count:
                 raise RequestError(
-                    f"{request.limit} tokens do not fit into a cache of {pool.count * BLOCK}; "
-                    f"set engine.kv_tokens, or ask for fewer"
+                    f"{rows} sequences of {request.limit} tokens do not fit into a cache of "
+                    f"{pool.count * BLOCK}; set engine.kv_tokens, or ask for fewer"
                 )
 
     def check_text(self, ids: Sequence[int]) -> None:

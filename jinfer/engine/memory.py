@@ -12,6 +12,7 @@ from jinfer.ops.cache import BLOCK, ENCODER, CacheShape, empty
 from jinfer.quant.kind import Kind
 
 _SHARE = 0.4  # of the memory that is free
+_SEQUENCES = 4  # of the whole context, that there is room for even with one slot: beams
 
 
 def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
@@ -58,7 +59,7 @@ def cache_blocks(
     fixed = sum(sizes[group] * count for group, count in blocks.items())
     each = sum(size for group, size in sizes.items() if group not in blocks)
     if each:
-        most = slots * (whole + 1)
+        most = max(slots, _SEQUENCES) * (whole + 1)
         if tokens is not None:
             most = -(-tokens // BLOCK)
         else:

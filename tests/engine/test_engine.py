@@ -397,7 +397,7 @@ def test_a_small_cache_preempts_and_changes_nothing(alone: list[list[int]]) -> N
         assert large.stats().preemptions == 0
         assert small.stats().preemptions > 0
         assert held(small) == held(large) == 0
-        with pytest.raises(RequestError, match=r"256 tokens do not fit.* of 192; set engine.kv"):
+        with pytest.raises(RequestError, match=r"256 tokens do not fit.* of 192; set engine"):
             open_model(**{"engine.kv_tokens": 192}).generate(
                 [PROMPTS[0]], SamplingParams(max_tokens=None)
             )

@@ -119,9 +119,9 @@ def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {"engine.context": most, **overrides}
     for keys in (
         {"engine.slots": 1},
-        {"engine.slots": 4, "engine.kv_tokens": 2 * most, "engine.prefill_chunk": 64},
+        {"engine.slots": 4, "engine.kv_tokens": 3 * most, "engine.prefill_chunk": 64},
         {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
-        {"engine.slots": 7, "engine.kv_tokens": 3 * most, "engine.mixed_chunk": 40},
+        {"engine.slots": 7, "engine.kv_tokens": 4 * most, "engine.mixed_chunk": 40},
     ):
         with LLM(source, **{**settings, **keys}) as llm:
             yield llm
