@@ -3,6 +3,7 @@
 from jinfer.engine.collector import paused
 
 with paused():
+    from jinfer.async_llm import AsyncLLM
     from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
     from jinfer.engine.requests import EngineError, RequestError
     from jinfer.errors import USER_ERRORS
@@ -12,6 +13,7 @@ with paused():
 __all__ = [
     "LLM",
     "USER_ERRORS",
+    "AsyncLLM",
     "Chunk",
     "Completion",
     "EngineError",

@@ -19,7 +19,9 @@ from jinfer.engine.beam import BeamSearch
 from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
-from jinfer.engine.engine import Driver, Engine, flat_sizes
+from jinfer.engine.device import flat_sizes
+from jinfer.engine.driver import Driver
+from jinfer.engine.engine import Engine
 from jinfer.engine.guided import Guided
 from jinfer.engine.memory import block_bytes, cache_blocks
 from jinfer.engine.programs import Programs, Shape, Sizes
@@ -149,9 +151,14 @@ class Frontend:
         prefix: Sequence[int] = (),
         *,
         priority: int = 0,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> list[Prepared]:
         """The requests that answer a prompt: `best_of` or `n` of them.
+
+        Args:
+            prefix: what the answer of an encoder-decoder starts from.
+            priority: lower ones go first.
+            timeout: seconds after which they are given up.
 
         Raises:
             RequestError: it cannot be run.
@@ -182,7 +189,7 @@ class Frontend:
             self.opened.end_ids,
             encoder,
             priority,
-            deadline,
+            None if timeout is None else time.monotonic() + timeout,
         )
         self._check_room(request)
         return [self._prepared(each) for each in self._each(request)]
@@ -302,7 +309,7 @@ def _engine(model: AbstractModel, opened: Opened) -> Engine:
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
     )
-    return Engine(Programs(model, sizes), (), scheduler)
+    return Engine(programs=Programs(model, sizes), scheduler=scheduler)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:

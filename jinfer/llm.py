@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,10 +13,11 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from jinfer.engine.answers import best, taken, whole
 from jinfer.engine.collector import paused
 from jinfer.engine.engine import Engine
 from jinfer.engine.forward import encode, forward
-from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
+from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.engine.thread import Stats
 from jinfer.frontend import Frontend, Prepared, Prompt
@@ -35,6 +35,7 @@ class LLM:
         tokenizer: None where the checkpoint has none; token ids are served all the same.
         context: tokens a sequence may have, prompt included.
         load_seconds: time the weights took.
+        frontend: what `AsyncLLM` shares with it.
     """
 
     @paused()
@@ -63,17 +64,17 @@ class LLM:
         """
         start = None if first is None else lambda frontend: first(self._with(frontend))
         self._with(Frontend(source, overrides, progress=progress, first=start))
-        self.load_seconds = self._frontend.load_seconds
+        self.load_seconds = self.frontend.load_seconds
 
     def _with(self, frontend: Frontend) -> LLM:
         opened = frontend.opened
-        self._frontend, self._opened, self._engine = frontend, opened, frontend.engine
+        self.frontend, self._opened, self._engine = frontend, opened, frontend.engine
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
         return self
 
     def close(self) -> None:
         """Ends what runs, and the thread that runs it; the model cannot be used afterwards."""
-        self._frontend.thread.close()
+        self.frontend.thread.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -89,7 +90,7 @@ class LLM:
     @property
     def last_usage(self) -> Usage:
         """Tokens and seconds of the request that ended last."""
-        return self._frontend.thread.last_usage
+        return self.frontend.thread.last_usage
 
     @property
     def compilations(self) -> int:
@@ -98,7 +99,7 @@ class LLM:
 
     def stats(self) -> Stats:
         """What the engine does at the moment, and what it has done so far."""
-        return self._frontend.thread.stats()
+        return self.frontend.thread.stats()
 
     def generate(
         self,
@@ -125,14 +126,10 @@ class LLM:
         Raises:
             RequestError: a prompt is empty or too long, or there is no tokenizer for a text.
         """
-        listed = _as_list(prompts)
-        each = params if isinstance(params, Sequence) else [params] * len(listed)
-        if len(each) != len(listed):
-            raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters")
-        prefix = self._frontend.prefix(decoder_prefix, language)
+        listed = self.listed(prompts, params)
+        prefix = self.frontend.prefix(decoder_prefix, language)
         prepared = [
-            self._frontend.prepare(self.encode(prompt), chosen, prefix)
-            for prompt, chosen in zip(listed, each, strict=True)
+            self.frontend.prepare(self.encode(prompt), chosen, prefix) for prompt, chosen in listed
         ]
         with contextlib.ExitStack() as running:
             answers = [
@@ -140,9 +137,21 @@ class LLM:
             ]
             return [
                 answer
-                for group, chosen in zip(answers, each, strict=True)
-                for answer in best(list(map(whole, group)), chosen or self.params())
+                for group, (_, chosen) in zip(answers, listed, strict=True)
+                for answer in best(list(map(whole, group)), chosen)
             ]
+
+    def listed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        """Each prompt with its parameters. Raises `RequestError` where their numbers differ."""
+        every = _as_list(prompts)
+        each = params if isinstance(params, Sequence) else [params or self.params()] * len(every)
+        if len(each) != len(every):
+            raise RequestError(f"{len(every)} prompts, but {len(each)} sampling parameters")
+        return list(zip(every, each, strict=True))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
@@ -151,12 +160,25 @@ class LLM:
 
         Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
         """
-        prepared = self._frontend.prepare(self.encode(prompt), params)
+        return self._stream(self.streamed(prompt, params))
+
+    def streamed(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        **more: Any,
+    ) -> Prepared:
+        """A request whose answer is one that comes in pieces.
+
+        Args:
+            **more: as `Frontend.prepare`.
+        """
+        prepared = self.frontend.prepare(self.encode(prompt), params, **more)
         if prepared[0].request.sampling.strategy == "beam":
             raise RequestError("a beam search knows its answer only at the end; use generate")
         if len(prepared) > 1:
             raise RequestError("one answer is streamed at a time; use generate for n or best_of")
-        return self._stream(prepared[0])
+        return prepared[0]
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -258,7 +280,7 @@ class LLM:
         Raises:
             RequestError: there is no mask in the text, or the tokenizer has none.
         """
-        tokenizer = self._frontend.tokenizer
+        tokenizer = self.frontend.tokenizer
         if tokenizer.mask_id is None:
             raise RequestError("the tokenizer has no mask token")
         ids = self.encode(text)
@@ -272,7 +294,7 @@ class LLM:
         ]
 
     def _likely(self, id: int, logprob: float) -> TokenLogprob:
-        text = self._frontend.tokenizer.decode([id], skip_special=False)
+        text = self.frontend.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
@@ -281,11 +303,11 @@ class LLM:
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        return self._frontend.encode(prompt)
+        return self.frontend.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
-        return self._frontend.encode_chat(messages, **variables)
+        return self.frontend.encode_chat(messages, **variables)
 
     @property
     def can_chat(self) -> bool:
@@ -294,7 +316,7 @@ class LLM:
 
     def params(self, **changes: Any) -> SamplingParams:
         """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
-        return self._frontend.params(**changes)
+        return self.frontend.params(**changes)
 
     def _repr_html_(self) -> str:
         """The model as a notebook shows it: its wiring and sizes."""
@@ -304,11 +326,11 @@ class LLM:
     def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
         """What comes of a request, which ends with the context."""
         pieces: SimpleQueue[Any] = SimpleQueue()
-        self._frontend.submit(prepared, pieces.put)
+        self.frontend.submit(prepared, pieces.put)
         try:
             yield pieces
         finally:
-            self._frontend.thread.cancel(prepared.request.id)
+            self.frontend.thread.cancel(prepared.request.id)
 
     def _stream(self, prepared: Prepared) -> Generator[Chunk]:
         # Submitted only here: a generator that is never started would keep its slot for ever.
@@ -325,7 +347,7 @@ class LLM:
     ) -> list[np.ndarray]:
         texts = [self.encode(prompt) for prompt in _as_list(prompts)]
         for ids in texts:
-            self._frontend.check_text(ids)
+            self.frontend.check_text(ids)
         if self.spec.decoder is None:
             if want not in {"hidden", *self.spec.stacks[0].head.results}:
                 raise RequestError(f"the model has no head that gives {want}")
@@ -341,49 +363,18 @@ class LLM:
             if len(encoders) != len(texts):
                 raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
             for ids in encoders:
-                self._frontend.check_text(ids)
+                self.frontend.check_text(ids)
         pairs = list(zip(texts, encoders, strict=True))
         if want == "score" and any(len(ids) < 2 for ids in texts):
             raise RequestError("a prompt to be scored needs at least two tokens")
         return [self._run(partial(_forward, pair, want)) for pair in pairs]
 
     def _run(self, job: Callable[[Any], Any]) -> Any:
-        return self._frontend.thread.run(job)
+        return self.frontend.thread.run(job)
 
 
 def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> np.ndarray:
     return forward(engine, pair[0], want, pair[1])
-
-
-def taken(pieces: SimpleQueue[Any]) -> Chunk | Usage:
-    """The next piece of an answer. Raises what ended it."""
-    piece = pieces.get()
-    if isinstance(piece, BaseException):
-        raise piece
-    return piece
-
-
-def whole(pieces: SimpleQueue[Any]) -> Completion:
-    """All pieces of an answer in one."""
-    chunks: list[Chunk] = []
-    while not isinstance(piece := taken(pieces), Usage):
-        chunks.append(piece)
-    return completion(chunks, piece)
-
-
-def best(answers: list[Completion], params: SamplingParams) -> list[Completion]:
-    """The `n` likeliest answers by log-probability per token, of more than that; else all."""
-    if len(answers) <= params.n:
-        return answers
-
-    def likelihood(answer: Completion) -> float:
-        logprobs = [entry.logprob for entry in answer.logprobs or ()]
-        return sum(logprobs) / max(1, len(logprobs))
-
-    chosen = sorted(answers, key=likelihood, reverse=True)[: params.n]
-    if params.logprobs is None:
-        return [replace(answer, logprobs=None) for answer in chosen]
-    return chosen
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -28,7 +28,9 @@ LEVELS = [
     {"weights", "partition", "sampling"},
     {"engine", "speculate"},
     {"opening"},
-    {"errors", "llm", "trace"},
+    {"errors", "frontend"},
+    {"llm", "trace"},
+    {"async_llm"},
     {"jinfer", "server", "generate", "serve", "client", "tools"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -30,7 +30,7 @@ class Contrastive:
 
     count: int
     alpha: float
-    _held: Held | None = None
+    _length: int = 0  # tokens in the cache: all before the candidates
     _past: Any = None  # hidden states of all tokens but the candidates
     _candidates: list[int] = field(default_factory=list)
     _probabilities: np.ndarray | None = None
@@ -40,10 +40,8 @@ class Contrastive:
         return []
 
     def drop(self, engine: Engine, request: int) -> None:
-        """Gives its blocks back."""
-        if self._held is not None:
-            engine.scheduler.blocks.free(self._held)
-        self._held, self._past, self._candidates = None, None, []
+        """Forgets where it was: its hidden states are computed again."""
+        self._past = None
 
     def end(self, request: int) -> None:
         """There is nothing else to forget."""
@@ -71,14 +69,13 @@ class Contrastive:
         past = np.zeros((width, engine.programs.hidden), np.float32)
         if hidden is not None:
             past[: len(before)] = hidden
-        self._past = past
+        self._past, self._length = past, len(before)
         self._candidates = [last]
         self._probabilities = np.eye(1, self.count, dtype=np.float32)[0]
 
     def _rows(self, engine: Engine, sequence: Running) -> list[Held] | None:
         """Blocks for each candidate; None where there are too few."""
-        blocks, length = engine.scheduler.blocks, self._length(sequence)
-        parent = self._held or sequence.held
+        blocks, length, parent = engine.scheduler.blocks, self._length, sequence.held
         assert parent is not None, "it is admitted"
         rows: list[Held] = []
         copies: list[Copy] = []
@@ -95,13 +92,8 @@ class Contrastive:
         engine.copy(copies)
         return rows
 
-    def _length(self, sequence: Running) -> int:
-        """Tokens that are in the cache: all before the candidates."""
-        return len(sequence.tokens) - (len(self._candidates) == 1 and self._held is None)
-
     def _step(self, engine: Engine, sequence: Running, rows: list[Held]) -> list[Token | Failed]:
-        count, length, request = self.count, self._length(sequence), sequence.request
-        first = self._held is None
+        count, length, request = self.count, self._length, sequence.request
         tokens, at = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         tokens[: len(rows)] = self._candidates
         at[: len(rows)] = np.arange(len(rows))
@@ -122,16 +114,15 @@ class Contrastive:
         engine.keep_cache(cache)
         chosen = int(best)
         token = self._candidates[chosen]
-        for row, held in enumerate(rows):
-            if row != chosen:
-                engine.scheduler.blocks.free(held)
-        if self._held is not None:
-            engine.scheduler.blocks.free(self._held)
-        self._held = rows[chosen]
+        # The sequence goes on with the blocks of the one that was chosen.
+        assert sequence.held is not None, "it is admitted"
+        for held in (sequence.held, *(h for row, h in enumerate(rows) if row != chosen)):
+            engine.scheduler.blocks.free(held)
+        sequence.held = rows[chosen]
+        self._length = sequence.computed = length + 1
         self._candidates = np.asarray(candidates).tolist()
         self._probabilities = np.asarray(probabilities)
-        if first:
-            return []  # that was the last known token
+        if self._length == len(sequence.tokens):
+            return []  # the last token that was known already
         sequence.tokens.append(token)
-        sequence.computed = len(sequence.tokens) - 1
         return [Token(request.id, token)]

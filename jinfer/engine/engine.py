@@ -11,51 +11,27 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
-from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
-from jinfer.engine.programs import Programs, Shape
+from jinfer.engine.device import Device, token_of
+from jinfer.engine.driver import Driver
+from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.scheduler import Plan, Running, Scheduler
-from jinfer.engine.state import Choice, State, state_row
-from jinfer.engine.steps import MAX_COPIES, MAX_STEPS, Chosen
-from jinfer.model import AbstractModel
-from jinfer.ops.cache import BLOCK, Cache
+from jinfer.engine.state import Choice, state_row
+from jinfer.engine.steps import MAX_STEPS, Chosen
+from jinfer.ops.cache import BLOCK
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.sampling.rows import Progress
 
-SIZES = (16, 64, 256)  # tokens of flat batches; the largest is `prefill_chunk`
 # A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
 # waits no longer than two calls, and the host has little to do with a small model's short steps.
 CALL_SECONDS = 0.02
-
-
-class Driver(Protocol):
-    """What drives sequences whose tokens the host has to choose or to watch, one by one."""
-
-    def settle(self, engine: Engine) -> list[Token | Failed]:
-        """Reads what it launched before: afterwards none of its tokens is unread."""
-        ...
-
-    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
-        """Computes the next tokens of sequences whose last token alone is yet to be computed."""
-        ...
-
-    def drop(self, engine: Engine, request: int) -> None:
-        """Gives back what a request holds beside its sequence's blocks: it ended, or is preempted.
-
-        After a preemption it starts again from the tokens that are known.
-        """
-        ...
-
-    def end(self, request: int) -> None:
-        """Forgets a request that has ended."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,23 +53,17 @@ class _Launched:
     decodes: bool
 
 
-@dataclass
-class Engine:
+@dataclass(kw_only=True)
+class Engine(Device):
     """Runs one model. Not to be used from several threads: see `jinfer.engine.thread`.
 
     Attributes:
-        programs: its compiled programs.
-        leaves: its parameters, quantized ones in their parts.
         scheduler: who is computed next.
         step_seconds: what a step of the last decoding call took.
     """
 
-    programs: Programs
-    leaves: tuple[Array, ...]
     scheduler: Scheduler
     step_seconds: float = CALL_SECONDS
-    _cache: Cache | None = None
-    _state: State | None = None
     _sequences: dict[int, Running] = field(default_factory=dict)
     _choices: dict[int, Choice] = field(default_factory=dict)
     _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
@@ -107,41 +77,9 @@ class Engine:
         self.scheduler.on_release = self._released
 
     @property
-    def model(self) -> AbstractModel:
-        """What it runs."""
-        return self.programs.model
-
-    @property
-    def parameters(self) -> tuple[Any, ...]:
-        """The model's parameters, in the order of its names."""
-        return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
-
-    @parameters.setter
-    def parameters(self, parameters: tuple[Any, ...]) -> None:
-        self.leaves = tuple(jax.tree.leaves(parameters))
-
-    @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self._sequences)
-
-    @property
-    def cache(self) -> Cache:
-        """The pools; what takes them gives new ones back to `keep_cache`."""
-        if self._cache is None:
-            self._cache = self.programs.empty_cache()
-        return self._cache
-
-    def keep_cache(self, cache: Cache) -> None:
-        """Takes the pools back."""
-        self._cache = cache
-
-    @property
-    def state(self) -> State:
-        """What the device knows of the slots."""
-        if self._state is None:
-            self._state = self.programs.empty_state()
-        return self._state
 
     def submit(self, request: Request, choice: Choice, driver: Driver | None = None) -> None:
         """Queues a request; it runs until `finish`. Raises `QueueFullError`.
@@ -308,8 +246,9 @@ class Engine:
         for sequence in plan.admitted:
             held, request = sequence.held, sequence.request
             assert held is not None, "it was admitted"
-            if request.encoder:
+            if request.encoder and not held.filled:
                 self.fill(held, request.encoder)
+                self.scheduler.blocks.describe_encoder(held, request.encoder)
             self.enter(sequence)
 
     def enter(self, sequence: Running) -> None:
@@ -338,36 +277,6 @@ class Engine:
         # Tokens that were not drawn, because there was no choice, count all the same.
         drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
         return progress._replace(drawn=drawn)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks."""
-        groups = self.programs.sizes.blocks
-        by_group = {name: [c for c in copies if c.group == name] for name in groups}
-        count = max((len(own) for own in by_group.values()), default=0)
-        for begin in range(0, count, MAX_COPIES):
-            sources, targets = (
-                {name: np.zeros(MAX_COPIES, np.int32) for name in groups} for _ in range(2)
-            )
-            for name, own in by_group.items():
-                for i, copy in enumerate(own[begin : begin + MAX_COPIES]):
-                    sources[name][i], targets[name][i] = copy.source, copy.target
-            most = np.int32(min(MAX_COPIES, count - begin))
-            program = self.programs.get(Shape("copy"))
-            self._cache = program(self.cache, sources, targets, most)
-
-    def fill(self, held: Held, text: tuple[int, ...]) -> None:
-        """Puts an encoder's output into the blocks for it, unless it is there."""
-        if held.filled:
-            return
-        size = padded_length(len(text))
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(text)] = text
-        table = np.zeros((1, self.programs.sizes.table), np.int32)
-        table[0, : len(held.encoder)] = held.encoder
-        program = self.programs.get(Shape("fill", size))
-        lengths = np.array([len(text)], np.int32)
-        self._cache = program(self.leaves, self.cache, tokens, lengths, table)
-        self.scheduler.blocks.describe_encoder(held, text)
 
     def _launch(self, plan: Plan) -> bool:
         """Launches what is planned; whether its tokens will have to be read."""
@@ -430,29 +339,9 @@ class Engine:
             self.programs.sizes.slots, [(s.slot, s.held) for s in self.scheduler.running if s.held]
         )
 
-    def tables_of(self, rows: int, held: Sequence[tuple[int, Held]]) -> dict[str, np.ndarray]:
-        """Tables of some blocks, by (row, blocks)."""
-        sizes = self.programs.sizes
-        tables = {group: np.zeros((rows, sizes.table), np.int32) for group in sizes.blocks}
-        for row, blocks in held:
-            for group, own in (*blocks.tables.items(), ("encoder", blocks.encoder)):
-                if own:
-                    tables[group][row, : len(own)] = own
-        for table in tables.values():
-            table[table == GIVEN_BACK] = 0
-        return tables
-
     def size_of(self, tokens: int) -> int:
         """The tokens of the smallest program that takes so many."""
         return next(size for size in self.scheduler.sizes if size >= tokens)
-
-    def chosen_count(self, tokens: int) -> int:
-        """Of how many tokens after which one is chosen programs are made."""
-        return 1 if tokens <= 1 else self.programs.sizes.slots
-
-    def row_count(self, sequences: int) -> int:
-        """A power of two, at most the number of slots."""
-        return min(1 << max(0, sequences - 1).bit_length(), self.programs.sizes.slots)
 
     def read_all(self) -> Iterator[Token]:
         """Reads all that was launched."""
@@ -496,26 +385,3 @@ class Engine:
         if launched.decodes:
             self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now
-
-
-def token_of(chosen: Chosen, step: int, row: int, request: Request) -> Token:
-    """A token of a sequence."""
-    id, wanted = int(np.asarray(chosen.tokens)[step, row]), request.sampling.logprobs
-    if wanted is None:
-        return Token(request.id, id)
-    ids, logprobs = (
-        np.asarray(part)[step, row, :wanted] for part in (chosen.top_ids, chosen.top_logprobs)
-    )
-    top = tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
-    return Token(request.id, id, float(np.asarray(chosen.logprob)[step, row]), top)
-
-
-def padded_length(tokens: int) -> int:
-    """The size that a text is padded to: a power of two, and not a small one."""
-    return max(SIZES[0], 1 << max(0, tokens - 1).bit_length())
-
-
-def flat_sizes(chunk: int, mixed: int, slots: int) -> tuple[int, ...]:
-    """Sizes of flat batches, rising; the largest has room for a chunk, a mixed step, all slots."""
-    most = max(chunk, mixed, slots + 1)
-    return (*(size for size in SIZES if size < most), most)

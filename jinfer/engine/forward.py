@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jinfer.engine.blocks import Held
-from jinfer.engine.engine import Engine, padded_length
+from jinfer.engine.device import padded_length
+from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import RequestError
 from jinfer.model import Want
@@ -81,7 +82,9 @@ def _blocks(engine: Engine, prompt: Sequence[int], encoder: Sequence[int]) -> It
         if encoder:
             if not blocks.take_encoder(held, encoder):
                 raise NoRoomError
-            engine.fill(held, tuple(encoder))
+            if not held.filled:
+                engine.fill(held, tuple(encoder))
+                blocks.describe_encoder(held, encoder)
         yield held
     finally:
         blocks.free(held)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jinfer.engine import state as states
 from jinfer.engine import steps
 from jinfer.model import AbstractModel, Want
-from jinfer.ops.cache import BLOCK, Cache, empty
+from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
@@ -140,7 +140,7 @@ class Programs:
     @cached_property
     def cache(self) -> Cache:
         """The cache's abstract arrays."""
-        return jax.eval_shape(self.empty_cache)
+        return jax.eval_shape(lambda: empty(*self._pools()))
 
     @cached_property
     def state(self) -> states.State:
@@ -155,9 +155,12 @@ class Programs:
 
     def empty_cache(self) -> Cache:
         """Pools that nobody has written to."""
+        return unwritten(*self._pools())
+
+    def _pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]:
         shapes = self.model.caches
         blocks = {name: self.sizes.blocks[shape.group] for name, shape in shapes.items()}
-        return empty(shapes, blocks, self.sizes.kv_cache)
+        return shapes, blocks, self.sizes.kv_cache
 
     def empty_state(self) -> states.State:
         """A state in which nobody runs."""

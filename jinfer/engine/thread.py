@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jinfer.engine.engine import Driver, Engine
+from jinfer.engine.driver import Driver
+from jinfer.engine.engine import Engine
 from jinfer.engine.forward import NoRoomError
 from jinfer.engine.generation import Generation, Usage
 from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
@@ -200,14 +201,13 @@ class _Loop:
         before = self.engine.programs.waited
         try:
             events = self.engine.step()
+            if (waited := self.engine.programs.waited - before) > 0:
+                for generation, _ in self.generations.values():
+                    generation.waited += 0.0 if generation.count else waited
+            for event in events:
+                self._deliver(event)
         except Exception as error:  # whatever it is, the engine goes on with what waits
             self._recover(error)
-            return
-        if (waited := self.engine.programs.waited - before) > 0:
-            for generation, _ in self.generations.values():
-                generation.waited += 0.0 if generation.count else waited
-        for event in events:
-            self._deliver(event)
 
     def _deliver(self, event: Token | Failed) -> None:
         if event.request not in self.generations:

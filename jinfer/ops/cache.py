@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jinfer.cpu import memory
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.kind import Kind
 from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
@@ -130,6 +131,19 @@ def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kin
         name: LayerCache(rows(name, shape.key_dim), rows(name, shape.value_dim))
         for name, shape in shapes.items()
     }
+
+
+def unwritten(
+    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
+) -> Cache:
+    """As `empty`, but where a CPU's system allows it memory is taken only as it is written to.
+
+    What nobody has written may hold anything.
+    """
+    if jax.default_backend() != "cpu" or not memory.available():
+        return empty(shapes, blocks, kind)
+    arrays = jax.eval_shape(lambda: empty(shapes, blocks, kind))
+    return jax.tree.map(lambda array: memory.unwritten(array.shape, array.dtype), arrays)
 
 
 def nbytes(cache: Cache) -> int:

@@ -44,7 +44,7 @@ def _nothing_leaks(llm: LLM) -> Iterator[None]:
 
 def held(llm: LLM) -> int:
     """Blocks held, after all that the engine's thread was told to do is done."""
-    llm._frontend.thread.run(lambda engine: None)
+    llm.frontend.thread.run(lambda engine: None)
     return llm.stats().blocks_held
 
 
@@ -343,11 +343,11 @@ def test_an_error_costs_the_requests_of_its_step_only(
     for prompt in PROMPTS:  # more than there are slots
         pieces: list[Any] = []
         results.append(pieces)
-        (prepared,) = llm._frontend.prepare(prompt, GREEDY)
-        llm._frontend.submit(prepared, pieces.append)
-    llm._frontend.thread.run(lambda engine: None)
+        (prepared,) = llm.frontend.prepare(prompt, GREEDY)
+        llm.frontend.submit(prepared, pieces.append)
+    llm.frontend.thread.run(lambda engine: None)
     while llm._engine.busy:
-        llm._frontend.thread.run(lambda engine: None)
+        llm.frontend.thread.run(lambda engine: None)
     failed = [pieces for pieces in results if isinstance(pieces[-1], EngineError)]
     assert failed
     assert all("a step failed: MemoryError: none left" in str(pieces[-1]) for pieces in failed)

@@ -87,14 +87,14 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
                 break
             one.got += piece.token_ids
             if one.cancel_after is not None and len(one.got) >= one.cancel_after:
-                llm._frontend.thread.cancel(prepared.request.id)
+                llm.frontend.thread.cancel(prepared.request.id)
                 break
         done.release()
 
     for one in asked:
-        (prepared,) = llm._frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
+        (prepared,) = llm.frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
         pieces: SimpleQueue[Any] = SimpleQueue()
-        llm._frontend.submit(prepared, pieces.put)
+        llm.frontend.submit(prepared, pieces.put)
         threading.Thread(target=consume, args=(one, prepared, pieces)).start()
         time.sleep(rng.choice([0, 0, 0.002, 0.02]))
     for _ in asked:
@@ -109,7 +109,7 @@ def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
         assert one.got == one.expected[: len(one.got)], (seed, index, one)
         if one.cancel_after is None:
             assert len(one.got) == len(one.expected), (seed, index, one)
-    llm._frontend.thread.run(lambda engine: None)
+    llm.frontend.thread.run(lambda engine: None)
     assert llm.stats().blocks_held == 0
     assert llm.stats().running == llm.stats().waiting == 0
 
