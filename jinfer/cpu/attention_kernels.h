@@ -265,7 +265,12 @@ void walk_part(const Call& call, const Tile& tile, int part, float* q, float* pa
     const int64_t vector = call.vector(sequence, tile.head, start);
     const bool more = start + KEYS < stop;
     const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
-    if (rows <= FEW && more) fetch(call.keys, next), fetch(call.values, next);
+    // Many rows compute longer than the next block takes to come; few fetch what is in place.
+    const bool waits = rows <= FEW ? call.keys.kind == Kind::codes : rows <= 4 * FEW;
+    if (waits && more) {
+      fetch(call.keys, next);
+      if (!call.shared) fetch(call.values, next);
+    }
     Block block{call, vector, next, start, count, some, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
       counted(std::min(tall, rows - row),

@@ -301,12 +301,15 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
   return scratch;
 }
 
-// Has a block of codes fetched that will be needed next.
+// Has a block fetched that will be needed next.
 inline void fetch(const Kept& kept, int64_t vector) {
-  if (kept.kind != Kind::codes) return;
   auto lines = [](const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   };
+  if (kept.kind != Kind::codes) {
+    const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
+    return lines(static_cast<const char*>(kept.data) + vector * bytes, KEYS * bytes);
+  }
   const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
   lines(static_cast<const char*>(kept.data) + vector * words, KEYS * words);
   lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * KEYS * numbers);

@@ -53,7 +53,7 @@ def ints(*numbers: int) -> Array:
     return jnp.array(numbers, jnp.int32)
 
 
-PLAIN = {
+PLAIN: dict[str, dict[str, Any]] = {
     "queries of another width": {"q": zeros(TOKENS, HEADS, DIM + 1)},
     "queries with two axes": {"q": zeros(TOKENS, HEADS * DIM)},
     "query heads that do not divide": {"q": zeros(TOKENS, 3, DIM)},
@@ -90,7 +90,7 @@ PLAIN = {
     "values of another type": {"values": Parts((zeros(3, 2, 64, DIM, dtype=jnp.float16),), DIM)},
     "codes where there are none": {"coding": Q8},
 }
-CODED = {
+CODED: dict[str, dict[str, Any]] = {
     "words of another width": {"keys": Parts((zeros(3, 2, 64, 15, dtype=jnp.uint32),), DIM)},
     "too few numbers": {
         "values": Parts(

@@ -199,7 +199,7 @@ def test_a_text_does_not_depend_on_the_others(tokens: int) -> None:
     rules = ScoreRules(SCALE, window=90, ahead=90)
     q, k, v = random(1, 3, tokens, 4, 40), random(2, 3, tokens, 2, 40), random(3, 3, tokens, 2, 40)
     lengths = [tokens, tokens // 2, tokens - 3]
-    text = jax.jit(lambda *x: attend_text(*x, rules))
+    text = jax.jit(lambda q, k, v, lengths: attend_text(q, k, v, lengths, rules))
     together = text(f32(q), f32(k), f32(v), jnp.asarray(lengths, jnp.int32))
     for row, length in enumerate(lengths):
         alone = [f32(x[row : row + 1, :length]) for x in (q, k, v)]

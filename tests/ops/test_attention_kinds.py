@@ -169,9 +169,9 @@ def test_a_broken_key_shows(form: Any, kind: str) -> None:
     q, k, v = random(1, 9, 2, 40), random(2, 9, 2, 40), random(3, 9, 2, 40)
     for broken in (k, v):
         before, broken[6, 1, 35] = broken[6, 1, 35], np.nan
-        for isa in isas() or [None]:
+        for isa in isas() or build.ISAS[:1]:
             cache = unwritten(kind, CacheShape(2, 40, 40), len(tables[0]))
-            with build.lowered_isa(isa) if isa else nullcontext():
+            with build.lowered_isa(isa) if build.available() else nullcontext():
                 got = np.isnan(run(form, q, k, v, cache, at)[0]).any(axis=-1)
             assert got.tolist() == [[False, False]] * 6 + [[False, True]] * 3
         broken[6, 1, 35] = before
