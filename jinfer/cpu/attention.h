@@ -50,6 +50,16 @@ struct Rules {
   int64_t distances, lowest;
 };
 
+// Queries of one key head and one sequence: (token, head of the group), token by token.
+struct Tile {
+  int64_t token, head;  // the first token
+  int rows, first, end;  // keys first..end
+  int64_t at;            // where the results of its parts stand, one after the other
+
+  int first_part() const { return first / PART; }
+  int end_part() const { return first < end ? (end - 1) / PART + 1 : first_part(); }
+};
+
 struct Call {
   Kind kind;              // of queries, new keys and values, and results
   const void *q, *k, *v;  // k is null where nothing is to be written
@@ -63,6 +73,11 @@ struct Call {
   int64_t width;         // entries of a row of the tables
 
   int64_t group() const { return heads / kv_heads; }
+
+  // Which of the queries [tokens, heads] is row r of a tile.
+  int64_t row_of(const Tile& tile, int r) const {
+    return (tile.token + r / group()) * heads + tile.head * group() + r % group();
+  }
 
   int32_t block(int64_t row, int64_t position) const {
     return tables[row * width + position / size];
@@ -84,16 +99,6 @@ struct Call {
   }
 };
 
-// Queries of one key head and one sequence: (token, head of the group), token by token.
-struct Tile {
-  int64_t token, head;  // the first token
-  int rows, first, end;  // keys first..end
-  int64_t at;            // where the results of its parts stand, one after the other
-
-  int first_part() const { return first / PART; }
-  int end_part() const { return first < end ? (end - 1) / PART + 1 : first_part(); }
-};
-
 // `scratch` has room for as many floats as the function of its name with `_floats` says.
 struct Kernels {
   // New keys and values of one token into the cache.
@@ -111,11 +116,9 @@ inline int64_t partial_floats(const Call& c) { return c.values.padded() + 16; }
 inline int64_t write_floats(const Call& c) { return c.keys.padded() + c.values.padded(); }
 inline int64_t merge_floats(const Call& c) { return ROWS * partial_floats(c); }
 inline int64_t part_floats(const Call& c) {
-  return (ROWS + 2 * KEYS) * int64_t(c.keys.padded() + c.values.padded());
+  return ROWS * int64_t(c.keys.padded()) + 2 * KEYS * int64_t(c.keys.padded() + c.values.padded());
 }
-inline int64_t whole_floats(const Call& c) {
-  return part_floats(c) + ROWS * partial_floats(c) + merge_floats(c);
-}
+inline int64_t whole_floats(const Call& c) { return part_floats(c) + 2 * merge_floats(c); }
 
 const Kernels& attention_portable();
 const Kernels& attention_avx2();

@@ -17,7 +17,7 @@ constexpr float NEVER = -INFINITY;
 struct Walk {
   const Call& call;
   int rows, key_dim, value_dim;  // dims padded to whole vectors
-  float *q, *out, *scores;
+  float *q, *partial, *scores;   // `partial` is rows of partial_floats
   float highest[ROWS];
   alignas(64) float total[ROWS * LANES];  // in lanes, to be summed at the end
   int first[ROWS], end[ROWS];             // keys each row sees
@@ -25,10 +25,15 @@ struct Walk {
   float slopes[ROWS];
   const float* by_distance[ROWS];
 
-  Walk(const Call& call, int rows)
-      : call(call), rows(rows), key_dim(call.keys.padded()), value_dim(call.values.padded()) {}
+  Walk(const Call& call, int rows, float* q, float* partial)
+      : call(call),
+        rows(rows),
+        key_dim(call.keys.padded()),
+        value_dim(call.values.padded()),
+        q(q),
+        partial(partial) {}
 
-  float* out_of(int row) const { return out + int64_t(row) * value_dim; }
+  float* out_of(int row) const { return partial + row * partial_floats(call) + 16; }
 };
 
 // What scores may be reduced by without making NaN of those that are infinite.
@@ -105,21 +110,22 @@ inline bool in_place(const Kept& kept, int64_t vector, F f) {
   }
 }
 
-// f(vectors, first, count) for the vectors first .. first + count of a block, in place or a few at
-// a time through scratch memory.
+// f(vectors, ahead, first, count) for the vectors first .. first + count of a block, in place or a
+// few at a time through scratch memory; `ahead` of them is the block that begins with `next`.
 template <class F>
-inline void each(const Kept& kept, int64_t vector, int count, float* some, F f) {
-  if (in_place(kept, vector, [&](const auto* x) { f(x, 0, count); })) return;
+inline void each(const Kept& kept, int64_t vector, int64_t next, int count, float* some, F f) {
+  const int64_t ahead = (next - vector) * kept.dim;
+  if (in_place(kept, vector, [&](const auto* x) { f(x, ahead, 0, count); })) return;
   for (int j = 0; j < count; j += SOME) {
     const int part = std::min(SOME, count - j);
-    f(read(kept, vector + j, part, some), j, part);
+    f(read(kept, vector + j, part, some), 0, j, part);
   }
 }
 
 // A block of keys and values as many rows use them, made when first asked for.
 struct Block {
   const Call& call;
-  int64_t vector;
+  int64_t vector, next;  // the first one's, and that of the block after
   int start, count;
   float *some, *columns, *rows;  // scratch memory
   bool turned = false;
@@ -127,13 +133,18 @@ struct Block {
 
   const float* key_columns() {
     const int dim = call.keys.padded();
-    if (!turned)
-      each(call.keys, vector, count, some, [&](const auto* keys, int first, int part) {
-        to_columns(keys, dim, part, dim, columns + first);
-      });
+    if (!turned && call.keys.kind == Kind::codes)
+      to_columns(call.keys, vector, count, words(), columns);
+    else if (!turned)
+      each(call.keys, vector, next, count, some,
+           [&](const auto* keys, int64_t, int first, int part) {
+             to_columns(keys, dim, part, dim, columns + first);
+           });
     turned = true;
     return columns;
   }
+
+  Words* words() { return reinterpret_cast<Words*>(some); }
 
   const float* value_rows() {
     if (values) return values;
@@ -179,50 +190,60 @@ void take(Walk& walk, Block& block, int row, bool few) {
   const float* q = walk.q + int64_t(row) * walk.key_dim;
   float* scores = walk.scores;
   float keep[M];
-  if (few) {
-    each(call.keys, block.vector, end, block.some, [&](const auto* keys, int j, int part) {
-      scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, part, walk.key_dim, scores + j);
-    });
+  if (few && call.keys.kind == Kind::codes) {
+    scores_of_few<M>(q, walk.key_dim, call.keys, block.vector, end, block.words(), scores);
+  } else if (few) {
+    each(call.keys, block.vector, block.next, end, block.some,
+         [&](const auto* keys, int64_t ahead, int j, int part) {
+           scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, ahead, part, walk.key_dim,
+                            scores + j);
+         });
   } else {
     scores_of_columns<M>(q, walk.key_dim, block.key_columns(), walk.key_dim, scores);
   }
   for (int m = 0; m < M; ++m) keep[m] = soften(walk, row + m, start, scores + m * KEYS);
   const int dim = walk.value_dim;
   if (few) {
-    each(call.values, block.vector + first, end - first, block.some,
-         [&](const auto* values, int j, int part) {
-           add_values<M>(scores + first + j, values, dim, part, dim, keep, walk.out_of(row), dim);
+    each(call.values, block.vector + first, block.next + first, end - first, block.some,
+         [&](const auto* values, int64_t ahead, int j, int part) {
+           add_values<M, true>(scores + first + j, values, dim, ahead, part, dim, keep,
+                               walk.out_of(row), partial_floats(call));
            for (float& factor : keep) factor = 1;
          });
   } else {
-    add_values<M>(scores + first, block.value_rows() + int64_t(first) * dim, dim, end - first, dim,
-                  keep, walk.out_of(row), dim);
+    add_values<M, false>(scores + first, block.value_rows() + int64_t(first) * dim, dim, 0,
+                         end - first, dim, keep, walk.out_of(row), partial_floats(call));
+  }
+}
+
+// The tile's queries as floats, scaled, in rows of whole vectors.
+void read_queries(const Call& call, const Tile& tile, float* q) {
+  const int64_t group = call.group();
+  const int dim = call.keys.dim, padded = call.keys.padded();
+  for (int r = 0; r < tile.rows; ++r, q += padded) {
+    const int64_t at = call.row_of(tile, r) * dim;
+    to_floats(call.kind, static_cast<const char*>(call.q) + at * bytes_of(call.kind), dim, q);
+    for (int d = 0; d < dim; ++d) q[d] *= call.rules.scale;
+    std::fill(q + dim, q + padded, 0.0f);
   }
 }
 
 // One part of a tile to rows of partial_floats: highest score, sum of weights, and from place 16 on
 // the weighted sum of values.
-void run_part(const Call& call, const Tile& tile, int part, float* partial, float* scratch) {
+void walk_part(const Call& call, const Tile& tile, int part, float* q, float* partial,
+               float* scratch) {
   const int64_t group = call.group();
-  const int rows = tile.rows, dim = call.keys.dim;
+  const int rows = tile.rows;
   const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
   auto reserve = [&scratch](int64_t count) { return (scratch += count) - count; };
-  Walk walk(call, rows);
-  walk.q = reserve(int64_t(rows) * walk.key_dim);
-  walk.out = reserve(int64_t(rows) * walk.value_dim);
+  Walk walk(call, rows, q, partial);
   float* some = reserve(SOME * int64_t(std::max(walk.key_dim, walk.value_dim)));
   float* columns = reserve(KEYS * int64_t(walk.key_dim));
   float* value_rows = reserve(KEYS * int64_t(walk.value_dim));
   alignas(64) float scores[TALL * KEYS];
   walk.scores = scores;
-
   for (int r = 0; r < rows; ++r) {
     const int64_t token = tile.token + r / group, head = tile.head * group + r % group;
-    float* q = walk.q + int64_t(r) * walk.key_dim;
-    const int64_t at = (token * call.heads + head) * dim;
-    to_floats(call.kind, static_cast<const char*>(call.q) + at * bytes_of(call.kind), dim, q);
-    for (int d = 0; d < dim; ++d) q[d] *= call.rules.scale;
-    std::fill(q + dim, q + walk.key_dim, 0.0f);
     call.seen(token, &walk.first[r], &walk.end[r]);
     walk.first[r] = std::max(walk.first[r], begin), walk.end[r] = std::min(walk.end[r], stop);
     walk.positions[r] = call.positions[token];
@@ -230,8 +251,8 @@ void run_part(const Call& call, const Tile& tile, int part, float* partial, floa
     walk.by_distance[r] = call.rules.by_distance + head * (call.rules.distances + 2 * KEYS);
     walk.highest[r] = NEVER;
     store(walk.total + r * LANES, Floats{});
+    std::fill(walk.out_of(r), walk.out_of(r) + walk.value_dim, 0.0f);
   }
-  std::fill(walk.out, walk.out + int64_t(rows) * walk.value_dim, 0.0f);
 
   const int64_t sequence = call.rows[tile.token];
   const int heights = (rows + TALL - 1) / TALL, tall = (rows + heights - 1) / heights;
@@ -242,7 +263,15 @@ void run_part(const Call& call, const Tile& tile, int part, float* partial, floa
         count = std::max(count, std::min(walk.end[r] - start, KEYS));
     if (count == 0) continue;
     const int64_t vector = call.vector(sequence, tile.head, start);
-    Block block{call, vector, start, count, some, columns, value_rows};
+    const bool more = start + KEYS < stop;
+    const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
+    // Many rows compute longer than the next block takes to come; few fetch what is in place.
+    const bool waits = rows <= FEW ? call.keys.kind == Kind::codes : rows <= 4 * FEW;
+    if (waits && more) {
+      fetch(call.keys, next);
+      if (!call.shared) fetch(call.values, next);
+    }
+    Block block{call, vector, next, start, count, some, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
       counted(std::min(tall, rows - row),
               [&](auto m) { take<m.value>(walk, block, row, rows <= FEW); });
@@ -250,15 +279,21 @@ void run_part(const Call& call, const Tile& tile, int part, float* partial, floa
   for (int r = 0; r < rows; ++r) {
     float* to = partial + r * partial_floats(call);
     to[0] = walk.highest[r], to[1] = total(load(walk.total + r * LANES));
-    std::copy(walk.out_of(r), walk.out_of(r) + walk.value_dim, to + 16);
   }
+}
+
+void run_part(const Call& call, const Tile& tile, int part, float* partial, float* scratch) {
+  float* q = scratch;
+  read_queries(call, tile, q);
+  walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
 }
 
 // Adds a part to those before it; one that has seen nothing leaves them as they are.
 __attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
   if (part[0] == NEVER && part[1] == 0) return;
   const float now = std::max(sum[0], part[0]), base = finite(now);
-  const float before = std::exp(sum[0] - base), here = std::exp(part[0] - base);
+  auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
+  const float before = factor(sum[0]), here = factor(part[0]);
   sum[0] = now;
   sum[1] = sum[1] * before + part[1] * here;
   for (int d = 16; d < 16 + dim; d += LANES)
@@ -280,17 +315,18 @@ void finish(const Call& call, const Tile& tile, float* sums) {
   const int64_t group = call.group();
   const int dim = call.values.dim;
   for (int r = 0; r < tile.rows; ++r) {
-    const int64_t token = tile.token + r / group, head = tile.head * group + r % group;
     float* row = sums + r * partial_floats(call);
     const float highest = row[0], total = row[1];
     float factor = total == 0 ? 1 : 1 / total;
     if (call.rules.sinks) {
-      const float sink = call.rules.sinks[head], base = finite(std::max(highest, sink));
-      const float mine = std::exp(highest - base), all = total * mine + std::exp(sink - base);
+      const float sink = call.rules.sinks[tile.head * group + r % group];
+      const float base = finite(std::max(highest, sink));
+      const float mine = std::exp(highest - base);
+      const float all = total * mine + std::exp(sink - base);
       factor = all == 0 ? 0 : mine / all;
     }
     for (int d = 0; d < dim; ++d) row[16 + d] *= factor;
-    const int64_t at = (token * call.heads + head) * dim;
+    const int64_t at = call.row_of(tile, r) * dim;
     from_floats(call.kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(call.kind));
   }
 }
@@ -305,11 +341,12 @@ void merge(const Call& call, const Tile& tile, const float* partial, float* sum)
 }
 
 void run_whole(const Call& call, const Tile& tile, float* scratch) {
-  float* sum = scratch;
-  float* partial = sum + tile.rows * partial_floats(call);
+  const int64_t floats = tile.rows * partial_floats(call);
+  float *sum = scratch, *partial = sum + floats, *q = partial + floats;
+  read_queries(call, tile, q);
   nothing(call, tile, sum);
   for (int part = tile.first_part(); part < tile.end_part(); ++part) {
-    run_part(call, tile, part, partial, partial + tile.rows * partial_floats(call));
+    walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
     fold_rows(call, tile, partial, sum);
   }
   finish(call, tile, sum);

@@ -37,6 +37,7 @@ ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # portable, avx2, avx512: no better instructions than these
+MORE = "JINFER_CXXFLAGS"  # flags for the compiler beside the usual ones, as of sanitizers
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
@@ -144,6 +145,10 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
+def _more() -> list[str]:
+    return shlex.split(os.environ.get(MORE, ""))
+
+
 def _sources() -> list[Path]:
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     files = sorted(_FOLDER.glob("*.cc"))
@@ -153,7 +158,7 @@ def _sources() -> list[Path]:
 def _key(compiler: list[str]) -> str:
     """Changes with everything that the library is made from."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(repr((compiler, version, _FLAGS, _ISA_FLAGS)).encode())
+    digest = hashlib.sha256(repr((compiler, version, _FLAGS, _ISA_FLAGS, _more())).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
@@ -186,7 +191,7 @@ def _compile(compiler: list[str], path: Path) -> None:
             flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
             output = f"{scratch}/{source.stem}.o"
             include = ("-I", jax.ffi.include_dir())
-            _run([*compiler, *_FLAGS, *flags, *include, "-c", str(source), "-o", output])
+            _run([*compiler, *_FLAGS, *flags, *_more(), *include, "-c", str(source), "-o", output])
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -194,7 +199,7 @@ def _compile(compiler: list[str], path: Path) -> None:
             sources = sorted(_sources(), key=lambda source: ("_" not in source.stem, source.stem))
             objects = list(pool.map(compile_one, sources))
         whole = f"{scratch}/whole.so"
-        _run([*compiler, "-shared", *objects, "-o", whole, "-lpthread"])
+        _run([*compiler, *_more(), "-shared", *objects, "-o", whole, "-lpthread"])
         os.replace(whole, path)  # whole or not there, though several processes may build at once
 
 

@@ -86,12 +86,12 @@ constexpr Pieces pieces(int s) {
            {6, 7, 1, 6}}};
 }
 
-// Four codes in the four bytes of each of eight words.
-template <int bits>
-inline void unpack(const uint32_t* words, uint32_t* codes) {
+// Four codes in the four bytes of each of eight words; words may be lanes of them.
+template <int bits, class Word>
+inline void unpack(const Word* words, Word* codes) {
 #pragma GCC unroll 8
   for (int s = 0; s < 8; ++s) {
-    uint32_t four = 0;
+    Word four = {};
 #pragma GCC unroll 8
     for (Piece p : pieces<bits>(s).all)
       four |= ((words[p.byte] >> p.low) & (((1u << p.width) - 1) * 0x01010101u)) << p.at;
@@ -131,10 +131,12 @@ inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
 }
 
 // Pairs 11 * x + y in the bytes of eight words; x goes to the first eight words, y to the others.
-inline void split_pairs(uint32_t* words) {
+template <class Word>
+inline void split_pairs(Word* words) {
+#pragma GCC unroll 8
   for (int s = 0; s < 8; ++s) {
-    const uint32_t pairs = words[s], even = pairs & 0x00ff00ff, odd = (pairs >> 8) & 0x00ff00ff;
-    const uint32_t x = ((even * 187) >> 11 & 0x000f000f) | ((odd * 187) >> 11 & 0x000f000f) << 8;
+    const Word pairs = words[s], even = pairs & 0x00ff00ffu, odd = (pairs >> 8) & 0x00ff00ffu;
+    const Word x = ((even * 187u) >> 11 & 0x000f000fu) | ((odd * 187u) >> 11 & 0x000f000fu) << 8;
     words[s] = x;
     words[8 + s] = pairs - 11 * x;
   }
@@ -151,6 +153,42 @@ void decode(const Codes& c, int dim, const uint32_t* words, const uint16_t* numb
       const float scale = from_half(*numbers++);
       const float base = c.symmetric ? -scale * (c.levels / 2) : from_half(*numbers++);
       scaled(bytes + 32 * half, scale, base, to);
+    }
+  }
+}
+
+// Vectors of LANES keys, decoded and turned: emit(d, x) with number d of each, d rising.
+template <int bits, class F>
+inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turned, const F& emit) {
+  const Codes& c = kept.codes;
+  const int words = c.words(kept.dim), numbers = c.numbers(kept.dim), each = c.symmetric ? 1 : 2;
+  for (int w = 0; w < words; w += 8) {
+    const uint32_t* from[LANES];
+    for (int i = 0; i < LANES; ++i)
+      from[i] = static_cast<const uint32_t*>(kept.data) + vectors[i] * words + w;
+    turn_words(from, std::min(8, words - w), turned + w);
+  }
+  auto number = [&](int at) {
+    Half x[LANES];
+    for (int i = 0; i < LANES; ++i) x[i].bits = kept.numbers[vectors[i] * numbers + at];
+    return load(x);
+  };
+  for (int column = 0, block = 0; column < c.columns(kept.dim); ++column, turned += bits) {
+    Words codes[16];
+    if (bits != 8) unpack<bits>(turned, codes);
+    if (bits == 7) split_pairs(codes);
+    const Words* fours = bits == 8 ? turned : codes;
+    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, ++block) {
+      const Floats scale = number(block * each);
+      const Floats base = c.symmetric ? -scale * float(c.levels / 2) : number(block * each + 1);
+#pragma GCC unroll 8
+      for (int s = 0; s < 8; ++s)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Words code = (fours[8 * half + s] >> (8 * i)) & 255u;
+          emit(32 * block + 4 * s + i,
+               fused(scale, __builtin_convertvector((Ints)code, Floats), base));
+        }
     }
   }
 }
@@ -261,6 +299,20 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
   for (int i = 0; i < count && dim < stride; ++i)
     std::fill(scratch + int64_t(i) * stride + dim, scratch + int64_t(i + 1) * stride, 0.0f);
   return scratch;
+}
+
+// Has a block fetched that will be needed next.
+inline void fetch(const Kept& kept, int64_t vector) {
+  auto lines = [](const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  };
+  if (kept.kind != Kind::codes) {
+    const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
+    return lines(static_cast<const char*>(kept.data) + vector * bytes, KEYS * bytes);
+  }
+  const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
+  lines(static_cast<const char*>(kept.data) + vector * words, KEYS * words);
+  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * KEYS * numbers);
 }
 
 // Puts a vector in.
