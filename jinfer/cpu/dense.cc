@@ -20,6 +20,7 @@ constexpr int64_t MOST_ROWS = 256;  // of a piece, so that what it writes stays 
 constexpr int64_t LEAST_ROWS = 32;  // below, making a panel takes too large a share
 constexpr int64_t PIECE = 64 << 10;  // bytes of weights that are worth claiming a piece for
 constexpr int64_t INLINE = 96 << 10;  // bytes of weights that are not worth waking a thread for
+constexpr int64_t WORTH_THREAD = 32 << 10;  // of each of more threads
 
 const DenseKernels& kernels() {
 #if defined(__x86_64__)
@@ -108,7 +109,8 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
     for (const Segment& s : segments)
       work += p.weight.outputs * inputs * bytes_of(p.weight.kind) * (gated ? 2 : 1) *
               ((s.end - s.begin + 7) / 8);
-  const int64_t threads = work < INLINE ? 1 : pool.num_threads();
+  const int64_t threads =
+      work < INLINE ? 1 : std::min<int64_t>(most_threads(pool), work / WORTH_THREAD);
   std::vector<Part> parts;
   int64_t units = 0;
   bool all_few = true;
