@@ -106,6 +106,7 @@ def _tokenizer(found: Recognized) -> Tokenizer | None:
         found.tokenizer,
         metadata=found.checkpoint.metadata if own else None,
         vocab_size=found.spec.dims.get("vocab"),
+        trust=found.trust,
     )
 
 

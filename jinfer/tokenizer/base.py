@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.surface import Surface
@@ -13,6 +15,29 @@ from jinfer.tokenizer.surface import Surface
 
 class TokenizerError(ValueError):
     """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, as one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def library_errors(path: Path, what: str) -> Iterator[None]:
+    """Raises `TokenizerError` for whatever a library raises inside, which may be of any kind.
+
+    The Rust of `tokenizers` panics where it is surprised, and that is no `Exception`.
+    """
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
