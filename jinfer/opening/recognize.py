@@ -23,6 +23,7 @@ from jinfer.spec.values import Missing, lookup_in, rows_in
 
 MAX_CONFIG_BYTES = 64 << 20
 _PLACES = ("weights", "tokenizer")
+_MAX_SHARED_LAYERS = 64
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
 
 
@@ -90,7 +91,21 @@ class Located:
             check_enclosed(self.path, "family", table.get("family"))
         tables = [*families, overrides]
         facts = _facts(self.checkpoint, self.config, self.weights)
-        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        spec = resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        self._check_layers(spec)
+        return spec
+
+    def _check_layers(self, spec: ModelSpec) -> None:
+        """Refuses layers that the file cannot have, before they take time and memory.
+
+        A layer has a tensor of its own, but for models whose layers share theirs.
+        """
+        layers = sum(len(stack.layers) for stack in spec.stacks)
+        if layers > max(_MAX_SHARED_LAYERS, len(self.checkpoint.tensors)):
+            reason = f"is {layers} in all, but {self.checkpoint.path.name} has only "
+            raise SpecError(
+                self.path, "dims.layers", f"{reason}{len(self.checkpoint.tensors)} tensors"
+            )
 
     def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
         """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""

@@ -144,7 +144,7 @@ def test_a_token_that_cannot_have_its_id(tmp_path: Path) -> None:
     folder(tmp_path, {})
     added = {"700": {"content": "<far>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
-    with pytest.raises(TokenizerError, match=r"'<far>' has id 600, but tokenizer_config\.json says"):
+    with pytest.raises(TokenizerError, match=r"has id 600, but tokenizer_config\.json says"):
         load_tokenizer(tmp_path)
 
 
