@@ -110,6 +110,7 @@ class LLM:
         *,
         decoder_prefix: Sequence[int] = (),
         language: str | None = None,
+        special: bool | None = None,
     ) -> list[Completion]:
         """Continues prompts, several at a time; of an encoder-decoder, answers them.
 
@@ -120,6 +121,7 @@ class LLM:
             decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
             language: of the answer, for a model that translates; its token joins the prefix.
+            special: as `encode`.
 
         Returns:
             One completion per prompt, in their order.
@@ -136,7 +138,7 @@ class LLM:
             start = prefix or self._opened.decoder_prefix[:1]
             prefix = [*start, self._text_tokenizer().language_id(language)]
         requests = [
-            self._request(self.encode(prompt), chosen, prefix)
+            self._request(self.encode(prompt, special=special), chosen, prefix)
             for prompt, chosen in zip(listed, each, strict=True)
         ]
         return self._running.complete(requests)
@@ -160,7 +162,8 @@ class LLM:
 
         Args:
             messages: `{"role": "user", "content": "..."}` and so on.
-            **variables: for the chat template, such as `tools`.
+            **variables: for the chat template, such as `tools`; and `special=True`: special tokens
+                that are written in messages count, which else are text.
 
         Raises:
             RequestError: as `generate`; or the model has no chat template.
@@ -270,16 +273,22 @@ class LLM:
         text = self._text_tokenizer().decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
-    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def encode(
+        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
+    ) -> list[int]:
         """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
+
+        Args:
+            special: special tokens written in a text count as such; None: in a text they do, in
+                the messages of a conversation they are text.
 
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
         if isinstance(prompt, str):
-            return self._text_tokenizer().encode(prompt)
+            return self._text_tokenizer().encode(prompt, parse_special=special is not False)
         if prompt and isinstance(prompt[0], Mapping):
-            return self.encode_chat(cast("Sequence[Message]", prompt))
+            return self.encode_chat(cast("Sequence[Message]", prompt), special=bool(special))
         ids = [int(id) for id in cast("Sequence[int]", prompt)]
         vocab = self.spec.dims["vocab"]
         for id in ids:
@@ -288,7 +297,7 @@ class LLM:
         return ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
+        """Token ids of a conversation, ready for the model's answer; arguments as `chat`."""
         return self._opened.conversation.encode(self._text_tokenizer(), messages, **variables)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.surface import Surface
+
+# Letters for private use, in an order that nobody can guess: no text of a stranger has them.
+MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
 
 
 class TokenizerError(ValueError):
@@ -76,6 +80,11 @@ def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
+def _with_mark(found: re.Match[str]) -> str:
+    name = found[0]
+    return f"{name[0]}{MARK}{name[1:]}" if len(name) > 1 else name
+
+
 class Tokenizer(ABC):
     """Text to token ids and back.
 
@@ -101,6 +110,7 @@ class Tokenizer(ABC):
         # "sop" is a control token of ChatGLM: a name that may be a word is never looked for.
         self._found = {name: id for name, id in found.items() if not name.isalnum()}
         self._pattern = pattern_of(self._found)
+        self._control = pattern_of(special.control)
 
     @abstractmethod
     def token(self, id: int) -> str:
@@ -147,6 +157,22 @@ class Tokenizer(ABC):
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
         return ids
+
+    def hide_control(self, text: str) -> str:
+        """The text with `MARK` inside every control token's name, so that it names none."""
+        text, before = text.replace(MARK, ""), ""
+        while self._control and text != before:  # what is left may name another one
+            before = text
+            text = self._control.sub(_with_mark, text)
+        return text
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text whose special tokens count, but for those that `hide_control` hid.
+
+        These become the text that they are. Nothing is put around it.
+        """
+        parts = self.split_special(valid_text(text))
+        return self.encode_parts([p if isinstance(p, int) else p.replace(MARK, "") for p in parts])
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.

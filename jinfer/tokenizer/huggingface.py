@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -13,11 +13,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jinfer.tokenizer.base import (
+    MARK,
     SpecialTokens,
     Tokenizer,
     TokenizerError,
     library_errors,
-    pattern_of,
     valid_text,
 )
 from jinfer.tokenizer.config import (
@@ -67,8 +67,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._bytes.update(spelled or {})
         self.backend = backend
         self._path = path
-        self._control = pattern_of(special.control)
         self._literal: tokenizers.Tokenizer | None = None
+        self._marked: _Marked | None = None
         self._lock = threading.Lock()
 
     def token(self, id: int) -> str:
@@ -80,14 +80,42 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         literal = not parse_special and self._control is not None and self._control.search(text)
-        backend = self._literal_backend() if literal else self.backend
+        return self._run(self._literal_backend() if literal else self.backend, text)
+
+    def _run(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         with library_errors(self._path, "cannot encode this text"):
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        if ids and max(ids) >= self.vocab_size:
+        if ids and max(ids) >= self.vocab_size and backend is self.backend:
             raise TokenizerError(
                 f"{self._path}: has a token of id {max(ids)}, but {self.vocab_size} tokens"
             )
         return ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """As `Tokenizer.encode_marked`.
+
+        The library treats what follows a special token not always as it treats a beginning. So
+        the text stays whole, and the special tokens that count are given other names.
+        """
+        text = valid_text(text)
+        if self._control is None or MARK not in text:
+            return self._encode(text, True)
+        marked, whole, place = self._marked_backend(), list[str](), 0
+        for found in self._control.finditer(text):
+            whole += [text[place : found.start()].replace(MARK, ""), MARK, found[0]]
+            place = found.end()
+        whole.append(text[place:].replace(MARK, ""))
+        ids = self._run(marked.backend, "".join(whole))
+        if self._control_ids & set(ids):  # a vocabulary that spells them without being asked
+            pieces = (piece for part in self.split_special(text) for piece in _pieces(part))
+            return self.encode_parts(list(pieces))
+        return [marked.ids.get(id, id) for id in ids]
+
+    def _marked_backend(self) -> _Marked:
+        with self._lock:
+            if self._marked is None:
+                self._marked = _with_marks(self.backend)
+            return self._marked
 
     def _literal_backend(self) -> tokenizers.Tokenizer:
         # A copy, made when first needed: the switch is on the backend, which other threads use.
@@ -101,6 +129,37 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(self._path, "cannot encode these texts"):
             encoded = self.backend.encode(valid_text(first), valid_text(second))
         return encoded.ids, encoded.type_ids
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A backend whose special tokens are called by their names after `MARK` alone.
+
+    Attributes:
+        ids: its ids of these -> those of the tokenizer.
+    """
+
+    backend: tokenizers.Tokenizer
+    ids: Mapping[int, int]
+
+
+def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
+    described = json.loads(backend.to_str())
+    described["post_processor"] = None  # which may know the tokens by their names
+    original: dict[str, int] = {}
+    for token in described["added_tokens"]:
+        if token["special"]:
+            name = MARK + token["content"]
+            original[name] = token["id"]
+            token.update(content=name, normalized=False)
+    marked = tokenizers.Tokenizer.from_str(json.dumps(described))
+    ids = {id: marked.token_to_id(name) for name, id in original.items()}
+    return _Marked(marked, {new: id for id, new in ids.items() if new is not None})
+
+
+def _pieces(part: int | str) -> list[int | str]:
+    """A part of a text, cut where a name is hidden."""
+    return [part] if isinstance(part, int) else [piece for piece in part.split(MARK) if piece]
 
 
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
