@@ -112,14 +112,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return [marked.ids.get(id, id) for id in ids]
 
     def _marked_backend(self) -> _Marked:
-        with self._lock:
+        with self._lock, library_errors(self._path, "cannot be copied"):
             if self._marked is None:
                 self._marked = _with_marks(self.backend)
             return self._marked
 
     def _literal_backend(self) -> tokenizers.Tokenizer:
         # A copy, made when first needed: the switch is on the backend, which other threads use.
-        with self._lock:
+        with self._lock, library_errors(self._path, "cannot be copied"):
             if self._literal is None:
                 self._literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
                 self._literal.encode_special_tokens = True
