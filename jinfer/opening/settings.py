@@ -14,15 +14,17 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
+from jinfer.opening.sources import SourceError
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.files import nested
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+from jinfer.tokenizer.config import MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,10 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
         dtype=_dtype(found.spec.dtype),
         activations=_activations(found.spec),
         kv_cache=_kv_cache(found.spec),
-        end_ids=tokenizer.eos_ids if tokenizer else _ids(found.config, "eos_token_id"),
+        end_ids=tokenizer.eos_ids if tokenizer else _ids(found, "eos_token_id"),
         decoder_prefix=(
-            *_ids(found.config, "decoder_start_token_id"),
-            *_ids(found.config, "forced_bos_token_id"),
+            *_ids(found, "decoder_start_token_id"),
+            *_ids(found, "forced_bos_token_id"),
         ),
     )
 
@@ -142,7 +144,13 @@ def _context(spec: ModelSpec) -> int:
     return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
-def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """The token ids at a key of config.json, or of GGUF metadata."""
-    ids = config.get(key, config.get(f"tokenizer.ggml.{key}"))
-    return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
+def _ids(found: Recognized, key: str) -> tuple[int, ...]:
+    """The token ids at a key of config.json, or of GGUF metadata. Raises `SourceError`."""
+    ids = found.config.get(key, found.config.get(f"tokenizer.ggml.{key}"))
+    vocab = found.spec.dims.get("vocab", MAX_TOKENS)
+    listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
+    for id in listed:
+        if type(id) is not int or not 0 <= id < vocab:
+            reason = f"{key} has {show(id)}, which is no id of a vocabulary of {vocab}"
+            raise SourceError(f"{found.checkpoint.path}: {reason}")
+    return tuple(listed)

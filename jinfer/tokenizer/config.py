@@ -240,9 +240,13 @@ def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | No
     return next((id for name in names if name and (id := find(name)) is not None), None)
 
 
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_TOKENS
+
+
 def _id(config: TokenizerConfig, key: str) -> int | None:
     value = config.generation.get(key)
-    if value is not None and type(value) is not int:
+    if value is not None and not _is_id(value):
         where = config.path.with_name("generation_config.json")
         raise TokenizerError(f"{where}: {key} must be an id, not {shown(value)}")
     return value
@@ -253,7 +257,7 @@ def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Itera
     for id in found if isinstance(found, list) else [found]:
         if id is None:
             continue
-        if type(id) is not int:
+        if not _is_id(id):
             where = config.path.with_name(file)
             raise TokenizerError(
                 f"{where}: eos_token_id must be an id or a list of ids, not {shown(id)}"

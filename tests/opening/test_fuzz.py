@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.errors import USER_ERRORS
 from jinfer.opening.settings import open_model
+from jinfer.opening.sources import SourceError
 
 from ..hostile import EXAMPLES, damaged, endures, many
 
@@ -89,3 +90,14 @@ def test_damaged_indices(tmp_path: Path, examples: int) -> None:
         endures(lambda: open_checkpoint(folder), (CheckpointError,), file)
 
     run()
+
+
+@pytest.mark.parametrize("key", ["decoder_start_token_id", "forced_bos_token_id"])
+@pytest.mark.parametrize("id", [10**12, -5, True, "x", [0, 10**6], 0.5])
+def test_ids_that_no_vocabulary_has(tmp_path: Path, key: str, id: Any) -> None:
+    folder = tmp_path / "t5"
+    shutil.copytree(GOLDENS / "t5", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: id}))
+    with pytest.raises(SourceError, match=rf"{key} has .*, which is no id of a vocabulary of"):
+        open_model(folder, {})
