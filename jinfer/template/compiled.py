@@ -49,12 +49,14 @@ def render(
     except MemoryError:
         raise TemplateError("chat template: needs too much memory") from None
     except Exception as error:  # a stranger's program may fail in any way
-        raise TemplateError(f"chat template: {_message(error)}"[:500]) from None
+        # A template may say anything: one line of it, that can be shown.
+        words = " ".join(_message(error).split()).encode("utf-8", "replace").decode()
+        raise TemplateError(f"chat template: {words}"[:500]) from None
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, jinja2.TemplateError):
-        return str(error.message)
+        return str(error.message or type(error).__name__)
     if isinstance(error, RecursionError):
         return "a macro or loop calls itself too often"
     return f"{type(error).__name__}: {error}"
