@@ -115,12 +115,14 @@ class Frontend:
             )
         return self.opened.tokenizer
 
-    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def encode(
+        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
+    ) -> list[int]:
         """As `LLM.encode`."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, parse_special=special is not False)
         if len(prompt) and isinstance(prompt[0], Mapping):
-            return self.encode_chat(cast("Sequence[Message]", prompt))
+            return self.encode_chat(cast("Sequence[Message]", prompt), special=bool(special))
         ids = [int(id) for id in cast("Sequence[int]", prompt)]
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:

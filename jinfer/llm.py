@@ -108,6 +108,7 @@ class LLM:
         *,
         decoder_prefix: Sequence[int] = (),
         language: str | None = None,
+        special: bool | None = None,
     ) -> list[Completion]:
         """Continues prompts, several at a time; of an encoder-decoder, answers them.
 
@@ -118,6 +119,7 @@ class LLM:
             decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
             language: of the answer, for a model that translates; its token joins the prefix.
+            special: as `encode`.
 
         Returns:
             `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
@@ -129,7 +131,8 @@ class LLM:
         listed = self.listed(prompts, params)
         prefix = self.frontend.prefix(decoder_prefix, language)
         prepared = [
-            self.frontend.prepare(self.encode(prompt), chosen, prefix) for prompt, chosen in listed
+            self.frontend.prepare(self.encode(prompt, special=special), chosen, prefix)
+            for prompt, chosen in listed
         ]
         with contextlib.ExitStack() as running:
             answers = [
@@ -187,7 +190,8 @@ class LLM:
 
         Args:
             messages: `{"role": "user", "content": "..."}` and so on.
-            **variables: for the chat template, such as `tools`.
+            **variables: for the chat template, such as `tools`; and `special=True`: special tokens
+                that are written in messages count, which else are text.
 
         Raises:
             RequestError: as `generate`; or the model has no chat template.
@@ -297,16 +301,22 @@ class LLM:
         text = self.frontend.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
-    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def encode(
+        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
+    ) -> list[int]:
         """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
+
+        Args:
+            special: special tokens written in a text count as such; None: in a text they do, in
+                the messages of a conversation they are text.
 
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        return self.frontend.encode(prompt)
+        return self.frontend.encode(prompt, special=special)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
+        """Token ids of a conversation, ready for the model's answer; arguments as `chat`."""
         return self.frontend.encode_chat(messages, **variables)
 
     @property

@@ -16,17 +16,19 @@ from jinfer.opening.conversation import Conversation
 from jinfer.opening.defaults import generation_config, generation_defaults, token_ids
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
+from jinfer.opening.sources import SourceError
 from jinfer.opening.unread import consequences
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
 from jinfer.sampling.names import PARAMETERS
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.files import nested
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+from jinfer.tokenizer.config import MAX_TOKENS
 
 _log = logging.getLogger("jinfer")
 
@@ -93,11 +95,11 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
         activations=_activations(found.spec),
         kv_cache=_kv_cache(found.spec),
         end_ids=tuple(dict.fromkeys((*ends, *token_ids(said.get("eos_token_id")))))
-        or _ids(found.config, "eos_token_id"),
+        or _ids(found, "eos_token_id"),
         decoder_prefix=tuple(
             id
             for key in ("decoder_start_token_id", "forced_bos_token_id")
-            for id in token_ids(said.get(key)) or _ids(found.config, key)
+            for id in token_ids(said.get(key)) or _ids(found, key)
         ),
     )
 
@@ -120,6 +122,7 @@ def _tokenizer(found: Recognized) -> Tokenizer | None:
         found.tokenizer,
         metadata=found.checkpoint.metadata if own else None,
         vocab_size=found.spec.dims.get("vocab"),
+        trust=found.trust,
     )
 
 
@@ -155,6 +158,13 @@ def _context(spec: ModelSpec) -> int:
     return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
-def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """The token ids at a key of config.json, or of GGUF metadata."""
-    return token_ids(config.get(key, config.get(f"tokenizer.ggml.{key}")))
+def _ids(found: Recognized, key: str) -> tuple[int, ...]:
+    """The token ids at a key of config.json, or of GGUF metadata. Raises `SourceError`."""
+    ids = found.config.get(key, found.config.get(f"tokenizer.ggml.{key}"))
+    vocab = found.spec.dims.get("vocab", MAX_TOKENS)
+    listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
+    for id in listed:
+        if type(id) is not int or not 0 <= id < vocab:
+            reason = f"{key} has {show(id)}, which is no id of a vocabulary of {vocab}"
+            raise SourceError(f"{found.checkpoint.path}: {reason}")
+    return tuple(listed)

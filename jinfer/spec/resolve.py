@@ -31,7 +31,7 @@ STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation")
-_TOP = (*_TEXTS, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+_TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,8 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)
     check_count(table.get("parameters", "1B"), path, "parameters")
+    if not isinstance(table.get("trust", False), bool):
+        raise SpecError(path, "trust", f"{show(table['trust'])} is not true or false")
     for name, text in check_keys(
         table.get("prompt", {}), fields(PromptSpec), path, "prompt"
     ).items():

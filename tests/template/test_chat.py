@@ -117,6 +117,7 @@ def test_syntax_errors(source: str, words: str) -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('not so') }}", "chat template: not so"),
+        ("{{ raise_exception('not\\n so \ud800') }}", "chat template: not so ?"),
         ("{{ x.y }}", "'x' is undefined"),
         ("{{ messages[0] + 1 }}", "TypeError"),
         ("{% include 'x' %}", "chat template: "),
