@@ -100,6 +100,8 @@ def _run(options: argparse.Namespace) -> int:
         first=None if prompt is None else lambda llm: _asked(llm, prompt, options),
         **overrides,
     )
+    if sys.stderr.isatty():
+        print(llm.frontend.cache_report(), file=sys.stderr)
     if options.chat or prompt is None:
         return Chat(llm).run(prompt if isinstance(prompt, str) else None)
     return _answer(llm, _asked(llm, prompt, options), options.json)

@@ -146,10 +146,11 @@ class Scheduler:
 
     def submit(self, sequence: Running) -> None:
         """Queues a sequence. Raises `QueueFullError`."""
-        if self.queue is not None and len(self._waiting) >= self.queue:
+        # Those that free slots are there for do not wait for anything.
+        if self.queue is not None and len(self._waiting) >= self.queue + len(self._free):
             raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, which is all that engine.queue "
-                f"allows; try again later"
+                f"{self.queue} requests wait already, which is all that engine.queue allows; "
+                f"try again later"
             )
         heapq.heappush(self._waiting, (sequence.order, sequence))
 

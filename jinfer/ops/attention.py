@@ -213,7 +213,7 @@ def _route(
     backend = jax.default_backend()
     if rules.bias is not None:
         return "xla"
-    if backend == "gpu" and rules.by_distance is None:
+    if backend == "gpu":
         return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]

@@ -125,8 +125,8 @@ def test_priorities_then_arrival() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    s = scheduler(queue=2)
-    for id in (1, 2):
+    s = scheduler(queue=2, slots=1)
+    for id in (1, 2, 4):
         s.submit(sequence(id, 10))
     with pytest.raises(QueueFullError, match=r"2 requests wait already.*engine\.queue"):
         s.submit(sequence(3, 10))

@@ -58,7 +58,7 @@ class Asked:
 
 
 def request(rng: random.Random, vocab: int, most: int, common: list[int]) -> Asked:
-    length = rng.choice([1, 3, 17, 60, 64, 65, 130, most - 40])
+    length = rng.choice([1, 3, 17, 60, 64, 65, 130, most - 70])
     own = [rng.randrange(3, vocab) for _ in range(length)]
     begin = common[: rng.choice([0, 0, 40, 64, 100])]
     chosen = rng.choice(STRATEGIES)
@@ -73,7 +73,7 @@ def request(rng: random.Random, vocab: int, most: int, common: list[int]) -> Ask
     cancel = (
         rng.randint(1, 10) if rng.random() < 0.15 and chosen.get("strategy") != "beam" else None
     )
-    return Asked((begin + own)[: most - 31], params, cancel_after=cancel)
+    return Asked((begin + own)[: most - 61], params, cancel_after=cancel)
 
 
 def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
@@ -119,9 +119,9 @@ def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {"engine.context": most, **overrides}
     for keys in (
         {"engine.slots": 1},
-        {"engine.slots": 4, "engine.kv_tokens": 3 * most, "engine.prefill_chunk": 64},
+        {"engine.slots": 4, "engine.kv_tokens": 2 * most + 64, "engine.prefill_chunk": 64},
         {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
-        {"engine.slots": 7, "engine.kv_tokens": 4 * most, "engine.mixed_chunk": 40},
+        {"engine.slots": 7, "engine.kv_tokens": 3 * most, "engine.mixed_chunk": 40},
     ):
         with LLM(source, **{**settings, **keys}) as llm:
             yield llm
