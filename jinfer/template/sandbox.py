@@ -9,9 +9,10 @@ clock, all that is written is counted, and whatever could grow in one step is ch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
-from types import BuiltinMethodType
+from types import BuiltinMethodType, CodeType
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -70,6 +71,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         return _Instrument().visit(tree)
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's words about 1[2], which nobody here wrote
+            return super()._compile(source, filename)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         guards.operator(operator, left, right)

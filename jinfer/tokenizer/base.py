@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jinfer.tokenizer import surface
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.surface import Surface
 
@@ -19,6 +20,10 @@ MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8
 
 class TokenizerError(ValueError):
     """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+
+    def __init__(self, text: str) -> None:
+        """A text of more than 1000 characters is cut: a file may call its tokens anything."""
+        super().__init__(text if len(text) <= 1000 else f"{text[:997]}...")
 
 
 def one_line(error: BaseException) -> str:
@@ -231,7 +236,7 @@ class Tokenizer(ABC):
     def _spell(self, id: int) -> bytes:
         name = self.token(id)
         if id in self._control_ids:
-            return name.encode("utf-8", "surrogateescape")
+            return surface.plain(name)
         return self._surface.to_bytes(name) if name else b""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

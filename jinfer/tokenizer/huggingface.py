@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from jinfer.tokenizer.pipeline import check_pipeline
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.surface import from_decoder
 
+_LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
 _PROBE = "a"  # any text that no normalizer empties
 _MAX_FRAME = 64  # tokens around a text
 
@@ -167,6 +169,12 @@ def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceToken
     data = read_file(path)
     with library_errors(path, "not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_buffer(data)
+    # All ids are looked at only where one may be too high: of 100,000 that takes a tenth of a
+    # second. One of 2^31 makes the library go through all numbers up to it when it writes them.
+    if _LARGE_NUMBER.search(data) and _highest_id(backend) >= MAX_TOKENS:
+        raise TokenizerError(
+            f"{path}: has a token of id {_highest_id(backend)}, which no model has"
+        )
     del data
     backend.no_padding()  # sentence encoders store the padding and cutting of their training
     backend.no_truncation()
@@ -299,7 +307,11 @@ def _vocab_size(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.Ad
     count: int = backend.get_vocab_size(with_added_tokens=True)
     if count == 0 or backend.id_to_token(count - 1) is not None:
         return max([count, *(id + 1 for id in added)])
-    return max(backend.get_vocab(with_added_tokens=True).values()) + 1  # there are gaps
+    return _highest_id(backend) + 1  # there are gaps
+
+
+def _highest_id(backend: tokenizers.Tokenizer) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:

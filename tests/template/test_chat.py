@@ -134,6 +134,12 @@ def test_failures(source: str, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_python_says_nothing_about_a_template() -> None:
+    """Warnings are errors here: compiled as Python, this one is warned of."""
+    with pytest.raises(TemplateError, match="TypeError: 'int' object is not subscr"):
+        render("{{ 1[2:] }}")
+
+
 def test_threads_do_not_share_limits() -> None:
     template = ChatTemplate("{% for i in range(2000) %}{{ i }}{% endfor %}")
     wanted = "".join(map(str, range(2000)))

@@ -78,6 +78,7 @@ def used(path: Path, **options: Any) -> Tokenizer:
         (replacing({"String": ""}, "a", 1), "a Replace of nothing"),
         (replacing({"String": "a"}, "b", 1000), "has 1000 steps before its model"),
         (model(vocab={**BASE["model"]["vocab"], "huge": 2**31}), "has a token of id 2147483648"),
+        (model(vocab={**BASE["model"]["vocab"], "a": 2**31}), "has a token of id 2147483648"),
         (split("(a|a){22}[bc]"), "its tokenizer takes too long"),
         (split("(a+)+[bc]"), "cannot encode this text: Onig: Regex search error"),
         (split("((((a{1,1000}){1,1000}){1,1000}){1,1000})[bc]"), "tokenizer"),
@@ -178,6 +179,20 @@ def test_ids_with_a_gap_are_counted(tmp_path: Path) -> None:
     found = used(folder(tmp_path, model(vocab=vocabulary)))
     assert found.vocab_size == 701
     assert found.id("zzzz") == 700
+
+
+def test_names_that_are_no_unicode_and_names_without_end(tmp_path: Path) -> None:
+    folder = tmp_path / "m2m100"
+    shutil.copytree(GOLDENS / "tok_m2m100", folder)
+    file = folder / "vocab.json"
+    vocabulary = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**vocabulary, "\udc00": len(vocabulary)}))
+    assert used(folder).token_bytes(len(vocabulary)) == b"?"
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "x" * 5000}))
+    with pytest.raises(TokenizerError, match="has no token 'xxx") as error:
+        load_tokenizer(folder)
+    assert len(str(error.value)) == 1000
 
 
 def test_extra_ids_without_end(tmp_path: Path) -> None:
