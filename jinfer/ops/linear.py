@@ -22,14 +22,15 @@ def linear(
     x: Float[Array, "*rows inputs"],
     weight: Weight,
     bias: Float[Array, " outputs"] | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """x @ weight.T + bias, accumulated in float32, in x's type.
+    """x @ weight.T + bias, accumulated in float32, in x's type or another.
 
     Args:
         weight: [outputs, inputs], as files store it: on XLA:CPU this is as fast as the transposed
             layout, and loading copies nothing. A plain one may be of another type than x.
     """
-    return linears(x, [weight], [bias])[0]
+    return linears(x, [weight], [bias], dtype)[0]
 
 
 def linear_of(
@@ -100,6 +101,7 @@ def linears(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Weight],
     biases: Sequence[Float[Array, " outputs"] | None],
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """`linear` with several weights; those that are quantized share one call, the others too."""
     weights = record(x, weights)
@@ -116,7 +118,7 @@ def linears(
             y = next(of_plain)
         if isinstance(weight, OutlierTensor):
             y = y + weight.outliers.product(x)
-        results.append(_finished(y, bias, x.dtype))
+        results.append(_finished(y, bias, x.dtype if dtype is None else dtype))
     return tuple(results)
 
 

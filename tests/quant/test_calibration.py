@@ -30,8 +30,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def linears(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Any:
         return plain(x, record(x, weights), biases)
 
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        return plain_one(x, record(x, [weight])[0], bias)
+    def linear(x: Any, weight: Any, *rest: Any) -> Any:
+        return plain_one(x, record(x, [weight])[0], *rest)
 
     monkeypatch.setattr("jinfer.nn.linear.linears", linears)
     monkeypatch.setattr("jinfer.nn.linear.linear", linear)
