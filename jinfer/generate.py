@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from jinfer.engine.generation import Chunk, RequestError, Usage
+from jinfer.engine.generation import Chunk, Usage
+from jinfer.engine.requests import RequestError
 from jinfer.errors import USER_ERRORS
 from jinfer.llm import LLM
 from jinfer.opening import catalogue
@@ -99,6 +100,8 @@ def _run(options: argparse.Namespace) -> int:
         first=None if prompt is None else lambda llm: _asked(llm, prompt, options),
         **overrides,
     )
+    if sys.stderr.isatty():
+        print(llm.frontend.cache_report(), file=sys.stderr)
     if options.chat or prompt is None:
         return Chat(llm).run(prompt if isinstance(prompt, str) else None)
     return _answer(llm, _asked(llm, prompt, options), options.json)

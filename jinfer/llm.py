@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import count
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jinfer.engine.answers import best, taken, whole
 from jinfer.engine.collector import paused
-from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.engine import Engine
-from jinfer.engine.generation import Chunk, Completion, RequestError, TokenLogprob, Usage
-from jinfer.engine.programs import Programs
-from jinfer.engine.requests import Request
-from jinfer.engine.running import Running
-from jinfer.model import Want, build
+from jinfer.engine.forward import encode, forward
+from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
+from jinfer.engine.requests import RequestError
+from jinfer.engine.thread import Stats
+from jinfer.frontend import Frontend, Prepared, Prompt
+from jinfer.model import Want
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling, cut, pool
-from jinfer.opening.settings import open_model, sampling_params
 from jinfer.sampling.params import SamplingParams
-from jinfer.tokenizer import Tokenizer
-from jinfer.weights.find import find_weights
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A model, loaded and ready. Any number of threads may use it at a time.
 
     Attributes:
         spec: the resolved specification.
         tokenizer: None where the checkpoint has none; token ids are served all the same.
         context: tokens a sequence may have, prompt included.
         load_seconds: time the weights took.
+        frontend: what `AsyncLLM` shares with it.
     """
 
     @paused()
@@ -65,28 +62,25 @@ class LLM:
             SourceError, SpecError, CheckpointError, LoadError, TokenizerError, TemplateError: one
                 line that names the file, the key or tensor, and what to do.
         """
-        use_persistent_cache()
-        self._opened = opened = open_model(source, overrides)
+        start = None if first is None else lambda frontend: first(self._with(frontend))
+        self._with(Frontend(source, overrides, progress=progress, first=start))
+        self.load_seconds = self.frontend.load_seconds
+
+    def _with(self, frontend: Frontend) -> LLM:
+        opened = frontend.opened
+        self.frontend, self._opened, self._engine = frontend, opened, frontend.engine
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
-        dtype = jnp.dtype(opened.dtype)
-        weights = find_weights(
-            build(opened.spec, dtype), opened.spec, opened.checkpoint, opened.activations
-        )
-        self._engine = Engine(
-            Programs(weights.model, opened.kv_cache),
-            (),
-            context=opened.context,
-            max_slots=opened.spec.engine.slots,
-            prefill_chunk=opened.spec.engine.prefill_chunk,
-        )
-        self._running = Running(self._engine, opened.tokenizer)
-        self._ids = count()
-        if first is not None:
-            request = self._request(first(self), None)
-            self._engine.programs.announce(self._engine.shapes(request))
-        begun = time.perf_counter()
-        self._engine.leaves = weights.load(progress)
-        self.load_seconds = time.perf_counter() - begun
+        return self
+
+    def close(self) -> None:
+        """Ends what runs, and the thread that runs it; the model cannot be used afterwards."""
+        self.frontend.thread.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def compile_seconds(self) -> float:
@@ -96,12 +90,16 @@ class LLM:
     @property
     def last_usage(self) -> Usage:
         """Tokens and seconds of the request that ended last."""
-        return self._running.last_usage
+        return self.frontend.thread.last_usage
 
     @property
     def compilations(self) -> int:
         """Programs compiled, or taken from the persistent cache, so far."""
         return self._engine.programs.compilations
+
+    def stats(self) -> Stats:
+        """What the engine does at the moment, and what it has done so far."""
+        return self.frontend.thread.stats()
 
     def generate(
         self,
@@ -110,6 +108,7 @@ class LLM:
         *,
         decoder_prefix: Sequence[int] = (),
         language: str | None = None,
+        special: bool | None = None,
     ) -> list[Completion]:
         """Continues prompts, several at a time; of an encoder-decoder, answers them.
 
@@ -120,26 +119,42 @@ class LLM:
             decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
             language: of the answer, for a model that translates; its token joins the prefix.
+            special: as `encode`.
 
         Returns:
-            One completion per prompt, in their order.
+            `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
+            order; of several, the likeliest first where `best_of` had more computed.
 
         Raises:
             RequestError: a prompt is empty or too long, or there is no tokenizer for a text.
         """
-        listed = _as_list(prompts)
-        each = params if isinstance(params, Sequence) else [params] * len(listed)
-        if len(each) != len(listed):
-            raise RequestError(f"{len(listed)} prompts, but {len(each)} sampling parameters")
-        prefix = list(decoder_prefix)
-        if language is not None:
-            start = prefix or self._opened.decoder_prefix[:1]
-            prefix = [*start, self._text_tokenizer().language_id(language)]
-        requests = [
-            self._request(self.encode(prompt), chosen, prefix)
-            for prompt, chosen in zip(listed, each, strict=True)
+        listed = self.listed(prompts, params)
+        prefix = self.frontend.prefix(decoder_prefix, language)
+        prepared = [
+            self.frontend.prepare(self.encode(prompt, special=special), chosen, prefix)
+            for prompt, chosen in listed
         ]
-        return self._running.complete(requests)
+        with contextlib.ExitStack() as running:
+            answers = [
+                [running.enter_context(self._answer(one)) for one in group] for group in prepared
+            ]
+            return [
+                answer
+                for group, (_, chosen) in zip(answers, listed, strict=True)
+                for answer in best(list(map(whole, group)), chosen)
+            ]
+
+    def listed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        """Each prompt with its parameters. Raises `RequestError` where their numbers differ."""
+        every = _as_list(prompts)
+        each = params if isinstance(params, Sequence) else [params or self.params()] * len(every)
+        if len(each) != len(every):
+            raise RequestError(f"{len(every)} prompts, but {len(each)} sampling parameters")
+        return list(zip(every, each, strict=True))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
@@ -148,10 +163,25 @@ class LLM:
 
         Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
         """
-        request = self._request(self.encode(prompt), params)
-        if request.sampling.strategy == "beam":
+        return self._stream(self.streamed(prompt, params))
+
+    def streamed(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        **more: Any,
+    ) -> Prepared:
+        """A request whose answer is one that comes in pieces.
+
+        Args:
+            **more: as `Frontend.prepare`.
+        """
+        prepared = self.frontend.prepare(self.encode(prompt), params, **more)
+        if prepared[0].request.sampling.strategy == "beam":
             raise RequestError("a beam search knows its answer only at the end; use generate")
-        return self._stream(request)
+        if len(prepared) > 1:
+            raise RequestError("one answer is streamed at a time; use generate for n or best_of")
+        return prepared[0]
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
@@ -160,7 +190,8 @@ class LLM:
 
         Args:
             messages: `{"role": "user", "content": "..."}` and so on.
-            **variables: for the chat template, such as `tools`.
+            **variables: for the chat template, such as `tools`; and `special=True`: special tokens
+                that are written in messages count, which else are text.
 
         Raises:
             RequestError: as `generate`; or the model has no chat template.
@@ -253,7 +284,7 @@ class LLM:
         Raises:
             RequestError: there is no mask in the text, or the tokenizer has none.
         """
-        tokenizer = self._text_tokenizer()
+        tokenizer = self.frontend.tokenizer
         if tokenizer.mask_id is None:
             raise RequestError("the tokenizer has no mask token")
         ids = self.encode(text)
@@ -267,29 +298,26 @@ class LLM:
         ]
 
     def _likely(self, id: int, logprob: float) -> TokenLogprob:
-        text = self._text_tokenizer().decode([id], skip_special=False)
+        text = self.frontend.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
-    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def encode(
+        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
+    ) -> list[int]:
         """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
+
+        Args:
+            special: special tokens written in a text count as such; None: in a text they do, in
+                the messages of a conversation they are text.
 
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            return self._text_tokenizer().encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.encode_chat(cast("Sequence[Message]", prompt))
-        ids = [int(id) for id in cast("Sequence[int]", prompt)]
-        vocab = self.spec.dims["vocab"]
-        for id in ids:
-            if not 0 <= id < vocab:
-                raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
-        return ids
+        return self.frontend.encode(prompt, special=special)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
-        return self._opened.conversation.encode(self._text_tokenizer(), messages, **variables)
+        """Token ids of a conversation, ready for the model's answer; arguments as `chat`."""
+        return self.frontend.encode_chat(messages, **variables)
 
     @property
     def can_chat(self) -> bool:
@@ -298,49 +326,27 @@ class LLM:
 
     def params(self, **changes: Any) -> SamplingParams:
         """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
-        return sampling_params({**self._opened.defaults, **changes}, self.spec.path)
+        return self.frontend.params(**changes)
 
     def _repr_html_(self) -> str:
         """The model as a notebook shows it: its wiring and sizes."""
         return self.spec._repr_html_()
 
-    def _text_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                "the checkpoint has no tokenizer; give token ids, or set tokenizer=... in the spec"
-            )
-        return self.tokenizer
-
-    def _request(
-        self, ids: list[int], params: SamplingParams | None, prefix: Sequence[int] = ()
-    ) -> Request:
-        sampling = params if params is not None else self.params()
-        if self.spec.decoder is None:
-            raise RequestError("the model has no decoder; use embed, fill_mask, logits or hidden")
-        encoder: tuple[int, ...] = ()
-        if self._engine.model.has_cross_attention:
-            encoder, ids = tuple(ids), list(prefix or self._opened.decoder_prefix)
-            self._check_text(encoder)
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        if len(ids) >= self.context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which leaves no room in a context of "
-                f"{self.context}; shorten it, or set engine.context"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop texts need a tokenizer; use stop_token_ids")
-        most = self.context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
-        limit = min(most, self.context)
-        return Request(next(self._ids), tuple(ids), sampling, limit, self._opened.end_ids, encoder)
-
-    def _stream(self, request: Request) -> Generator[Chunk]:
-        # Submitted only here: a generator that is never started would keep its slot for ever.
-        generation = self._running.submit(request)
+    @contextlib.contextmanager
+    def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
+        """What comes of a request, which ends with the context."""
+        pieces: SimpleQueue[Any] = SimpleQueue()
+        self.frontend.submit(prepared, pieces.put)
         try:
-            yield from self._running.chunks(generation)
+            yield pieces
         finally:
-            self._running.abandon([generation])
+            self.frontend.thread.cancel(prepared.request.id)
+
+    def _stream(self, prepared: Prepared) -> Generator[Chunk]:
+        # Submitted only here: a generator that is never started would keep its slot for ever.
+        with self._answer(prepared) as pieces:
+            while not isinstance(piece := taken(pieces), Usage):
+                yield piece
 
     def _forward(
         self,
@@ -351,14 +357,14 @@ class LLM:
     ) -> list[np.ndarray]:
         texts = [self.encode(prompt) for prompt in _as_list(prompts)]
         for ids in texts:
-            self._check_text(ids)
+            self.frontend.check_text(ids)
         if self.spec.decoder is None:
             if want not in {"hidden", *self.spec.stacks[0].head.results}:
                 raise RequestError(f"the model has no head that gives {want}")
             types = token_type_ids or [[0] * len(ids) for ids in texts]
             if [len(row) for row in types] != [len(ids) for ids in texts]:
                 raise RequestError("token_type_ids must be as long as the texts")
-            return self._engine.encode(texts, types, cast("Want", want))
+            return self._run(lambda engine: encode(engine, texts, types, cast("Want", want)))
         if want == "pooled":
             raise RequestError("the model has no pooler; use embed")
         encoders: list[list[int]] = [[]] * len(texts)
@@ -367,19 +373,18 @@ class LLM:
             if len(encoders) != len(texts):
                 raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
             for ids in encoders:
-                self._check_text(ids)
+                self.frontend.check_text(ids)
         pairs = list(zip(texts, encoders, strict=True))
-        if want == "score":
-            if any(len(ids) < 2 for ids in texts):
-                raise RequestError("a prompt to be scored needs at least two tokens")
-            return [self._engine.score(ids, encoder) for ids, encoder in pairs]
-        return [self._engine.forward(ids, want, encoder) for ids, encoder in pairs]
+        if want == "score" and any(len(ids) < 2 for ids in texts):
+            raise RequestError("a prompt to be scored needs at least two tokens")
+        return [self._run(partial(_forward, pair, want)) for pair in pairs]
 
-    def _check_text(self, ids: Sequence[int]) -> None:
-        if not 0 < len(ids) <= self.context:
-            raise RequestError(
-                f"a prompt has {len(ids)} tokens; from 1 to {self.context} can be computed"
-            )
+    def _run(self, job: Callable[[Any], Any]) -> Any:
+        return self.frontend.thread.run(job)
+
+
+def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> np.ndarray:
+    return forward(engine, pair[0], want, pair[1])
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -14,19 +14,20 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.nn.attention import Attention, CrossAttention, Step
+from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.build import build_module
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
 from jinfer.nn.parameter import Role
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
-from jinfer.ops.cache import Cache, CacheShape
+from jinfer.nn.step import Step
+from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
-# "last": logits after each row's last token; the others for every token, "pooled" for every row.
-Want = Literal["last", "logits", "hidden", "pooled"]
+# Results for every token, and "pooled" for every text.
+Want = Literal["logits", "hidden", "pooled"]
 
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
@@ -149,33 +150,38 @@ class Model(nnx.Module):
 
     def decode(
         self,
-        tokens: Int[Array, "batch tokens"],
+        tokens: Int[Array, " tokens"],
         step: Step,
-        last: Int[Array, " batch"],
         cache: Cache,
         want: Want,
-    ) -> tuple[Float[Array, "batch ..."], Cache]:
-        """The decoder's forward pass over new tokens.
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[Float[Array, "chosen width"], Cache]:
+        """One result of `decode_all`."""
+        results, cache = self.decode_all(tokens, step, cache, last)
+        return results[want], cache
+
+    def decode_all(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
+        """The decoder's forward pass over a flat batch: "logits" and "hidden".
 
         Args:
-            tokens: new tokens; a row may be padded at its end.
+            tokens: new tokens of any sequences.
             step: where they stand.
-            last: index of each row's last token that counts.
             cache: keys and values of the tokens before; comes back with the new ones in it.
-            want: which result.
-
-        Returns:
-            [batch, vocab] for "last"; [batch, tokens, vocab] or [batch, tokens, hidden].
+            last: of which tokens results are wanted; None: of all.
         """
         stack = self.stacks["decoder"]
-        x = stack.embed(tokens, jnp.zeros_like(tokens), step, self.shared)
-        x, cache = stack.run_layers(x, tokens, step, cache, self.shared)
-        if want == "last":
-            x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared)
+        x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
+        if last is not None:
+            x = x[:, last]
         results = stack.results(x, step, self.shared)
-        if want == "last":
-            return results["logits"][:, 0], cache
-        return results[want].astype(jnp.float32), cache
+        return {name: results[name][0] for name in ("logits", "hidden")}, cache
 
     def encode(
         self,
@@ -194,22 +200,19 @@ class Model(nnx.Module):
             All that the head gives, by name; its value is "logits".
         """
         stack = self.stacks["encoder"]
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        step = Step(jnp.broadcast_to(positions, tokens.shape), jnp.int32(0), lengths)
+        step = Step.of_texts(tokens, lengths)
         x = stack.embed(tokens, types, step, self.shared)
         x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
         return stack.results(x, step, self.shared)
 
-    def fill(
-        self, encoded: Float[Array, "batch length hidden"], cache: Cache, slot: Int[Array, ""]
-    ) -> Cache:
-        """The cache with what cross-attention needs of an encoder's output, from row `slot` on."""
+    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
+        """The cache with what cross-attention needs of an encoder's output."""
         cache = dict(cache)
         for i, layer in enumerate(self.stacks["decoder"].layers):
             for name, module in layer.modules.items():
                 if isinstance(module, CrossAttention):
                     key = f"decoder.{i}.{name}"
-                    cache[key] = module.fill(encoded, cache[key], slot)
+                    cache[key] = module.fill(encoded, cache[key], at)
         return cache
 
 
@@ -228,6 +231,7 @@ class AbstractModel:
         roles: what each is used for, in the same order.
         caches: name of each attention -> what it keeps of each token.
         never: tokens that are never chosen.
+        vocab: tokens of the vocabulary; 0 where the model has none.
         steady: as in `ModelSpec`.
     """
 
@@ -240,6 +244,7 @@ class AbstractModel:
     roles: tuple[Role, ...]
     caches: dict[str, CacheShape]
     never: tuple[int, ...] = ()
+    vocab: int = 0
     steady: int | None = None
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
@@ -250,7 +255,7 @@ class AbstractModel:
     @property
     def has_cross_attention(self) -> bool:
         """Whether the decoder reads an encoder's output."""
-        return any(shape.of == "encoder" for shape in self.caches.values())
+        return any(shape.group == ENCODER for shape in self.caches.values())
 
 
 def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
@@ -275,6 +280,7 @@ def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
         roles=tuple(metadata[name]["role"] for name in names),
         caches=dict(_cache_shapes(spec)),
         never=_never(spec),
+        vocab=spec.dims.get("vocab", 0),
         steady=spec.steady,
     )
 
@@ -301,9 +307,12 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
         for name, block in layer.modules:
             match block:
                 case blocks.Attention():
-                    shape = CacheShape(block.kv_heads, block.head_dim, block.head_dim)
+                    group, window = cache_group(block.window), block.window
+                    shape = CacheShape(
+                        block.kv_heads, block.head_dim, block.head_dim, group, window
+                    )
                 case blocks.CrossAttention():
-                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, "encoder")
+                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
                 case blocks.LatentAttention():
                     shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
                 case _:

@@ -1,13 +1,14 @@
 """GPU kernels in Pallas: raw arrays in, raw arrays out; imports only jax and numpy.
 
 `matmul` and `expert_matmul` multiply by quantized matrices as they are stored, `attend` reads a
-plain or quantized cache. Each takes `backend`, the one switch between the Triton-style kernels,
-Mosaic GPU and plain XLA, and `interpret`, which runs a kernel where there is no GPU.
+plain or quantized cache through tables of its blocks. Each takes `backend`, the one switch between
+the Triton-style kernels, Mosaic GPU and plain XLA, and `interpret`, which runs a kernel where there
+is no GPU.
 """
 
 import warnings
 
-from kernels_pallas.attention import Alibi, Partial, attend, with_sinks
+from kernels_pallas.attention import Queries, Scores, attend
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
@@ -17,13 +18,12 @@ from kernels_pallas.matmul import Backend, matmul
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [
-    "Alibi",
     "Backend",
     "Kept",
     "Packed",
-    "Partial",
+    "Queries",
+    "Scores",
     "attend",
     "expert_matmul",
     "matmul",
-    "with_sinks",
 ]

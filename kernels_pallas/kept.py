@@ -25,6 +25,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas import registers
 from kernels_pallas.layout import CODES, PIECES
 
+TOKENS = 64  # of a block of the cache
 BLOCK = 32  # numbers of a quantized vector that share a scale
 _WIDEST = 128  # numbers of a tile that passes through registers, as codes and float32 do
 _MOST = 640  # numbers of a vector
@@ -38,17 +39,17 @@ _MOST_PLAIN = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """Keys or values of all slots: vectors [slots, kv_heads, length, dim], whole or as codes.
+    """Keys or values of a pool: vectors [blocks, kv_heads, TOKENS, dim], whole or as codes.
 
     A number of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base;
     with 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 numbers, x of its column's first
     block, y of its second. The numbers of a block must stay in fp16's range.
 
     Attributes:
-        data: float32, bfloat16 or float16 [slots, kv_heads, length, dim]; or codes, uint32
-            [slots, kv_heads, length, columns * bits].
-        scales: float16 [slots, kv_heads, length, columns * p * numbers] of codes, block by block of
-            32: its scale and, where numbers is 2, its base.
+        data: float32, bfloat16 or float16 [blocks, kv_heads, TOKENS, dim]; or codes, uint32
+            [blocks, kv_heads, TOKENS, columns * bits].
+        scales: float16 [blocks, kv_heads, TOKENS, columns * p * numbers] of codes, block by block
+            of 32: its scale and, where numbers is 2, its base.
         levels: values that a code's number can have: 4, 8, 11, 16, 32, 64 or 256.
         width: dim, where vectors are codes, without what fills the last column.
     """
@@ -77,6 +78,11 @@ class Kept:
     def unit(self) -> int:
         """Numbers of a column."""
         return BLOCK * self.per_code if self.quantized else 1
+
+    @property
+    def padded(self) -> int:
+        """Numbers of a vector in the tiles, with what fills the last column."""
+        return self.columns * self.unit
 
     @property
     def columns(self) -> int:
@@ -150,7 +156,7 @@ class Kept:
         if not self.quantized:
             return x
         lead = x.shape[:-1]
-        padding = [(0, 0)] * len(lead) + [(0, self.columns * self.unit - self.dim)]
+        padding = [(0, 0)] * len(lead) + [(0, self.padded - self.dim)]
         return _turned(jnp.pad(x, padding))
 
     def restored(self, x: Array) -> Array:
@@ -176,7 +182,7 @@ class Kept:
             values = (q - self.levels // 2) * numbers
         else:
             values = q * numbers[..., :1] + numbers[..., 1:]
-        return values.reshape(*lead, self.columns * self.unit)[..., : self.dim]
+        return values.reshape(*lead, self.padded)[..., : self.dim]
 
 
 def load(
@@ -186,7 +192,7 @@ def load(
 
     Args:
         refs: of `kept.operands()`.
-        where: slot, head and slice of keys.
+        where: block, head and slice of its keys.
         there: bool [keys]: which keys are read; the others become finite numbers.
         asm: as `registers` has it.
     """

@@ -14,7 +14,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
 ENCODERS = {name: name for name in ("bert", "roberta", "distilbert", "minilm")}
 ENCODERS["gguf_minilm"] = "minilm"
-TRANSLATORS = ("t5", "flan_t5", "bart", "m2m100")
+TRANSLATORS = ("t5", "flan_t5", "bart", "m2m100", "pegasus")
 
 
 @cache

@@ -24,7 +24,7 @@ CAUSAL = {
         *("gpt_bigcode", "gpt_neox", "internlm", "minicpm", "openllama", "opt13b", "opt350m"),
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
         *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
-        *("qwen3", "gguf_qwen3", "olmo2", "gemma2"),
+        *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3"),
     )
 }
 # The same models as converted to GGUF.
@@ -119,6 +119,20 @@ def test_rope_factors_of_a_gguf() -> None:
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     ours, theirs = (m.generate(asked, params) for m in (converted, reference))
     assert [a.token_ids for a in ours] == [a.token_ids for a in theirs]
+
+
+def test_a_gguf_that_does_not_say_its_scales(tmp_path: Path) -> None:
+    """A MiniCPM 3 file has no place for them, so a specification says those that differ."""
+    spec = tmp_path / "mine.toml"
+    spec.write_text(
+        f'family = "minicpm3"\nweights = "{GOLDENS / "gguf_minicpm3"}"\n'
+        '[dims]\nembedding_scale = 6\nlogits_divisor = "hidden / 32"\n'
+    )
+    llm, values = LLM(spec, dtype="float32"), expected("minicpm3")
+    *rows, long = llm.logits(prompts(values))
+    compared = [(row, values["logits"][i][: len(row)]) for i, row in enumerate(rows)]
+    for got, reference in [*compared, (long[3::4], values["long_logits"][0])]:
+        np.testing.assert_allclose(got, reference, rtol=0, atol=TOLERANCE)
 
 
 def test_stories260k_against_numpy() -> None:

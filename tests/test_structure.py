@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 LEVELS = [
     {"kernels_pallas", "cpu"},
+    {"guard"},
     {"spec", "checkpoint", "tokenizer", "template", "quant"},
     {"ops"},
     {"nn"},
@@ -28,7 +29,9 @@ LEVELS = [
     {"weights", "partition", "sampling"},
     {"engine", "speculate"},
     {"opening"},
-    {"errors", "llm", "trace"},
+    {"errors", "frontend"},
+    {"llm", "trace"},
+    {"async_llm"},
     {"jinfer", "server", "generate", "serve", "client", "tools"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

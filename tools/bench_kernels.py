@@ -3,7 +3,7 @@
 Products with the matrices of real models at every width, against what the machine's memory and
 tensor cores were measured to do, attention over caches of every kind, and the decode step of a
 model of Llama-3-8B's shape with random weights. Each time is of a loop over different matrices of a
-stack, or slots, much larger than the machine's caches.
+stack, or sequences, much larger than the machine's caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jax import Array, lax
 from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
-from kernels_pallas import Kept, Packed, attend, matmul, with_sinks
+from kernels_pallas import Kept, Packed, Queries, Scores, attend, matmul
+from kernels_pallas.kept import TOKENS
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 SHAPES = {  # outputs, inputs
@@ -41,7 +42,8 @@ SHAPES = {  # outputs, inputs
 }
 ROWS = (1, 8, 64, 512)
 CACHES = (*PLAIN, *FORMATS)
-ATTENTION_TOKENS = (1, 8, 256)
+# Sequences that decode a token each, and tokens of a prompt beside them.
+ATTENTION_BATCHES = ((1, 0), (4, 0), (16, 0), (0, 8), (0, 512), (8, 504))
 _STACK_BYTES = 1 << 30
 _REPEATS = 5
 
@@ -112,33 +114,52 @@ def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, back
     return seconds(lambda: products(x, stack)) / count
 
 
-def filled_cache(kind: str, shape: tuple[int, ...]) -> Kept:
-    """Keys or values [slots, kv_heads, length, dim] of zeros."""
+def filled_pool(kind: str, shape: tuple[int, ...]) -> Kept:
+    """Keys or values [blocks, kv_heads, TOKENS, dim] of zeros."""
     if kind in PLAIN:
         return Kept(jnp.zeros(shape, PLAIN[kind]))
     rows = zeros(shape, FORMATS[kind])
     return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
 
 
-def time_attention(kind: str, context: int, tokens: int) -> tuple[float, int]:
-    """Seconds of 32 query heads' attention over 8 key heads, and the bytes it must read."""
-    slots, kv_heads, heads, dim = 16, 8, 32, 128
-    keys, values = (filled_cache(kind, (slots, kv_heads, context, dim)) for _ in range(2))
-    q = jax.random.normal(jax.random.key(1), (1, tokens, heads, dim), jnp.bfloat16)
-    last = context - tokens + jnp.arange(tokens, dtype=jnp.int32)[None]
+def scattered_tables(rows: int, length: int) -> Array:
+    """Tables of sequences whose blocks lie anywhere in a pool that holds them all."""
+    blocks = rows * length // TOKENS
+    order = jax.random.permutation(jax.random.key(3), blocks).astype(jnp.int32)
+    return order.reshape(rows, length // TOKENS)
+
+
+def time_attention(kind: str, context: int, decoding: int, prompt: int) -> tuple[float, int]:
+    """Seconds of 32 query heads' attention over 8 key heads, and the bytes it must read.
+
+    Args:
+        decoding: sequences with a token each.
+        prompt: tokens of one more sequence, the last ones of its context.
+    """
+    kv_heads, heads, dim = 8, 32, 128
+    sequences = decoding + (prompt > 0)
+    rows = -(-16 // sequences) * sequences
+    shape = (rows * context // TOKENS, kv_heads, TOKENS, dim)
+    keys, values = (filled_pool(kind, shape) for _ in range(2))
+    tables = scattered_tables(rows, context)
+    count = decoding + prompt
+    q = jax.random.normal(jax.random.key(1), (count, heads, dim), jnp.bfloat16)
+    token = jnp.arange(count, dtype=jnp.int32)
+    row = jnp.minimum(token, decoding)
+    last = jnp.where(token < decoding, context - 1, context - count + token)
 
     @jax.jit
     def attentions(q: Array, keys: Kept, values: Kept) -> Array:
         def step(i: Array, q: Array) -> Array:
-            index = jnp.reshape(i, (1,)).astype(jnp.int32)
-            part = attend(q, keys, values, index, jnp.zeros_like(last), last, scale=dim**-0.5)
+            at = Queries(row + i * sequences, last, jnp.zeros_like(last), last, tables)
+            out = attend(q, keys, values, at, Scores(dim**-0.5))
             # The next must wait for this one.
-            return q + (with_sinks(part) * 1e-9).astype(q.dtype)
+            return q + (out * 1e-9).astype(q.dtype)
 
-        return lax.fori_loop(0, slots, step, q)
+        return lax.fori_loop(0, rows // sequences, step, q)
 
-    took = seconds(lambda: attentions(q, keys, values)) / slots
-    return took, (keys.nbytes + values.nbytes) // slots
+    took = seconds(lambda: attentions(q, keys, values)) * sequences / rows
+    return took, (keys.nbytes + values.nbytes) * sequences // rows
 
 
 def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float, int]:
@@ -149,7 +170,9 @@ def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float,
     out, down = stack(layers, hidden, heads * dim), stack(layers, hidden, wide)
     gate_up = [stack(layers, wide, hidden) for _ in range(2)]
     head = stack(1, vocab, hidden)
-    cache = Kept(jnp.zeros((layers, kv_heads, context, dim), jnp.bfloat16))
+    # A layer is a sequence of this cache.
+    cache = filled_pool("bf16", (layers * context // TOKENS, kv_heads, TOKENS, dim))
+    tables = scattered_tables(layers, context)
     product = functools.partial(matmul, backend=backend)  # type: ignore[arg-type]
 
     def norm(x: Array) -> Array:
@@ -163,11 +186,12 @@ def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float,
         def layer(i: Array, x: Array) -> Array:
             index = jnp.reshape(i, (1,)).astype(jnp.int32)
             q, k, v = product(norm(x), qkv, index=index)
-            # New keys and values are used, not written: a layer is a slot of this cache.
-            q = (q + jnp.sum(k + v) * 1e-9).astype(jnp.bfloat16).reshape(1, 1, heads, dim)
-            low, last = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), context - 1, jnp.int32)
-            seen = attend(q, cache, cache, index, low, last, scale=dim**-0.5)
-            x = x + product(with_sinks(seen).reshape(1, -1), [out], index=index)[0]
+            # New keys and values are used, not written.
+            q = (q + jnp.sum(k + v) * 1e-9).astype(jnp.bfloat16).reshape(1, heads, dim)
+            last = jnp.full_like(index, context - 1)
+            at = Queries(index, last, jnp.zeros_like(last), last, tables)
+            seen = attend(q, cache, cache, at, Scores(dim**-0.5))
+            x = x + product(seen.reshape(1, -1), [out], index=index)[0]
             (inner,) = product(norm(x), gate_up, index=index, gated=True)
             return x + product(inner, [down], index=index)[0]
 
@@ -207,14 +231,16 @@ def measure(
                     f"{read / copied:8.0%} {share:9.0%}",
                     flush=True,
                 )
-    print("cache  attention of new tokens over 16,384: tokens, µs, GB/s, of copy")
+    print("cache  attention over 16,384: decoding, tokens of a prompt, µs, GB/s, of copy")
     result["attention"] = []
-    for kind, count in itertools.product(caches, ATTENTION_TOKENS):
-        took, size = time_attention(kind, 1 << 14, count)
-        row = {"cache": kind, "tokens": count, "seconds": took, "bytes": size}
-        result["attention"].append(row)
-        rate = size / took
-        print(f"{kind:<6} {count:4} {took * 1e6:9.1f} {rate / 1e9:8.0f} {rate / copied:8.0%}")
+    for kind, (decoding, prompt) in itertools.product(caches, ATTENTION_BATCHES):
+        took, size = time_attention(kind, 1 << 14, decoding, prompt)
+        row = {"cache": kind, "decoding": decoding, "prompt": prompt}
+        result["attention"].append({**row, "seconds": took, "bytes": size})
+        print(
+            f"{kind:<6} {decoding:4} {prompt:4} {took * 1e6:9.1f} {size / took / 1e9:8.0f} "
+            f"{size / took / copied:8.0%}"
+        )
     print("width  decode of a Llama-3-8B shape, 1,024 tokens: ms, tokens/s, of copy")
     result["decode"] = []
     for width in widths:

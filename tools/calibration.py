@@ -14,9 +14,9 @@ from jax import Array
 from tqdm import tqdm
 
 from jinfer import LLM
-from jinfer.engine.generation import RequestError
+from jinfer.engine.requests import RequestError
 from jinfer.engine.steps import encode
-from jinfer.nn.attention import Step
+from jinfer.nn.step import Step
 from jinfer.ops import cache
 from jinfer.quant.calibration import Inputs, Kind, tap
 
@@ -55,7 +55,7 @@ def collect_inputs(
     Raises:
         RequestError: the text is too short, or the model reads two texts at a time.
     """
-    model, leaves = llm._engine.model, llm._engine.leaves
+    model, leaves = llm._engine.model, llm._engine.parameters
     windows = _windows(llm, text, length, most)
     read = _reader(llm)
     shapes = {name: p.shape for name, p in zip(model.names, model.parameters, strict=True)}
@@ -99,7 +99,7 @@ def _windows(llm: LLM, text: str | None, length: int, most: int) -> list[np.ndar
 
 def _reader(llm: LLM) -> Callable[[tuple[Any, ...], np.ndarray], Any]:
     """The forward pass over a batch."""
-    model, kind = llm._engine.model, llm._engine.programs.kv_cache
+    model, kind = llm._engine.model, llm._engine.programs.sizes.kv_cache
     if llm.spec.type == "encoder-decoder":
         raise RequestError("calibration is for a model with an encoder or a decoder alone")
     if llm.spec.decoder is None:
@@ -108,12 +108,19 @@ def _reader(llm: LLM) -> Callable[[tuple[Any, ...], np.ndarray], Any]:
 
     @jax.jit
     def decoder(leaves: tuple[Any, ...], ids: Array) -> Array:
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        none = jnp.zeros(len(ids), jnp.int32)
-        step = Step(positions, jnp.int32(0), encoded=none, total=jnp.asarray(_lengths(ids)))
-        rows, tokens = ids.shape
-        empty = cache.empty(model.caches, rows, tokens, 0, kind)
-        return model.module(leaves).decode(ids, step, none, empty, "hidden")[0]
+        texts, tokens = ids.shape
+        each = -(-tokens // cache.BLOCK)
+        table = jnp.arange(texts * each, dtype=jnp.int32).reshape(texts, each)
+        groups = {shape.group for shape in model.caches.values()}
+        step = Step.flat(
+            jnp.repeat(jnp.arange(texts, dtype=jnp.int32), tokens),
+            jnp.tile(jnp.arange(tokens, dtype=jnp.int32), texts),
+            jnp.asarray(_lengths(ids)),
+            dict.fromkeys(groups, table),
+            jnp.zeros(texts, jnp.int32),
+        )
+        empty = cache.empty(model.caches, texts * each, kind)
+        return model.module(leaves).decode(ids.reshape(-1), step, empty, "hidden")[0]
 
     return decoder
 

@@ -35,7 +35,7 @@ _ROTARY_DIM = "rotary_dim"
 _ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_emb_fraction")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 # Keys that say nothing of the model's structure, or what its tensors say as well.
-_SAYS_NOTHING = re.compile(
+SAYS_NOTHING = re.compile(
     r"_.*|architectures|auto_map|model_type|tokenizer_class|transformers_version|(torch_)?dtype"
     r"|tie_word_embeddings|use_cache|gradient_checkpointing|pretraining_tp|task_specific_params"
     r"|.*_token_id|.*_ids?|.*drop(out)?(_.*)?|.*initializer_.*|initializer|summary_.*|id2label"
@@ -86,7 +86,7 @@ def _unread(config: Mapping[str, Any], text: str) -> str:
     unread = {
         key: value
         for key, value in config.items()
-        if key not in read and value is not None and not _SAYS_NOTHING.fullmatch(key)
+        if key not in read and value is not None and not SAYS_NOTHING.fullmatch(key)
     }
     if not unread:
         return ""

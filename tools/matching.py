@@ -8,35 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel, build
 from jinfer.opening.recognize import Located, open_source
+from jinfer.opening.unread import consequences
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.mapping import LoadError, Origin, by_name, look_for, unused
 from jinfer.weights.sizes import Sizes, sizes_of
-
-
-@dataclass
-class Row:
-    """A tensor of the file.
-
-    Attributes:
-        parameters: what it holds; "name[3]" is an index of a parameter's first axis.
-        note: "", "unused", "ignored" or "wrong shape".
-    """
-
-    tensor: Tensor
-    parameters: list[str] = field(default_factory=list)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A parameter without a tensor; `names` are those that were looked for, none if unmapped."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
+from tools.converted_rows import match_converted
+from tools.rows import Missing, Row, Rows
 
 
 @dataclass(frozen=True)
@@ -48,6 +29,8 @@ class Description:
         how: how the family was found.
         problem: why there is no specification.
         wrong: tensors of a wrong shape, one clause each.
+        unread: keys of config.json or GGUF's metadata that nothing looked up, with their values.
+        consequences: those of them that are known to change the computation -> how.
     """
 
     opened: Located
@@ -59,6 +42,8 @@ class Description:
     rows: tuple[Row, ...] = ()
     missing: tuple[Missing, ...] = ()
     wrong: tuple[str, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    consequences: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unused(self) -> list[Tensor]:
@@ -82,14 +67,18 @@ def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
     family, how = "", ""
     try:
         family, how = _family(opened, overrides)
-        spec = opened.spec(overrides)
+        spec, left = opened.resolved(overrides)
     except SpecError as error:
         problem = str(error).removeprefix(f"{opened.path}: ")
         return Description(opened, family, how, problem, rows=bare)
     model = build(spec, "float32")
-    rows, missing, wrong = _match(opened, spec, model)
+    if isinstance(opened.checkpoint, ConvertedCheckpoint):
+        rows, missing, wrong = match_converted(spec, model, opened.checkpoint)
+    else:
+        rows, missing, wrong = _match(opened, spec, model)
     sizes = sizes_of(spec, model)
-    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong)
+    known = consequences(left, opened.config, spec)
+    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
 
 
 def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
@@ -106,9 +95,7 @@ def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
     return found, f"found by {key} = {', '.join(opened.architectures)}"
 
 
-def _match(
-    opened: Located, spec: ModelSpec, model: AbstractModel
-) -> tuple[tuple[Row, ...], tuple[Missing, ...], tuple[str, ...]]:
+def _match(opened: Located, spec: ModelSpec, model: AbstractModel) -> Rows:
     checkpoint = opened.checkpoint
     rows = {name: Row(tensor) for name, tensor in checkpoint.tensors.items()}
     files = by_name(checkpoint, spec.tensors)
@@ -138,4 +125,4 @@ def _match(
     for name, row in rows.items():
         if not row.parameters:
             row.note = "unused" if name in left else "ignored"
-    return tuple(rows.values()), tuple(missing), tuple(wrong)
+    return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))

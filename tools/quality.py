@@ -74,7 +74,7 @@ def bits_per_weight(llm: LLM) -> float:
     bits = weights = 0
     seen: set[int] = set()
     engine = llm._engine
-    for leaf, role in zip(engine.leaves, engine.model.roles, strict=True):
+    for leaf, role in zip(engine.parameters, engine.model.roles, strict=True):
         if role == "plain" or id(leaf) in seen:
             continue
         seen.add(id(leaf))
@@ -86,7 +86,7 @@ def bits_per_weight(llm: LLM) -> float:
 def weight_error(llm: LLM, wanted: dict[str, np.ndarray]) -> float:
     """Root mean square error of the matrices, relative to their root mean square."""
     wrong = total = 0.0
-    for name, leaf in zip(llm._engine.model.names, llm._engine.leaves, strict=True):
+    for name, leaf in zip(llm._engine.model.names, llm._engine.parameters, strict=True):
         if isinstance(leaf, QuantizedTensor | OutlierTensor):
             difference = np.asarray(leaf.dequantize()) - wanted[name]
             wrong += float(np.square(difference, dtype=np.float64).sum())
@@ -119,7 +119,7 @@ def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Refer
     weights = {
         name: np.asarray(leaf)
         for name, leaf, role in zip(
-            llm._engine.model.names, llm._engine.leaves, llm._engine.model.roles, strict=True
+            llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
         )
         if role != "plain"
     }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
 from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
-from tools.draft import draft
+from tools.converted_rows import converted_facts
+from tools.draft import SAYS_NOTHING, draft
 from tools.folding import fold, fold_names, pattern_of
 from tools.matching import Description
 from tools.roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
@@ -21,13 +24,16 @@ _TENSOR_HEADS = ("tensor", "shape", "type")
 
 def facts(found: Description) -> list[tuple[str, str]]:
     """What is said first: (word, value)."""
-    opened, tensors = found.opened, found.opened.checkpoint.tensors
-    stored = sum(tensor.nbytes for tensor in tensors.values())
+    opened = found.opened
     lines = [("specification", str(opened.path))] if opened.path != opened.weights else []
     lines += [
         ("path", str(opened.weights)),
-        ("format", opened.checkpoint.format),
-        ("in the file", f"{len(tensors)} tensors, {bytes_text(stored)}"),
+        *(
+            converted_facts(opened.checkpoint)
+            if isinstance(opened.checkpoint, ConvertedCheckpoint)
+            else [("format", opened.checkpoint.format)]
+        ),
+        ("in the file", f"{len(_stored(found))} tensors, {bytes_text(_stored_bytes(found))}"),
     ]
     if any(opened.architectures):
         lines.append(("calls itself", ", ".join(opened.architectures)))
@@ -47,6 +53,16 @@ def facts(found: Description) -> list[tuple[str, str]]:
         ),
         *([("KV cache", _cache(found))] if sizes.cache_per_token else []),
     ]
+
+
+def _stored(found: Description) -> Mapping[str, Tensor]:
+    """What lies in the file: of a converted checkpoint its arrays, not the source's tensors."""
+    checkpoint = found.opened.checkpoint
+    return checkpoint.parts if isinstance(checkpoint, ConvertedCheckpoint) else checkpoint.tensors
+
+
+def _stored_bytes(found: Description) -> int:
+    return sum(tensor.nbytes for tensor in _stored(found).values())
 
 
 def _cache(found: Description) -> str:
@@ -140,6 +156,21 @@ def missing(found: Description) -> list[str]:
     return lines
 
 
+def unread(found: Description) -> list[str]:
+    """Keys that nothing looked up, those first that are known to change the computation."""
+    known = found.consequences
+    rest = {key: value for key, value in found.unread.items() if key not in known}
+    lines = [f"{key} = {_value(found.unread[key])}  # {how}" for key, how in known.items()]
+    lines += [f"{k} = {_value(v)}" for k, v in rest.items() if not SAYS_NOTHING.fullmatch(k)]
+    plain = [key for key in rest if SAYS_NOTHING.fullmatch(key)]
+    return [*lines, f"of no consequence: {', '.join(plain)}"] if plain else lines
+
+
+def _value(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def proposals(found: Description) -> list[Line]:
     """Lines of `[tensors]` that would give missing parameters a tensor."""
     return propose(found.unused, found.missing) if found.spec else []
@@ -174,6 +205,7 @@ def to_text(found: Description, drafted: str = "") -> str:
 def _problems(found: Description) -> dict[str, list[str]]:
     unplaced = fold_names(tensor.name for tensor in found.unused)
     return {
+        "Keys that nothing read": unread(found),
         "Tensors without a place (map them in [tensors], or list them under ignore)": unplaced,
         "Parameters without a tensor": missing(found),
         "Tensors of a wrong shape": list(found.wrong),
@@ -204,7 +236,8 @@ def to_json(found: Description) -> dict[str, Any]:
         "problem": found.problem or None,
         "type": spec.type if spec else None,
         "dims": dict(spec.dims) if spec else {},
-        "bytes_in_file": sum(t.nbytes for t in found.opened.checkpoint.tensors.values()),
+        "converted": isinstance(found.opened.checkpoint, ConvertedCheckpoint),
+        "bytes_in_file": _stored_bytes(found),
         "parameters": sizes.parameters if sizes else None,
         "cache_bytes_per_token": sizes.cache_per_token if sizes else None,
         "memory": {f"{bits:g}": sizes.total_bytes(bits) for bits in WIDTHS} if sizes else {},
@@ -218,6 +251,10 @@ def to_json(found: Description) -> dict[str, Any]:
                 "note": row.note or None,
             }
             for row in found.rows
+        ],
+        "unread": [
+            {"key": key, "value": _value(value), "changes": found.consequences.get(key)}
+            for key, value in found.unread.items()
         ],
         "unused": [tensor.name for tensor in found.unused],
         "missing": [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jinfer.checkpoint import Tensor
 from tools.folding import numbered
-from tools.matching import Missing
+from tools.rows import Missing
 
 # Where in a layer a module stands, by a word anywhere in its name; the first that fits.
 _AREAS = {

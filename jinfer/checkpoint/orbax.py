@@ -36,6 +36,7 @@ from jinfer.checkpoint.converted import (
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.mapped import MappedFile, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
+from jinfer.guard.files import read_regular
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"
 # What tells Orbax's folders from others, and without which it reads none.
@@ -191,7 +192,9 @@ def _table(path: Path, described: Mapping[str, Any], key: str) -> dict[str, Any]
 def describe_file(path: Path) -> list[int | None]:
     """Size and checksum of a file, [bytes, crc]. Raises `OSError`."""
     size = path.stat().st_size
-    return [size, zlib.crc32(path.read_bytes()) if size <= _LARGE else None]
+    if size > _LARGE and path.is_file():
+        return [size, None]
+    return [size, zlib.crc32(read_regular(path, _LARGE))]
 
 
 def _check_files(path: Path, folder: Path, files: Mapping[str, Any]) -> None:

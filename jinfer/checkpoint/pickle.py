@@ -23,6 +23,8 @@ from jinfer.checkpoint.state_dict import find_state_dict
 from jinfer.checkpoint.torch_legacy import read_legacy
 from jinfer.checkpoint.torch_storage import Storages, raw_bytes, read_extent
 
+_MAX_WHOLE_RATIO, _MAX_WHOLE_SLACK = 16, 64 << 20  # bytes of all tensors, by those of the file
+
 
 def open_pickle(path: Path) -> Checkpoint:
     """Opens a file that torch.save made (.bin, .pt, .pth), zip or older.
@@ -43,7 +45,16 @@ def open_pickle(path: Path) -> Checkpoint:
         storages = Storages(file, extents)
     found = find_state_dict(path, root, pickle_bytes)
     tensors = {name: _tensor(storages, name, view) for name, view in found.tensors.items()}
+    _check_whole(file, tensors)
     return Checkpoint(path, "pickle", tensors, found.scalars)
+
+
+def _check_whole(file: MappedFile, tensors: dict[str, Tensor]) -> None:
+    """Tensors may share storages and repeat elements; read, they take their own size each."""
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    if whole > _MAX_WHOLE_RATIO * file.size + _MAX_WHOLE_SLACK:
+        reason = f"its {len(tensors)} tensors have {whole} bytes in a file of {file.size}"
+        raise CheckpointError(file.path, f"{reason}; save contiguous tensors")
 
 
 def _read_zip(file: MappedFile) -> tuple[Any, Storages, int]:

@@ -18,8 +18,8 @@ from jinfer.checkpoint.pickle_values import Global, Opaque, PickleDict, PickleEr
 _MAX_LONG = 255  # bytes of an integer; torch's largest, its magic number, has 10
 _MAX_DIGITS = 19  # of 64 bits
 
-# some 200,000 tensors; at the 100 bytes or so that the smallest object takes, less than 1 GB
-_MAX_STEPS = 8_000_000
+# some 80,000 tensors; at the 150 bytes or so that a small object takes, less than 500 MB
+_MAX_STEPS = 3_000_000
 
 _Action = Callable[[Machine], object]
 _STOP = ord(".")

@@ -10,6 +10,8 @@ from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 
+_MAX_NAME = 255  # bytes, as file systems have it
+
 
 def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Opens the shards that an index names (Hugging Face's `*.index.json`) as one checkpoint.
@@ -59,7 +61,12 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _is_plain(name: str) -> bool:
     """A name that stays in its folder; links are followed: download caches are made of them."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\\0:") and name.isprintable()
+    return (
+        name not in ("", ".", "..")
+        and not set(name) & set("/\\\0:")
+        and name.isprintable()
+        and len(name.encode()) <= _MAX_NAME
+    )
 
 
 def _merge(path: Path, shards: Sequence[Checkpoint]) -> Checkpoint:

@@ -12,7 +12,7 @@ from jinfer.checkpoint.pickle_values import PickleDict, StridedTensor
 
 _WRAPPERS = ("state_dict", "model", "module")
 _MAX_DEPTH = 16
-_MIN_WORK = 10_000
+_MIN_WORK, _MAX_WORK = 10_000, 24_000_000  # a second or two, and 300 MB of names
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -44,7 +44,7 @@ def find_state_dict(path: Path, root: Any, pickle_bytes: int) -> StateDict:
         kind = "tensor" if isinstance(root, StridedTensor) else type(root).__name__
         reason = f"holds a {kind}, not a dict of tensors; save model.state_dict() instead"
         raise CheckpointError(path, reason)
-    walker = _Walker(path, _MIN_WORK + 16 * pickle_bytes)
+    walker = _Walker(path, min(_MIN_WORK + 16 * pickle_bytes, _MAX_WORK))
     outer: dict[str, Any] = {}
     for _ in range(_MAX_DEPTH):
         items = dict(walker.items(root))

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 
 from jinfer.checkpoint.base import CheckpointError
 from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.pickle_machine import MAX_PICKLE_BYTES
 from jinfer.checkpoint.torch_storage import Extent, read_extent
 
 MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3I2H")
 _IN_ZIP64 = 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1 << 0, 1 << 3, 1 << 11
-# deflate shrinks zeros a thousandfold; weights, and pickles of them, by much less
+# deflate shrinks zeros a thousandfold; pickles of weights by much less, and weights hardly at all
 _MAX_RATIO = 100
+_MAX_WHOLE_RATIO, _MAX_WHOLE_SLACK = 16, 64 << 20  # of everything that is compressed, together
 _MAX_SMALL = 64  # bytes of the entries that hold a word
 
 
@@ -55,11 +57,26 @@ def read_archive(file: MappedFile) -> Archive:
         raise CheckpointError(file.path, f"byte order is {order!r}, not little or big")
     start = folder + "data/"
     storages = {name[len(start) :]: e for name, e in entries.items() if name.startswith(start)}
+    inflated = sum(each.size for each in storages.values() if each.crc is not None)
+    if inflated > _MAX_WHOLE_RATIO * file.size + _MAX_WHOLE_SLACK:
+        reason = f"its storages inflate to {inflated} bytes; save it again with torch.save"
+        raise CheckpointError(file.path, reason)
+    _check_size(file, entries[pickles[0]], MAX_PICKLE_BYTES, pickles[0])
     return Archive(entries[pickles[0]], storages, order == b"big")
 
 
 def _read_word(file: MappedFile, extent: Extent | None) -> bytes:
-    return b"" if extent is None else read_extent(file, extent)[:_MAX_SMALL].tobytes().strip()
+    if extent is None:
+        return b""
+    _check_size(file, extent, _MAX_SMALL, "byteorder")
+    return read_extent(file, extent).tobytes().strip()
+
+
+def _check_size(file: MappedFile, extent: Extent, most: int, what: str) -> None:
+    """Before it is inflated."""
+    if extent.crc is not None and extent.size > most:
+        reason = f"{what[:200]} inflates to {extent.size} bytes; at most {most} are read"
+        raise CheckpointError(file.path, reason, extent.offset)
 
 
 def _read_entries(file: MappedFile) -> dict[str, Extent]:

@@ -1,26 +1,26 @@
-// Attention of new tokens over a cache of keys and values, and the writing of the new ones.
+// Attention of a flat batch over a paged cache, and the writing of new keys and values into it.
 //
-// Queries of one key head stand together as rows of a tile. Only keys that are there are read. Long
-// walks of few rows are cut into parts and merged; where they are cut depends on the row alone, so
-// that a row's result never depends on its neighbours.
+// Queries of one sequence and key head that stand next to each other are the rows of a tile. Only
+// keys that are there are read. A tile may be cut at fixed positions and its parts computed by
+// several threads: they are merged in their order either way, so that a row's bits depend neither on
+// its neighbours nor on the threads.
 
 #include "attention.h"
 
 #include <algorithm>
-#include <string>
+#include <climits>
+#include <cstring>
 #include <vector>
 
+#include "attention_checks.h"
 #include "isa.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jinfer {
 namespace {
 
-namespace ffi = xla::ffi;
-
-constexpr int PART = 512;            // keys of a part, where there is one tile only
-constexpr int64_t INLINE = 1 << 18;  // multiplications that are not worth waking a thread for
+constexpr int64_t INLINE = 1 << 18;    // multiplications that are not worth waking a thread for
+constexpr int64_t PARTIALS = 1 << 24;  // floats of results of parts, at most
 
 struct Scratch {
   std::vector<float> memory;
@@ -32,7 +32,7 @@ struct Scratch {
   }
 };
 
-thread_local Scratch scratch, partials;
+thread_local Scratch scratch, partials, biases;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
@@ -42,134 +42,126 @@ const Kernels& kernels() {
   return attention_portable();
 }
 
+// As Rules::by_distance has it.
+const float* turned_biases(const float* from, int64_t heads, int64_t distances) {
+  const int64_t row = distances + 2 * KEYS;
+  float* to = biases.of(heads * row);
+  for (int64_t head = 0; head < heads; ++head, from += distances, to += row) {
+    std::fill(to, to + KEYS, from[distances - 1]);
+    std::reverse_copy(from, from + distances, to + KEYS);
+    std::fill(to + KEYS + distances, to + row, from[0]);
+  }
+  return to - heads * row;
+}
+
 void write(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  const int64_t heads = call.batch * call.kv_heads;
-  const bool few = heads * call.tokens * call.keys.dim < INLINE / 16;
-  parallel(pool, heads, few ? 1 : heads, [&](int64_t i) {
-    int64_t b = i / call.kv_heads, start = call.positions[b * call.tokens];
-    // Where it does not fit it is moved, as XLA would.
-    start = std::max<int64_t>(0, std::min(start, call.length - call.tokens));
-    kernels.write(call, b, i % call.kv_heads, start, scratch.of(write_floats(call)));
+  constexpr int64_t SOME = 16;
+  const int64_t chunks = (call.tokens + SOME - 1) / SOME;
+  const bool few = call.kv_heads * call.tokens * call.keys.dim < INLINE / 16;
+  parallel(pool, chunks, few ? 1 : chunks, [&](int64_t chunk) {
+    const int64_t end = std::min(call.tokens, (chunk + 1) * SOME);
+    float* x = scratch.of(write_floats(call));
+    for (int64_t t = chunk * SOME; t < end; ++t)
+      if (call.rows[t] >= 0) kernels.write(call, t, x);
   });
+}
+
+// Tiles of tokens that stand next to each other; those of padding have none, and get zeros.
+std::vector<Tile> tiles_of(const Call& call) {
+  const int64_t group = call.group(), most = std::max<int64_t>(1, ROWS / group);
+  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.kind);
+  std::vector<Tile> tiles;
+  for (int64_t token = 0, count; token < call.tokens; token += count) {
+    count = 1;
+    if (call.rows[token] < 0) {
+      memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
+      continue;
+    }
+    int first, end;
+    call.seen(token, &first, &end);
+    for (; count < most && token + count < call.tokens; ++count) {
+      if (call.rows[token + count] != call.rows[token]) break;
+      int from, to;
+      call.seen(token + count, &from, &to);
+      if (from >= to) continue;
+      first = first < end ? std::min(first, from) : from;
+      end = std::max(end, to);
+    }
+    for (int64_t head = 0; head < call.kv_heads; ++head)
+      tiles.push_back({token, head, int(count * group), first, end, 0});
+  }
+  return tiles;
 }
 
 void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  const int64_t group = call.group();
-  const int64_t tokens = std::max<int64_t>(1, std::min(call.tokens, ROWS / group));
-  std::vector<Tile> tiles, whole;
-  int64_t rows_of_parts = 0, cost = 0;
-  for (int64_t b = 0; b < call.batch; ++b)
-    for (int64_t token = 0; token < call.tokens; token += tokens) {
-      const int64_t count = std::min(tokens, call.tokens - token);
-      int first = int(call.length), end = 0;
-      for (int64_t t = token; t < token + count; ++t) {
-        int from, to;
-        call.seen(b, t, &from, &to);
-        first = std::min(first, from), end = std::max(end, to);
-      }
-      const int rows = int(count * group), keys = std::max(end - first, 0);
-      const int parts = tokens == call.tokens ? std::max(1, (keys + PART - 1) / PART) : 1;
-      for (int64_t head = 0; head < call.kv_heads; ++head) {
-        Tile tile{b, head, token, rows, first, first + keys, parts, rows_of_parts};
-        cost += int64_t(keys) * call.keys.dim * (2 * rows + 4);
-        if (parts == 1) {
-          tiles.push_back(tile);
-          continue;
-        }
-        whole.push_back(tile);
-        for (; tile.first < first + keys; tile.first += PART) {
-          tile.end = std::min(tile.first + PART, first + keys);
-          tile.at = rows_of_parts;
-          rows_of_parts += rows;
-          tiles.push_back(tile);
-        }
-      }
+  std::vector<Tile> tiles = tiles_of(call);
+  auto cost = [&](const Tile& tile) {
+    return int64_t(tile.end - tile.first) * call.keys.dim * (2 * tile.rows + 4);
+  };
+  int64_t all = 0;
+  for (const Tile& tile : tiles) all += cost(tile);
+  const bool alone = all < INLINE || pool.num_threads() < 2;
+  // The longest first, so that threads end together.
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+  struct Item {
+    const Tile* tile;
+    int part;  // -1: the whole tile
+  };
+  std::vector<Item> items;
+  std::vector<const Tile*> cut;
+  int64_t room = 0;
+  for (Tile& tile : tiles) {
+    const int first = tile.first_part(), end = tile.end_part();
+    const int64_t floats = (end - first) * tile.rows * partial_floats(call);
+    if (alone || end - first < 2 || room + floats > PARTIALS ||
+        cost(tile) * 4 * pool.num_threads() < all) {
+      items.push_back({&tile, -1});
+      continue;
     }
-  // The last tokens see most: the longest tiles first, so that threads end together.
-  std::reverse(tiles.begin(), tiles.end());
-  float* partial = partials.of(rows_of_parts * partial_floats(call));
-  const int64_t count = int64_t(tiles.size());
-  parallel(pool, count, cost < INLINE ? 1 : count, [&](int64_t i) {
-    kernels.run(call, tiles[i], partial, scratch.of(run_floats(call, tiles[i])));
+    tile.at = room, room += floats;
+    cut.push_back(&tile);
+    for (int part = first; part < end; ++part) items.push_back({&tile, part});
+  }
+  float* partial = partials.of(room);
+  const int64_t count = int64_t(items.size());
+  parallel(pool, count, alone ? 1 : count, [&](int64_t i) {
+    const Tile& tile = *items[i].tile;
+    if (items[i].part < 0) {
+      kernels.whole(call, tile, scratch.of(whole_floats(call)));
+    } else {
+      const int64_t before = items[i].part - tile.first_part();
+      float* to = partial + tile.at + before * tile.rows * partial_floats(call);
+      kernels.part(call, tile, items[i].part, to, scratch.of(part_floats(call)));
+    }
   });
-  for (const Tile& tile : whole) kernels.merge(call, tile, partial, scratch.of(merge_floats(call)));
+  const int64_t merges = int64_t(cut.size());
+  parallel(pool, merges, room < INLINE ? 1 : merges, [&](int64_t i) {
+    kernels.merge(call, *cut[i], partial + cut[i]->at, scratch.of(merge_floats(call)));
+  });
 }
 
-bool kind_of(ffi::DataType type, Kind* kind) {
-  switch (type) {
-    case ffi::DataType::F32: *kind = Kind::f32; return true;
-    case ffi::DataType::BF16: *kind = Kind::bf16; return true;
-    case ffi::DataType::F16: *kind = Kind::f16; return true;
-    case ffi::DataType::U32: *kind = Kind::codes; return true;
-    default: return false;
-  }
-}
-
-ffi::Error wrong(const char* what) {
-  return ffi::Error::InvalidArgument(std::string("jinfer_attention: ") + what);
-}
-
-// Arguments: queries, positions, last, slot, sinks, slopes (the last two may be empty); keys and
-// values of the new tokens where they are to be written; the cache's parts: codes and numbers, or
-// the vectors, of the keys, then, unless shared, of the values. Results: attention's, then, where
-// they are written, the cache's parts.
+// Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, which may
+// be empty; keys and values of the new tokens where they are to be written; the cache's parts: codes
+// and numbers, or the vectors, of the keys, then, unless shared, of the values. Results: attention's,
+// then, where they are written, the cache's parts.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     float scale, float softcap, int32_t window, int32_t ahead, bool written,
-                     bool shared, int32_t bits, int32_t levels, int32_t per_code, bool symmetric,
-                     int32_t dim, int32_t value_dim) {
-  const bool coded = bits > 0;
-  const size_t parts = (shared ? 1 : 2) * (coded ? 2 : 1);
-  const size_t given = 6 + (written ? (shared ? 1 : 2) : 0);
-  if (args.size() != given + parts || rets.size() != 1 + (written ? parts : 0))
-    return wrong("another number of arguments or results");
-  std::vector<ffi::AnyBuffer> in;
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer) return buffer.error();
-    in.push_back(*buffer);
-  }
-  auto out = rets.get<ffi::AnyBuffer>(0);
-  if (!out) return out.error();
-
-  Call call;
-  auto shape = in[0].dimensions(), cached = in[given].dimensions();
-  if (shape.size() != 4 || cached.size() != 4) return wrong("queries and cache must have 4 axes");
-  if (!kind_of(in[0].element_type(), &call.kind) || call.kind == Kind::codes)
-    return wrong("queries of this type");
-  call.batch = shape[0], call.tokens = shape[1], call.heads = shape[2];
-  call.kv_heads = cached[1], call.length = cached[2];
-  if (call.heads % call.kv_heads || call.heads / call.kv_heads > ROWS)
-    return wrong("query heads that key heads do not divide, or too many");
-  if (call.batch > cached[0] || (written && call.tokens > call.length))
-    return wrong("more rows or tokens than the cache has");
-  call.q = in[0].untyped_data();
-  call.positions = static_cast<const int32_t*>(in[1].untyped_data());
-  call.last = static_cast<const int32_t*>(in[2].untyped_data());
-  call.slot = *static_cast<const int32_t*>(in[3].untyped_data());
-  call.slot = std::max<int64_t>(0, std::min<int64_t>(call.slot, cached[0] - call.batch));
-  auto floats = [&](size_t i) {
-    return in[i].element_count() ? static_cast<const float*>(in[i].untyped_data()) : nullptr;
-  };
-  call.sight = {scale, softcap, window, ahead, floats(4), floats(5)};
-  call.k = written ? in[6].untyped_data() : nullptr;
-  call.v = written && !shared ? in[7].untyped_data() : nullptr;
-  call.out = (*out)->untyped_data();
+                     float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
+                     bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
+                     bool symmetric, int32_t dim, int32_t value_dim) {
+  const Codes codes{bits, levels, per_code, symmetric};
+  Buffers buffers;
+  Call call{};
+  call.rules = {scale, softcap, window, ahead, nullptr, nullptr, nullptr, 0, lowest};
   call.shared = shared;
-  auto part = [&](size_t i) { return in[given + i].untyped_data(); };
-  Codes codes{bits, levels, per_code, symmetric};
-  auto kept = [&](size_t i, int of) {
-    return Kept{Kind::codes, codes, of, part(i), coded ? static_cast<uint16_t*>(part(i + 1)) : 0};
-  };
-  call.keys = kept(0, dim);
-  call.values = shared ? call.keys : kept(coded ? 2 : 1, value_dim);
-  if (!kind_of(in[given].element_type(), &call.keys.kind)) return wrong("a cache of this type");
-  call.values.kind = call.keys.kind;
-  if (written)
-    for (size_t i = 0; i < parts; ++i) {
-      auto kept_in = rets.get<ffi::AnyBuffer>(1 + i);
-      if (!kept_in) return kept_in.error();
-      if ((*kept_in)->untyped_data() != part(i)) return wrong("a cache that is not in place");
-    }
+  call.keys.codes = call.values.codes = codes;
+  call.keys.dim = dim, call.values.dim = shared ? dim : value_dim;
+  if (ffi::Error error = buffers.take(args, rets); error.failure()) return error;
+  if (ffi::Error error = buffers.fill(call, written); error.failure()) return error;
+  if (ffi::Error error = check_places(call); error.failure()) return error;
+  if (call.rules.by_distance)
+    call.rules.by_distance =
+        turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
   if (written) write(call, kernels(), pool);
   attend(call, kernels(), pool);
   return ffi::Error::Success();
@@ -190,6 +182,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_attention, jinfer::attention,
                                   .Attr<float>("softcap")
                                   .Attr<int32_t>("window")
                                   .Attr<int32_t>("ahead")
+                                  .Attr<int32_t>("lowest")
                                   .Attr<bool>("written")
                                   .Attr<bool>("shared")
                                   .Attr<int32_t>("bits")

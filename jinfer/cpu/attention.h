@@ -1,6 +1,7 @@
-// What attention over the cache is given, and the functions that each set of instructions has.
+// What attention over a paged cache is given, and the functions that each set of instructions has.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace jinfer {
@@ -19,7 +20,7 @@ struct Codes {
   int numbers(int dim) const { return columns(dim) * per_code * (symmetric ? 1 : 2); }
 };
 
-// Keys, or values, of the whole cache: [vectors, dim] in one of the kinds.
+// Keys, or values, of a whole pool: [vectors, dim] in one of the kinds.
 struct Kept {
   Kind kind;
   Codes codes;
@@ -34,69 +35,90 @@ struct Kept {
   }
 };
 
-struct Sight {
+constexpr int ROWS = 192;  // of a tile, at most
+constexpr int KEYS = 64;   // of a block
+constexpr int PART = 512;  // keys whose softmax is taken together, then merged with the others'
+
+// As ScoreRules of jinfer/ops/score_rules.py.
+struct Rules {
   float scale, softcap;  // softcap 0: none
   int window, ahead;     // -1: none
   const float *sinks, *slopes;
+  // Of each head `distances` numbers, the one of the largest distance first, between KEYS copies
+  // of the first and KEYS of the last; null: none.
+  const float* by_distance;
+  int64_t distances, lowest;
+};
+
+// Queries of one key head and one sequence: (token, head of the group), token by token.
+struct Tile {
+  int64_t token, head;  // the first token
+  int rows, first, end;  // keys first..end
+  int64_t at;            // where the results of its parts stand, one after the other
+
+  int first_part() const { return first / PART; }
+  int end_part() const { return first < end ? (end - 1) / PART + 1 : first_part(); }
 };
 
 struct Call {
   Kind kind;              // of queries, new keys and values, and results
   const void *q, *k, *v;  // k is null where nothing is to be written
-  const int32_t *positions, *last;
+  const int32_t *rows, *positions, *last, *tables;
   void* out;
   Kept keys, values;
   bool shared;  // values are the keys
-  Sight sight;
-  int64_t batch, tokens, heads, kv_heads, length, slot;
+  Rules rules;
+  int64_t tokens, heads, kv_heads;
+  int64_t blocks, size;  // of the pool, and positions of a block
+  int64_t width;         // entries of a row of the tables
 
   int64_t group() const { return heads / kv_heads; }
 
-  // Index in the cache of a row's first vector.
-  int64_t vectors(int64_t b, int64_t head) const { return ((slot + b) * kv_heads + head) * length; }
+  // Which of the queries [tokens, heads] is row r of a tile.
+  int64_t row_of(const Tile& tile, int r) const {
+    return (tile.token + r / group()) * heads + tile.head * group() + r % group();
+  }
 
-  // The keys that a query sees are first..end.
-  void seen(int64_t b, int64_t token, int* first, int* end) const {
-    int64_t position = positions[b * tokens + token], stop = last[b * tokens + token] + int64_t(1);
-    if (sight.ahead >= 0 && stop > position + sight.ahead) stop = position + sight.ahead;
-    if (stop > length) stop = length;
-    if (stop < 0) stop = 0;
-    int64_t from = sight.window >= 0 ? position - sight.window + 1 : 0;
-    *first = int(from < 0 ? 0 : from > stop ? stop : from);
+  int32_t block(int64_t row, int64_t position) const {
+    return tables[row * width + position / size];
+  }
+
+  // Index in the pool of a head's vector.
+  int64_t vector(int64_t row, int64_t head, int64_t position) const {
+    return (block(row, position) * kv_heads + head) * size + position % size;
+  }
+
+  // The keys that a token sees are first..end.
+  void seen(int64_t token, int* first, int* end) const {
+    int64_t position = positions[token], stop = last[token] + int64_t(1);
+    if (rules.ahead >= 0) stop = std::min<int64_t>(stop, position + rules.ahead);
+    stop = std::max<int64_t>(0, std::min<int64_t>(stop, width * size));
+    int64_t from = rules.window >= 0 ? position - rules.window + 1 : 0;
+    *first = int(std::max<int64_t>(0, std::min(from, stop)));
     *end = int(stop);
   }
 };
 
-constexpr int ROWS = 192;  // of a tile, at most
-
-// Queries of one key head: (token, head of the group), token by token.
-struct Tile {
-  int64_t b, head, token;  // the first token
-  int rows, first, end;    // keys first..end
-  int parts;               // of the walk over all its keys
-  int64_t at;              // where its partial results stand
-};
-
 // `scratch` has room for as many floats as the function of its name with `_floats` says.
 struct Kernels {
-  void (*write)(const Call&, int64_t b, int64_t head, int64_t start, float* scratch);
-  void (*run)(const Call&, const Tile&, float* partial, float* scratch);
+  // New keys and values of one token into the cache.
+  void (*write)(const Call&, int64_t token, float* scratch);
+  // One part of a tile into `partial`, and all of them to the results.
+  void (*part)(const Call&, const Tile&, int part, float* partial, float* scratch);
   void (*merge)(const Call&, const Tile&, const float* partial, float* scratch);
+  // The whole tile, in the same order.
+  void (*whole)(const Call&, const Tile&, float* scratch);
 };
 
-constexpr int KEYS = 64;  // of a block
+// Floats of a part's row: highest score, sum of weights, weighted sum.
+inline int64_t partial_floats(const Call& c) { return c.values.padded() + 16; }
 
-inline int64_t write_floats(const Call& c) {
-  return c.keys.padded() + c.values.padded();
+inline int64_t write_floats(const Call& c) { return c.keys.padded() + c.values.padded(); }
+inline int64_t merge_floats(const Call& c) { return ROWS * partial_floats(c); }
+inline int64_t part_floats(const Call& c) {
+  return ROWS * int64_t(c.keys.padded()) + 2 * KEYS * int64_t(c.keys.padded() + c.values.padded());
 }
-inline int64_t run_floats(const Call& c, const Tile& tile) {
-  int64_t keys = c.keys.padded(), values = c.values.padded();
-  return (tile.rows + KEYS + 16) * (keys + values) + values;
-}
-inline int64_t merge_floats(const Call& c) { return 2 * c.values.padded(); }
-
-// Floats of a partial result's row: highest score, sum of weights, weighted sum.
-inline int64_t partial_floats(const Call& c) { return c.values.padded() + 2; }
+inline int64_t whole_floats(const Call& c) { return part_floats(c) + 2 * merge_floats(c); }
 
 const Kernels& attention_portable();
 const Kernels& attention_avx2();

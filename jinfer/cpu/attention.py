@@ -1,4 +1,4 @@
-"""Attention over a cache, and the writing of new keys and values into it, in one custom call."""
+"""Attention over a paged cache, and the writing of new tokens into it, in one custom call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Coding(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Keys or values of a cache.
+    """Keys or values of a pool.
 
     Attributes:
-        arrays: one of [slots, kv_heads, length, dim], or codes and numbers of each vector.
+        arrays: one of [blocks, kv_heads, size, dim], or codes and numbers of each vector.
         dim: numbers of a vector.
     """
 
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are changed; as `jinfer.ops.attention.ScoreRules`."""
+    """How scores are changed; as `jinfer.ops.score_rules.ScoreRules`."""
 
     scale: float
     softcap: float | None = None
@@ -47,6 +47,8 @@ class Scores(NamedTuple):
     ahead: int | None = None
     sinks: Float[Array, " heads"] | None = None
     slopes: Float[Array, " heads"] | None = None
+    by_distance: Float[Array, "heads distances"] | None = None
+    lowest: int = 0
 
 
 def supported(heads: int, kv_heads: int) -> bool:
@@ -55,30 +57,42 @@ def supported(heads: int, kv_heads: int) -> bool:
 
 
 def attention(
-    q: Float[Array, "batch tokens heads dim"],
-    positions: Int[Array, "batch tokens"],
-    last: Int[Array, "batch tokens"],
-    slot: Int[Array, ""],
+    q: Float[Array, "tokens heads dim"],
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    last: Int[Array, " tokens"],
+    tables: Int[Array, "rows entries"],
     keys: Parts,
     values: Parts | None,
     coding: Coding | None,
     scores: Scores,
     new: tuple[Array, ...] | None = None,
-) -> tuple[Float[Array, "batch tokens heads value_dim"], tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[Float[Array, "tokens heads value_dim"], tuple[Array, ...], tuple[Array, ...]]:
     """Attention's output, and the arrays of keys and values.
 
+    A call with a token or a block that is not in the tables or the pool fails.
+
     Args:
+        rows: each token's row of the tables; -1: padding, which gets zeros.
+        last: the last position that each token sees.
+        tables: the block of each sequence's positions size * j .. size * (j + 1) - 1; `size` is a
+            multiple of 64, or there is one entry.
         values: None: the keys are the values too.
         coding: of a quantized cache.
-        new: [batch, tokens, kv_heads, dim], keys and, unless shared, values of q's type, which are
-            first put into the cache from each row's first position on. The cache's arrays are then
-            changed in place: they must not be used afterwards.
+        new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, which are first
+            put into the pool. The pool's arrays are then changed in place: they must not be used
+            afterwards.
     """
     cached = (*keys.arrays, *(values.arrays if values is not None else ()))
-    numbers = (_floats(scores.sinks), _floats(scores.slopes))
-    given = (q, positions, last, slot, *numbers, *(new or ()))
+    numbers = (
+        jnp.zeros(0, jnp.float32) if scores.sinks is None else _f32(scores.sinks),
+        jnp.zeros(0, jnp.float32) if scores.slopes is None else _f32(scores.slopes),
+        jnp.zeros((0, 0), jnp.float32) if scores.by_distance is None else _f32(scores.by_distance),
+    )
+    where = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
+    given = (q, *where, *numbers, *(new or ()))
     value_dim = keys.dim if values is None else values.dim
-    result = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype)
+    result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
     kept = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
     bits, levels, per_code, symmetric = coding or Coding(0, 0, 1, True)
     out, *changed = jax.ffi.ffi_call(
@@ -92,6 +106,7 @@ def attention(
         softcap=np.float32(scores.softcap or 0.0),
         window=np.int32(-1 if scores.window is None else scores.window),
         ahead=np.int32(-1 if scores.ahead is None else scores.ahead),
+        lowest=np.int32(scores.lowest),
         written=bool(new),
         shared=values is None,
         bits=np.int32(bits),
@@ -106,5 +121,5 @@ def attention(
     return out, tuple(after[:count]), tuple(after[count:])
 
 
-def _floats(numbers: Array | None) -> Array:
-    return jnp.zeros(0, jnp.float32) if numbers is None else numbers.astype(jnp.float32)
+def _f32(numbers: Array) -> Array:
+    return numbers.astype(jnp.float32)

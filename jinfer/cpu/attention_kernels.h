@@ -1,142 +1,74 @@
 // Attention of one tile, for the instructions that the including file is compiled for.
 //
 // A tile walks over its keys in blocks and keeps a running maximum and sum of the softmax (arXiv
-// 2112.05682); products keep their sums in registers.
+// 2112.05682), anew for each PART of the positions; the parts are merged in their order. Blocks and
+// parts begin at fixed positions, and a key's lane is that of its position: a row's bits depend on
+// its query, its keys and its values alone, not on the tile or the thread.
 #pragma once
 
-#include "kept.h"
+#include "attention_products.h"
 
 namespace jinfer {
 namespace {
 
-constexpr int FEW = TALL;  // rows up to which keys are not transposed
-constexpr int SOME = 16;   // vectors decoded at a time: they stay in the fastest memory
 constexpr float NEVER = -INFINITY;
 
-static_assert(KEYS % (WIDE * LANES) == 0 && SOME % LANES == 0, "blocks are of whole tiles");
-
-// scores[m][j] = q[m] . keys[j], for keys as columns: [dim][KEYS].
-template <int M>
-void scores_of_columns(const float* q, int q_stride, const float* keys, int dim, float* scores) {
-  for (int n = 0; n < KEYS; n += WIDE * LANES) {
-    Floats sum[M][WIDE] = {};
-    for (int d = 0; d < dim; ++d) {
-      Floats k[WIDE];
-#pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) k[w] = load(keys + d * KEYS + n + w * LANES);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        Floats x = all(q[m * q_stride + d]);
-#pragma GCC unroll 8
-        for (int w = 0; w < WIDE; ++w) sum[m][w] += x * k[w];
-      }
-    }
-    for (int m = 0; m < M; ++m)
-      for (int w = 0; w < WIDE; ++w) store(scores + m * KEYS + n + w * LANES, sum[m][w]);
-  }
-}
-
-// The same for keys as rows, one query; scores from count on are not set.
-void scores_of_rows(const float* q, const float* keys, int stride, int count, int dim,
-                    float* scores) {
-  int j = 0;
-  for (; j + LANES <= count; j += LANES, keys += LANES * stride) {
-    Floats sum[LANES] = {};
-    for (int d = 0; d < dim; d += LANES) {
-      Floats x = load(q + d);
-      const float* key = keys + d;
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i, key += stride) sum[i] += x * load(key);
-    }
-    store(scores + j, sums(sum));
-  }
-  for (; j < count; ++j, keys += stride) {
-    Floats sum = {};
-    for (int d = 0; d < dim; d += LANES) sum += load(q + d) * load(keys + d);
-    scores[j] = total(sum);
-  }
-}
-
-// out[m] = out[m] * keep[m] + sum over j of weights[m][j] * values[j].
-template <int M, int W>
-void add_some(const float* weights, const float* values, int stride, int count, const float* keep,
-              float* out, int out_stride) {
-  Floats sum[M][W];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) sum[m][w] = load(out + m * out_stride + w * LANES) * keep[m];
-  for (int j = 0; j < count; ++j) {
-    Floats v[W];
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) v[w] = load(values + int64_t(j) * stride + w * LANES);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      Floats x = all(weights[m * KEYS + j]);
-#pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) sum[m][w] += x * v[w];
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) store(out + m * out_stride + w * LANES, sum[m][w]);
-}
-
-template <int M>
-void add_values(const float* weights, const float* values, int stride, int count, int dim,
-                const float* keep, float* out, int out_stride) {
-  int d = 0;
-  for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
-    add_some<M, WIDE>(weights, values + d, stride, count, keep, out + d, out_stride);
-  for (; d < dim; d += LANES)
-    add_some<M, 1>(weights, values + d, stride, count, keep, out + d, out_stride);
-}
-
-// Keys [count][stride], up to SOME, as columns [dim][KEYS]; those from count on repeat the last.
-void to_columns(const float* keys, int stride, int count, int dim, float* columns) {
-  for (int j = 0; j < SOME; j += LANES)
-    for (int d = 0; d < dim; d += LANES) {
-      Floats x[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i)
-        x[i] = load(keys + int64_t(std::min(j + i, count - 1)) * stride + d);
-      transpose(x);
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) store(columns + (d + i) * KEYS + j, x[i]);
-    }
-}
-
-// What the rows of a tile have seen so far.
+// What the rows of a tile have seen of a part so far.
 struct Walk {
-  int key_dim, value_dim;  // padded to whole vectors
-  float *q, *out, *highest;
-  float* total;  // in lanes, to be summed at the end
-  int *first, *end;  // keys each row sees
-  float* slopes;
-  int* positions;
+  const Call& call;
+  int rows, key_dim, value_dim;  // dims padded to whole vectors
+  float *q, *partial, *scores;   // `partial` is rows of partial_floats
+  float highest[ROWS];
+  alignas(64) float total[ROWS * LANES];  // in lanes, to be summed at the end
+  int first[ROWS], end[ROWS];             // keys each row sees
+  int positions[ROWS];
+  float slopes[ROWS];
+  const float* by_distance[ROWS];
+
+  Walk(const Call& call, int rows, float* q, float* partial)
+      : call(call),
+        rows(rows),
+        key_dim(call.keys.padded()),
+        value_dim(call.values.padded()),
+        q(q),
+        partial(partial) {}
+
+  float* out_of(int row) const { return partial + row * partial_floats(call) + 16; }
 };
 
-// Scores to weights, in place; `keep` is what the sums so far are to be multiplied by.
-void soften(const Call& call, const Walk& walk, int row, int start, int count, float* scores,
-            float* keep) {
-  const Sight& sight = call.sight;
+// What scores may be reduced by without making NaN of those that are infinite.
+inline float finite(float highest) { return std::isfinite(highest) ? highest : 0; }
+
+// Scores of a block to weights, in place; returns what the sums so far are to be multiplied by.
+__attribute__((noinline)) float soften(Walk& walk, int row, int start, float* scores) {
+  const Rules& rules = walk.call.rules;
+  const int first = std::max(walk.first[row] - start, 0);
+  const int end = std::min(walk.end[row] - start, KEYS);
+  if (first >= end) {
+    std::fill(scores, scores + KEYS, 0.0f);
+    return 1;
+  }
   Floats s[KEYS / LANES];
 #pragma GCC unroll 16
   for (int i = 0; i < KEYS / LANES; ++i) s[i] = load(scores + i * LANES);
-  if (sight.softcap > 0)
-    for (Floats& x : s) x = sight.softcap * hyperbolic_tangent(x / sight.softcap);
+  if (rules.softcap > 0)
+    for (Floats& x : s) x = rules.softcap * hyperbolic_tangent(x / rules.softcap);
   Ints lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
-  if (sight.slopes) {
+  if (rules.by_distance) {
+    const int64_t most = rules.lowest + rules.distances - 1;
+    const int64_t at = start - walk.positions[row] + most + KEYS;
+    const float* bias = walk.by_distance[row] +
+                        std::max<int64_t>(0, std::min<int64_t>(at, rules.distances + KEYS));
+    for (int i = 0; i < KEYS / LANES; ++i) s[i] += load(bias + i * LANES);
+  }
+  if (rules.slopes) {
     Ints distance = walk.positions[row] - start - lane;
     for (Floats& x : s) {
       x -= walk.slopes[row] * __builtin_convertvector(distance, Floats);
       distance -= LANES;
     }
   }
-  const int first = std::max(walk.first[row] - start, 0);
-  const int end = std::min(walk.end[row] - start, count);
   if (first > 0 || end < KEYS) {
     Ints at = lane;
     for (Floats& x : s) {
@@ -147,211 +79,293 @@ void soften(const Call& call, const Walk& walk, int row, int start, int count, f
   Floats most = s[0];
 #pragma GCC unroll 16
   for (int i = 1; i < KEYS / LANES; ++i) most = larger(most, s[i]);
-  const Floats before = all(walk.highest[row]), now = larger(highest(most), before);
-  if (now[0] == NEVER) {
-    for (int j = 0; j < KEYS; j += LANES) store(scores + j, Floats{});
-    *keep = 1;
-    return;
-  }
+  const float before = walk.highest[row];
+  const float now = larger(highest(most), all(before))[0];
+  const Floats base = all(finite(now));
   Floats sum = {};
 #pragma GCC unroll 16
   for (int i = 0; i < KEYS / LANES; ++i) {
-    Floats weight = exponential(s[i] - now);
+    Floats weight = exponential(s[i] - base);
     store(scores + i * LANES, weight);
     sum += weight;
   }
-  const Floats kept = exponential(before - now);
-  *keep = kept[0];
-  walk.highest[row] = now[0];
+  const Floats kept = exponential(all(before) - base);
+  walk.highest[row] = now;
   float* total = walk.total + row * LANES;
   store(total, load(total) * kept + sum);
+  return kept[0];
 }
 
-// Keys start..start + count for M rows: keys as columns, values as rows.
-template <int M>
-void many(const Call& call, const Walk& walk, int row, const float* keys, const float* values,
-          int value_stride, int start, int count) {
-  alignas(64) float scores[M * KEYS];
-  float keep[M];
-  int first = walk.first[row], end = walk.end[row];
-  for (int m = 1; m < M; ++m) {
-    first = std::min(first, walk.first[row + m]);
-    end = std::max(end, walk.end[row + m]);
-  }
-  count = std::min(count, end - start);
-  const int skipped = std::max(first - start, 0);
-  if (skipped >= count) return;
-  const float* q = walk.q + int64_t(row) * walk.key_dim;
-  scores_of_columns<M>(q, walk.key_dim, keys, walk.key_dim, scores);
-  for (int m = 0; m < M; ++m)
-    soften(call, walk, row + m, start, count, scores + m * KEYS, keep + m);
-  add_values<M>(scores + skipped, values + int64_t(skipped) * value_stride, value_stride,
-                count - skipped, walk.value_dim, keep, walk.out + int64_t(row) * walk.value_dim,
-                walk.value_dim);
-}
-
-// Keys start..start + count for all M rows of a tile, a few vectors at a time.
-template <int M>
-void few(const Call& call, const Walk& walk, int64_t vectors, int start, int count, float* some) {
-  alignas(64) float scores[M * KEYS];
-  float keep[M];
-  for (int j = 0; j < count; j += SOME) {
-    const int part = std::min(SOME, count - j);
-    int stride = walk.key_dim;
-    const float* keys = read(call.keys, vectors + start + j, part, some, &stride);
-    for (int m = 0; m < M; ++m)
-      scores_of_rows(walk.q + m * walk.key_dim, keys, stride, part, walk.key_dim,
-                     scores + m * KEYS + j);
-  }
-  for (int m = 0; m < M; ++m) soften(call, walk, m, start, count, scores + m * KEYS, keep + m);
-  for (int j = 0; j < count; j += SOME) {
-    const int part = std::min(SOME, count - j);
-    int stride = walk.value_dim;
-    const float* values = read(call.values, vectors + start + j, part, some, &stride);
-    add_values<M>(scores + j, values, stride, part, walk.value_dim, keep, walk.out, walk.value_dim);
-    for (float& factor : keep) factor = 1;
-  }
-}
-
-// f(std::integral_constant<int, n>) for 1 <= n <= TALL.
+// Keys or values of a block where they stand, in the type that they have there, if that can be
+// computed with as it is; otherwise f is not called. f(vectors, stride).
 template <class F>
-void counted(int n, F f) {
-  static_assert(TALL == 6, "the cases below are all there are");
-  switch (n) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 6: return f(std::integral_constant<int, 6>{});
+inline bool in_place(const Kept& kept, int64_t vector, F f) {
+  if (kept.dim != kept.padded()) return false;
+  const int64_t at = vector * kept.dim;
+  switch (kept.kind) {
+    case Kind::f32: f(static_cast<const float*>(kept.data) + at); return true;
+    case Kind::bf16: f(static_cast<const Bfloat*>(kept.data) + at); return true;
+    case Kind::f16: f(static_cast<const Half*>(kept.data) + at); return true;
+    default: return false;
   }
 }
 
-// A finished row: divided by the sum of its weights, with the sink's among them.
-void finish(const Call& call, int64_t b, int64_t token, int64_t head, const float* out,
-            float highest, float total, float* row) {
-  int dim = call.values.dim;
-  float factor = 1;
-  if (call.sight.sinks) {
-    float sink = call.sight.sinks[head], now = std::max(highest, sink);
-    if (highest == NEVER) {
-      factor = 0;
-    } else {
-      factor = std::exp(highest - now);
-      factor /= total * factor + std::exp(sink - now);
-    }
-  } else if (total > 0) {
-    factor = 1 / total;
+// f(vectors, ahead, first, count) for the vectors first .. first + count of a block, in place or a
+// few at a time through scratch memory; `ahead` of them is the block that begins with `next`.
+template <class F>
+inline void each(const Kept& kept, int64_t vector, int64_t next, int count, float* some, F f) {
+  const int64_t ahead = (next - vector) * kept.dim;
+  if (in_place(kept, vector, [&](const auto* x) { f(x, ahead, 0, count); })) return;
+  for (int j = 0; j < count; j += SOME) {
+    const int part = std::min(SOME, count - j);
+    f(read(kept, vector + j, part, some), 0, j, part);
   }
-  for (int d = 0; d < dim; ++d) row[d] = out[d] * factor;
-  int64_t at = ((b * call.tokens + token) * call.heads + head) * dim;
-  from_floats(call.kind, row, dim, static_cast<char*>(call.out) + at * bytes_of(call.kind));
 }
 
-void run(const Call& call, const Tile& tile, float* partial, float* scratch) {
+// A block of keys and values as many rows use them, made when first asked for.
+struct Block {
+  const Call& call;
+  int64_t vector, next;  // the first one's, and that of the block after
+  int start, count;
+  float *some, *columns, *rows;  // scratch memory
+  bool turned = false;
+  const float* values = nullptr;
+
+  const float* key_columns() {
+    const int dim = call.keys.padded();
+    if (!turned && call.keys.kind == Kind::codes)
+      to_columns(call.keys, vector, count, words(), columns);
+    else if (!turned)
+      each(call.keys, vector, next, count, some,
+           [&](const auto* keys, int64_t, int first, int part) {
+             to_columns(keys, dim, part, dim, columns + first);
+           });
+    turned = true;
+    return columns;
+  }
+
+  Words* words() { return reinterpret_cast<Words*>(some); }
+
+  const float* value_rows() {
+    if (values) return values;
+    const Kept& kept = call.values;
+    values = kept.kind == Kind::f32 && kept.dim == kept.padded()
+                 ? static_cast<const float*>(kept.data) + vector * kept.dim
+                 : read(kept, vector, count, rows);
+    return values;
+  }
+
+  // Whether all values first..end are finite.
+  bool numbers(int first, int end) {
+    const int dim = call.values.padded();
+    const float* x = value_rows();
+    Floats sum = {};
+    for (int64_t i = int64_t(first) * dim; i < int64_t(end) * dim; i += LANES)
+      sum += load(x + i) * 0.0f;
+    return total(sum) == 0;
+  }
+};
+
+// A block for the rows row .. row + M of a tile, which all have `few` others or many.
+template <int M>
+void take(Walk& walk, Block& block, int row, bool few) {
+  const int start = block.start;
+  int first = walk.first[row], end = walk.end[row];
+  bool equal = true;
+  auto clipped = [&](int key) { return std::max(0, std::min(key - start, block.count)); };
+  for (int m = 1; m < M; ++m) {
+    const int mine = walk.first[row + m], stop = walk.end[row + m];
+    equal &= clipped(mine) == clipped(walk.first[row]) && clipped(stop) == clipped(walk.end[row]);
+    first = std::min(first, mine), end = std::max(end, stop);
+  }
+  first = clipped(first), end = clipped(end);
+  if (first >= end) return;
+  // Rows that see other keys than their neighbours give theirs weights of 0; a value that is no
+  // number would still get through.
+  if (M > 1 && !equal && !block.numbers(first, end)) {
+    for (int m = 0; m < M; ++m) take<1>(walk, block, row + m, few);
+    return;
+  }
+  const Call& call = walk.call;
+  const float* q = walk.q + int64_t(row) * walk.key_dim;
+  float* scores = walk.scores;
+  float keep[M];
+  if (few && call.keys.kind == Kind::codes) {
+    scores_of_few<M>(q, walk.key_dim, call.keys, block.vector, end, block.words(), scores);
+  } else if (few) {
+    each(call.keys, block.vector, block.next, end, block.some,
+         [&](const auto* keys, int64_t ahead, int j, int part) {
+           scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, ahead, part, walk.key_dim,
+                            scores + j);
+         });
+  } else {
+    scores_of_columns<M>(q, walk.key_dim, block.key_columns(), walk.key_dim, scores);
+  }
+  for (int m = 0; m < M; ++m) keep[m] = soften(walk, row + m, start, scores + m * KEYS);
+  const int dim = walk.value_dim;
+  if (few) {
+    each(call.values, block.vector + first, block.next + first, end - first, block.some,
+         [&](const auto* values, int64_t ahead, int j, int part) {
+           add_values<M, true>(scores + first + j, values, dim, ahead, part, dim, keep,
+                               walk.out_of(row), partial_floats(call));
+           for (float& factor : keep) factor = 1;
+         });
+  } else {
+    add_values<M, false>(scores + first, block.value_rows() + int64_t(first) * dim, dim, 0,
+                         end - first, dim, keep, walk.out_of(row), partial_floats(call));
+  }
+}
+
+// The tile's queries as floats, scaled, in rows of whole vectors.
+void read_queries(const Call& call, const Tile& tile, float* q) {
   const int64_t group = call.group();
-  const int rows = tile.rows, dim = call.keys.dim;
-  Walk walk;
-  walk.key_dim = call.keys.padded();
-  walk.value_dim = call.values.padded();
-  auto take = [&scratch](int64_t count) { return (scratch += count) - count; };
-  walk.q = take(int64_t(rows) * walk.key_dim);
-  walk.out = take(int64_t(rows) * walk.value_dim);
-  float* some = take(SOME * int64_t(std::max(walk.key_dim, walk.value_dim)));
-  float* key_columns = take(KEYS * int64_t(walk.key_dim));
-  float* value_rows = take(KEYS * int64_t(walk.value_dim));
-  float* row_out = take(walk.value_dim);
-  alignas(64) float highest[ROWS], sums[ROWS * LANES], slopes[ROWS];
-  int first[ROWS], end[ROWS], positions[ROWS];
-  walk.highest = highest, walk.total = sums, walk.slopes = slopes;
-  walk.first = first, walk.end = end, walk.positions = positions;
-
-  for (int r = 0; r < rows; ++r) {
-    int64_t token = tile.token + r / group, head = tile.head * group + r % group;
-    float* q = walk.q + int64_t(r) * walk.key_dim;
-    int64_t at = ((tile.b * call.tokens + token) * call.heads + head) * dim;
+  const int dim = call.keys.dim, padded = call.keys.padded();
+  for (int r = 0; r < tile.rows; ++r, q += padded) {
+    const int64_t at = call.row_of(tile, r) * dim;
     to_floats(call.kind, static_cast<const char*>(call.q) + at * bytes_of(call.kind), dim, q);
-    for (int d = 0; d < dim; ++d) q[d] *= call.sight.scale;
-    for (int d = dim; d < walk.key_dim; ++d) q[d] = 0;
-    call.seen(tile.b, token, &first[r], &end[r]);
-    first[r] = std::max(first[r], tile.first), end[r] = std::min(end[r], tile.end);
-    positions[r] = call.positions[tile.b * call.tokens + token];
-    slopes[r] = call.sight.slopes ? call.sight.slopes[head] : 0;
-    highest[r] = NEVER;
-    store(sums + r * LANES, Floats{});
+    for (int d = 0; d < dim; ++d) q[d] *= call.rules.scale;
+    std::fill(q + dim, q + padded, 0.0f);
   }
-  std::fill(walk.out, walk.out + int64_t(rows) * walk.value_dim, 0.0f);
+}
 
-  const int64_t vectors = call.vectors(tile.b, tile.head);
-  for (int start = tile.first; start < tile.end; start += KEYS) {
-    const int count = std::min(KEYS, tile.end - start);
-    if (rows <= FEW) {
-      counted(rows, [&](auto m) { few<m.value>(call, walk, vectors, start, count, some); });
-      continue;
+// One part of a tile to rows of partial_floats: highest score, sum of weights, and from place 16 on
+// the weighted sum of values.
+void walk_part(const Call& call, const Tile& tile, int part, float* q, float* partial,
+               float* scratch) {
+  const int64_t group = call.group();
+  const int rows = tile.rows;
+  const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
+  auto reserve = [&scratch](int64_t count) { return (scratch += count) - count; };
+  Walk walk(call, rows, q, partial);
+  float* some = reserve(SOME * int64_t(std::max(walk.key_dim, walk.value_dim)));
+  float* columns = reserve(KEYS * int64_t(walk.key_dim));
+  float* value_rows = reserve(KEYS * int64_t(walk.value_dim));
+  alignas(64) float scores[TALL * KEYS];
+  walk.scores = scores;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t token = tile.token + r / group, head = tile.head * group + r % group;
+    call.seen(token, &walk.first[r], &walk.end[r]);
+    walk.first[r] = std::max(walk.first[r], begin), walk.end[r] = std::min(walk.end[r], stop);
+    walk.positions[r] = call.positions[token];
+    walk.slopes[r] = call.rules.slopes ? call.rules.slopes[head] : 0;
+    walk.by_distance[r] = call.rules.by_distance + head * (call.rules.distances + 2 * KEYS);
+    walk.highest[r] = NEVER;
+    store(walk.total + r * LANES, Floats{});
+    std::fill(walk.out_of(r), walk.out_of(r) + walk.value_dim, 0.0f);
+  }
+
+  const int64_t sequence = call.rows[tile.token];
+  const int heights = (rows + TALL - 1) / TALL, tall = (rows + heights - 1) / heights;
+  for (int start = begin / KEYS * KEYS; start < stop; start += KEYS) {
+    int count = 0;  // keys of the block that somebody sees; where nobody does there may be no block
+    for (int r = 0; r < rows; ++r)
+      if (walk.first[r] < std::min(walk.end[r], start + KEYS) && walk.end[r] > start)
+        count = std::max(count, std::min(walk.end[r] - start, KEYS));
+    if (count == 0) continue;
+    const int64_t vector = call.vector(sequence, tile.head, start);
+    const bool more = start + KEYS < stop;
+    const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
+    // Many rows compute longer than the next block takes to come; few fetch what is in place.
+    const bool waits = rows <= FEW ? call.keys.kind == Kind::codes : rows <= 4 * FEW;
+    if (waits && more) {
+      fetch(call.keys, next);
+      if (!call.shared) fetch(call.values, next);
     }
-    int stride;
-    for (int j = 0; j < count; j += SOME) {
-      const int part = std::min(SOME, count - j);
-      stride = walk.key_dim;
-      const float* keys = read(call.keys, vectors + start + j, part, some, &stride);
-      to_columns(keys, stride, part, walk.key_dim, key_columns + j);
-    }
-    stride = walk.value_dim;
-    const float* values = read(call.values, vectors + start, count, value_rows, &stride);
-    for (int row = 0; row < rows; row += TALL)
-      counted(std::min(TALL, rows - row), [&](auto m) {
-        many<m.value>(call, walk, row, key_columns, values, stride, start, count);
-      });
+    Block block{call, vector, next, start, count, some, columns, value_rows};
+    for (int row = 0; row < rows; row += tall)
+      counted(std::min(tall, rows - row),
+              [&](auto m) { take<m.value>(walk, block, row, rows <= FEW); });
   }
   for (int r = 0; r < rows; ++r) {
-    const float* out = walk.out + int64_t(r) * walk.value_dim;
-    const float sum = total(load(sums + r * LANES));
-    if (tile.parts == 1) {
-      finish(call, tile.b, tile.token + r / group, tile.head * group + r % group, out, highest[r],
-             sum, row_out);
-    } else {
-      float* to = partial + (tile.at + r) * (walk.value_dim + 2);
-      to[0] = highest[r], to[1] = sum;
-      std::copy(out, out + walk.value_dim, to + 2);
-    }
+    float* to = partial + r * partial_floats(call);
+    to[0] = walk.highest[r], to[1] = total(load(walk.total + r * LANES));
   }
 }
 
-// The parts of a tile's walk, which stand behind one another.
-void merge(const Call& call, const Tile& tile, const float* partial, float* sum) {
-  const int dim = call.values.padded();
+void run_part(const Call& call, const Tile& tile, int part, float* partial, float* scratch) {
+  float* q = scratch;
+  read_queries(call, tile, q);
+  walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
+}
+
+// Adds a part to those before it; one that has seen nothing leaves them as they are.
+__attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
+  if (part[0] == NEVER && part[1] == 0) return;
+  const float now = std::max(sum[0], part[0]), base = finite(now);
+  auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
+  const float before = factor(sum[0]), here = factor(part[0]);
+  sum[0] = now;
+  sum[1] = sum[1] * before + part[1] * here;
+  for (int d = 16; d < 16 + dim; d += LANES)
+    store(sum + d, load(sum + d) * before + load(part + d) * here);
+}
+
+void nothing(const Call& call, const Tile& tile, float* sum) {
+  std::fill(sum, sum + tile.rows * partial_floats(call), 0.0f);
+  for (int r = 0; r < tile.rows; ++r) sum[r * partial_floats(call)] = NEVER;
+}
+
+void fold_rows(const Call& call, const Tile& tile, const float* part, float* sum) {
+  const int64_t row = partial_floats(call);
+  for (int r = 0; r < tile.rows; ++r) fold(part + r * row, call.values.padded(), sum + r * row);
+}
+
+// Finished rows: divided by the sum of their weights, with the sink's among them.
+void finish(const Call& call, const Tile& tile, float* sums) {
   const int64_t group = call.group();
+  const int dim = call.values.dim;
   for (int r = 0; r < tile.rows; ++r) {
-    float highest = NEVER, total = 0;
-    auto part = [&](int p) { return partial + (tile.at + int64_t(p) * tile.rows + r) * (dim + 2); };
-    for (int p = 0; p < tile.parts; ++p) highest = std::max(highest, part(p)[0]);
-    std::fill(sum, sum + dim, 0.0f);
-    for (int p = 0; p < tile.parts; ++p) {
-      const float* x = part(p);
-      if (x[0] == NEVER) continue;
-      float factor = std::exp(x[0] - highest);
-      total += x[1] * factor;
-      for (int d = 0; d < dim; ++d) sum[d] += x[2 + d] * factor;
+    float* row = sums + r * partial_floats(call);
+    const float highest = row[0], total = row[1];
+    float factor = total == 0 ? 1 : 1 / total;
+    if (call.rules.sinks) {
+      const float sink = call.rules.sinks[tile.head * group + r % group];
+      const float base = finite(std::max(highest, sink));
+      const float mine = std::exp(highest - base);
+      const float all = total * mine + std::exp(sink - base);
+      factor = all == 0 ? 0 : mine / all;
     }
-    finish(call, tile.b, tile.token + r / group, tile.head * group + r % group, sum, highest, total,
-           sum + dim);
+    for (int d = 0; d < dim; ++d) row[16 + d] *= factor;
+    const int64_t at = call.row_of(tile, r) * dim;
+    from_floats(call.kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(call.kind));
   }
 }
 
-// New tokens of one row and head into the cache, from position `start` on.
-void write_tokens(const Call& call, int64_t b, int64_t head, int64_t start, float* x) {
-  auto put = [&](const Kept& kept, const void* from, int64_t t) {
-    int64_t at = ((b * call.tokens + t) * call.kv_heads + head) * kept.dim;
+void merge(const Call& call, const Tile& tile, const float* partial, float* sum) {
+  nothing(call, tile, sum);
+  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
+    fold_rows(call, tile, partial, sum);
+    partial += tile.rows * partial_floats(call);
+  }
+  finish(call, tile, sum);
+}
+
+void run_whole(const Call& call, const Tile& tile, float* scratch) {
+  const int64_t floats = tile.rows * partial_floats(call);
+  float *sum = scratch, *partial = sum + floats, *q = partial + floats;
+  read_queries(call, tile, q);
+  nothing(call, tile, sum);
+  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
+    walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
+    fold_rows(call, tile, partial, sum);
+  }
+  finish(call, tile, sum);
+}
+
+// A token's keys and values into its place.
+void write_token(const Call& call, int64_t token, float* x) {
+  auto put = [&](const Kept& kept, const void* from, int64_t head) {
+    const int64_t at = (token * call.kv_heads + head) * kept.dim;
     to_floats(call.kind, static_cast<const char*>(from) + at * bytes_of(call.kind), kept.dim, x);
-    write(kept, call.vectors(b, head) + start + t, x);
+    write(kept, call.vector(call.rows[token], head, call.positions[token]), x);
   };
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    put(call.keys, call.k, t);
-    if (!call.shared) put(call.values, call.v, t);
+  for (int64_t head = 0; head < call.kv_heads; ++head) {
+    put(call.keys, call.k, head);
+    if (!call.shared) put(call.values, call.v, head);
   }
 }
 
-const Kernels kernels = {write_tokens, run, merge};
+const Kernels kernels = {write_token, run_part, merge, run_whole};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,9 +1,10 @@
-"""Compiles, loads and registers the custom calls.
+"""Finds or compiles, loads and registers the custom calls.
 
 Every `*.cc` beside this file becomes one shared library, compiled at first use with the machine's
 C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. It cannot
 be compiled when a wheel is made: it must match the jaxlib that it is loaded into, and a wheel is
-built without one. `python -m jinfer.cpu` compiles it ahead of use, for a container image.
+built without one. `python -m jinfer.cpu` compiles it ahead of use, for a container image, where
+neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
 for x86-64; code in it may run only where `isa.h` says so. All others run on any CPU. The library
@@ -21,7 +22,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,17 +32,22 @@ from typing import Literal
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from jinfer.cpu import library_cache as cache
+from jinfer.cpu.cores import usable_cores
+
 type Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # portable, avx2, avx512: no better instructions than these
+FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _ISA_FLAGS = {"_avx2": _AVX2, "_avx512": (*_AVX512, "-mprefer-vector-width=512")}
+_SECONDS = 45  # of one core, to compile everything
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
 
@@ -96,12 +101,18 @@ def library_path() -> Path:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
+    found = cache.find(_key())
+    return _build() if found is None else found
+
+
+def _build() -> Path:
     compiler = _compiler()
-    path = _cache_folder() / _key(compiler) / "libjinfer_cpu.so"
-    if not path.exists():
-        _log.warning("compiling custom calls for this machine, once: some 10 seconds")
-        _compile(compiler, path)
-    return path
+    cores = usable_cores()
+    seconds = f"some {max(10, 5 * round(_SECONDS / cores / 5))} seconds"
+    _log.warning("compiling custom calls for this machine, once: %s on %d cores", seconds, cores)
+    with cache.place(_key()) as place:
+        _compile(compiler, place.library, cores)
+    return place.kept
 
 
 def _library() -> ctypes.CDLL | None:
@@ -115,18 +126,36 @@ def _opened() -> ctypes.CDLL | None:
     if os.environ.get(OFF, "0") not in ("", "0"):
         return None
     try:
-        library = ctypes.CDLL(str(library_path()))
-    except (BuildError, OSError) as error:
+        library = _loaded()
+    except (BuildError, OSError, AttributeError) as error:
         _log.warning("no custom calls: models run several times slower (%s)", error)
         return None
-    library.jinfer_isa.restype = ctypes.c_int
-    library.jinfer_limit_isa.restype = ctypes.c_int
-    library.jinfer_limit_isa.argtypes = [ctypes.c_int]
+    library.jinfer_limit_threads(usable_cores())
     lower = os.environ.get(LOWER, "")
     if lower in ISAS:
         library.jinfer_limit_isa(ISAS.index(lower))
     elif lower:
         _log.warning("%s=%s is none of %s; ignored", LOWER, lower, ", ".join(ISAS))
+    return library
+
+
+def _loaded() -> ctypes.CDLL:
+    """The library; one that this machine cannot load is compiled anew, once."""
+    path = library_path()
+    try:
+        return _open(path)
+    except OSError:
+        cache.drop(path)
+        return _open(_build())
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.jinfer_isa.restype = ctypes.c_int
+    library.jinfer_limit_isa.restype = ctypes.c_int
+    library.jinfer_limit_isa.argtypes = [ctypes.c_int]
+    library.jinfer_limit_threads.restype = ctypes.c_int64
+    library.jinfer_limit_threads.argtypes = [ctypes.c_int64]
     return library
 
 
@@ -150,57 +179,51 @@ def _sources() -> list[Path]:
     return [path for path in files if x86 or not path.stem.endswith(tuple(_ISA_FLAGS))]
 
 
-def _key(compiler: list[str]) -> str:
-    """Changes with everything that the library is made from."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(repr((compiler, version, _FLAGS, _ISA_FLAGS)).encode())
+def _extra() -> list[str]:
+    return shlex.split(os.environ.get(FLAGS, ""))
+
+
+@functools.cache
+def _key() -> str:
+    """Changes with everything that the library is made from, but for the compiler.
+
+    Which compiler made it does not matter, and there may be none where it is used.
+    """
+    digest = hashlib.sha256(repr((_FLAGS, _ISA_FLAGS, _extra())).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
-def _cache_folder() -> Path:
-    chosen = os.environ.get("JINFER_CACHE", "")
-    if chosen == "off":
-        return _private_folder()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(chosen or Path(base) / "jinfer") / "custom_calls"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return _private_folder()
-    return folder if os.access(folder, os.W_OK) else _private_folder()
+def _compile(compiler: list[str], library: Path, cores: int) -> None:
+    def compile_one(source: Path) -> str:
+        flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
+        output = str(library.with_name(f"{source.stem}.o"))
+        include = ("-I", jax.ffi.include_dir())
+        _run([*compiler, *_FLAGS, *flags, *_extra(), *include, "-c", str(source), "-o", output])
+        return output
+
+    with ThreadPoolExecutor(cores) as pool:
+        # The slowest first, so that none of them is what the others wait for at the end.
+        sources = sorted(_sources(), key=lambda source: (not _is_slow(source), source.stem))
+        objects = list(pool.map(compile_one, sources))
+    _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
 
 
-@functools.cache
-def _private_folder() -> Path:
-    """For this process: a library that others can write to would be run as this user."""
-    return Path(tempfile.mkdtemp(prefix="jinfer-"))
-
-
-def _compile(compiler: list[str], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-
-        def compile_one(source: Path) -> str:
-            flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
-            output = f"{scratch}/{source.stem}.o"
-            include = ("-I", jax.ffi.include_dir())
-            _run([*compiler, *_FLAGS, *flags, *include, "-c", str(source), "-o", output])
-            return output
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            # The largest first, so that none of them is what the others wait for at the end.
-            sources = sorted(_sources(), key=lambda source: ("_" not in source.stem, source.stem))
-            objects = list(pool.map(compile_one, sources))
-        whole = f"{scratch}/whole.so"
-        _run([*compiler, "-shared", *objects, "-o", whole, "-lpthread"])
-        os.replace(whole, path)  # whole or not there, though several processes may build at once
+def _is_slow(source: Path) -> bool:
+    return source.stem.startswith("linear_")
 
 
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        reason = next((line for line in lines if "error" in line), lines[0])
-        raise BuildError(f"{command[0]} fails: {reason}")
+        raise BuildError(f"{command[0]} fails: {_reason(lines)}")
+
+
+def _reason(lines: list[str]) -> str:
+    """The line of a compiler's complaints that says why; a linker's own comes last."""
+    for number, line in enumerate(lines):
+        if "error" in line:
+            return lines[number - 1] if line.startswith("collect2:") and number else line
+    return lines[0]

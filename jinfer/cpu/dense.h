@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "gate.h"
+#include "activation.h"
 
 namespace jinfer {
 
@@ -16,16 +16,23 @@ struct Dense {
   int64_t outputs, inputs;
 };
 
-// Rows of activations up to which weights are multiplied with as they stand. Measured with AVX-512 on
-// one core: this way is a fifth faster at 24 rows, equal at 48 and slower at 64.
-constexpr int64_t FEW_ROWS = 36;
-
+// Two ways to the same bits: y[m * stride + n] for outputs begin .. end - 1 and all rows m of x.
 struct DenseKernels {
-  int few, many;  // outputs that are computed together, up to FEW_ROWS rows and beyond
-  // y[m * stride + n] for outputs begin .. end - 1 and all rows m of x.
-  void (*multiply)(const Dense& weight, const float* x, int64_t rows, int64_t begin, int64_t end,
-                   float* y, int64_t stride);
+  int few_outputs, many_outputs;  // that are computed together
+  int many_rows;                  // from which `many` is the faster one
+  // Weights as they stand, x as it stands.
+  void (*few)(const Dense& weight, const float* x, int64_t rows, int64_t begin, int64_t end,
+              float* y, int64_t stride);
+  // A row as `many` wants it, `few_outputs` numbers at a time.
+  void (*arrange)(const float* x, int64_t inputs, float* to);
+  void (*many)(const Dense& weight, const float* arranged, int64_t rows, int64_t begin, int64_t end,
+               float* y, int64_t stride);
   void (*gate)(Activation activation, int64_t count, const float* up, float* y);
+
+  // Numbers of an arranged row.
+  int64_t arranged(int64_t inputs) const {
+    return (inputs + few_outputs - 1) / few_outputs * few_outputs;
+  }
 };
 
 const DenseKernels& dense_portable();

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jinfer.cpu import build
-from jinfer.cpu.linear import ACTIVATIONS
+from jinfer.cpu.linear import ACTIVATIONS, selection
 
 
 def available() -> bool:
@@ -25,6 +24,7 @@ def dense_linear(
     *,
     activation: str = "none",
     index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ weight.T for each weight, in float32; all weights share the reading of x.
 
@@ -33,18 +33,18 @@ def dense_linear(
         weights: float32, bfloat16 or float16, converted to float32 without loss.
         activation: other than "none": there are two weights, gate and up, of equal shape, and the
             one result is activation(x @ gate.T) * (x @ up.T).
-        index: int32, which matrix of each stack; weights then have three axes, else two.
+        index, offsets: as in `coded_linear`; with one of them weights have three axes, else two.
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
     results = weights if activation == "none" else weights[:1]
     shapes = [jax.ShapeDtypeStruct((x.shape[0], w.shape[-2]), np.float32) for w in results]
-    chosen: list[Any] = [] if index is None else [index.reshape(1)]
+    select, chosen = selection(index, offsets)
     out = jax.ffi.ffi_call("jinfer_dense", shapes)(
         x,
         *chosen,
         *weights,
         activation=np.int64(ACTIVATIONS.index(activation)),
-        indexed=index is not None,
+        select=np.int64(select),
     )
     return tuple(out)

@@ -4,18 +4,38 @@
 // activations, whose sums are added up over the lanes at the end. For many rows weights are turned
 // into panels of float32 columns first, so that nothing is added up over lanes and 16-bit weights are
 // converted once.
+//
+// Both add in the same order, so that the bits of a result do not tell how many rows there were: sum
+// i < LANES is of inputs i, i + LANES, ... one after the other; `sums` says how these are added.
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "dense.h"
-#include "lanes.h"
+#include "gate.h"
 
 namespace jinfer {
 namespace {
 
 constexpr int WIDTH = WIDE * LANES;  // outputs of a panel
-constexpr int DEPTH = 256;           // inputs of a panel, which stays in the second-level cache
+// Rows from which a panel is worth making: measured on one core, equal at about so many.
+constexpr int MANY = LANES == 16 ? 64 : 24;
+
+// Memory of a thread, kept between calls.
+struct Room {
+  float* data = nullptr;
+  int64_t size = 0;
+  ~Room() { std::free(data); }
+  float* get(int64_t count) {
+    if (count > size) {
+      std::free(data);
+      size = (count + 1023) / 1024 * 1024;
+      data = static_cast<float*>(std::aligned_alloc(64, 4 * size));
+    }
+    return data;
+  }
+};
 
 // f(std::integral_constant<int, n>) for 1 <= n <= TALL.
 template <class F>
@@ -90,98 +110,128 @@ void few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t en
   }
 }
 
-// Inputs first .. first + depth - 1 of `count` outputs from n on as columns: [depth][WIDTH]. Other
+// How many of a row's inputs each lane has: sums of few rows take so many steps.
+inline int64_t steps(int64_t inputs) { return (inputs + LANES - 1) / LANES; }
+
+// A row's inputs, those of a lane side by side: [LANES][steps], 0 where there are no more.
+void arrange(const float* x, int64_t inputs, float* to) {
+  const int64_t each = steps(inputs);
+  for (int64_t step = 0; step < each; step += LANES) {
+    Floats block[LANES];
+    for (int i = 0; i < LANES; ++i) {
+      const int64_t from = (step + i) * LANES, left = inputs - from;
+      block[i] = left >= LANES ? load(x + from) : left > 0 ? load_some(x + from, left) : Floats{};
+    }
+    transpose(block);
+    const int64_t count = std::min<int64_t>(LANES, each - step);
+    for (int i = 0; i < LANES; ++i) memcpy(to + i * each + step, &block[i], 4 * count);
+  }
+}
+
+// Between what a panel has for one lane and for the next: no power of 2, which would be one set of a
+// cache.
+inline int64_t panel_stride(int64_t each) { return (each | 1) * WIDTH; }
+
+// `count` outputs from n on as columns, in the order of `arrange`: [LANES][steps][WIDTH]. Other
 // outputs of the same vector repeat the last.
 template <class T>
-void to_panel(const Dense& w, int64_t n, int64_t count, int64_t first, int64_t depth,
-              float* panel) {
-  const T* weights = static_cast<const T*>(w.data) + n * w.inputs + first;
-  for (int j = 0; j < count; j += LANES) {
-    // What is read next: the same inputs of other outputs, at last more inputs of the first ones.
-    const int64_t next = j + LANES < count ? LANES * w.inputs : DEPTH - j * w.inputs;
-    for (int64_t d = 0; d < depth; d += LANES) {
+void to_panel(const Dense& w, int64_t n, int64_t count, float* panel) {
+  const int64_t each = steps(w.inputs), stride = panel_stride(each);
+  const T* weights = static_cast<const T*>(w.data) + n * w.inputs;
+  for (int j = 0; j < count; j += LANES)
+    for (int64_t step = 0; step < each; ++step) {
+      const int64_t d = step * LANES;
       Floats x[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         const T* from = weights + std::min<int64_t>(j + i, count - 1) * w.inputs + d;
-        __builtin_prefetch(from + next);
-        x[i] = d + LANES <= depth ? load(from) : load_some(from, depth - d);
+        __builtin_prefetch(from + LANES * w.inputs);  // what is read next but one panel
+        x[i] = d + LANES <= w.inputs ? load(from) : load_some(from, w.inputs - d);
       }
       transpose(x);
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) store(panel + (d + i) * WIDTH + j, x[i]);
+      for (int i = 0; i < LANES; ++i) store(panel + i * stride + step * WIDTH + j, x[i]);
     }
-  }
 }
 
-// y[m][n] = x[m] . panel[..][n], added to what is there or not, for M rows and WIDTH outputs.
-template <int M>
-void multiply_panel(const float* x, int64_t inputs, const float* panel, int64_t depth, bool add,
-                    float* y, int64_t stride) {
-  Floats sum[M][WIDE];
+// y[m][n] = x[m] . panel[..][n] for TALL rows and the panel's outputs. `sums` adds lanes that are
+// LANES / 2 apart first and neighbours last; here lanes come one after the other, so that what
+// belongs together is complete as soon as possible.
+void multiply_panel(const float* x, const float* panel, int64_t each, float* y, int64_t stride) {
+  constexpr int LEVELS = __builtin_ctz(LANES);
+  Floats kept[LEVELS + 1][TALL][WIDE];
+  for (int turn = 0; turn < LANES; ++turn) {
+    int lane = 0;
+    for (int i = 0; i < LEVELS; ++i) lane |= (turn >> i & 1) << (LEVELS - 1 - i);
+    const float* own = x + lane * each;
+    const float* columns = panel + lane * panel_stride(each);
+    Floats sum[TALL][WIDE] = {};
+    for (int64_t step = 0; step < each; ++step) {
+      Floats column[WIDE];
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
+      for (int w = 0; w < WIDE; ++w) column[w] = load(columns + step * WIDTH + w * LANES);
 #pragma GCC unroll 8
-    for (int w = 0; w < WIDE; ++w) sum[m][w] = add ? load(y + m * stride + w * LANES) : Floats{};
-  for (int64_t d = 0; d < depth; ++d) {
-    Floats column[WIDE];
+      for (int m = 0; m < TALL; ++m) {
+        const Floats v = all(own[m * LANES * each + step]);
 #pragma GCC unroll 8
-    for (int w = 0; w < WIDE; ++w) column[w] = load(panel + d * WIDTH + w * LANES);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const Floats v = all(x[m * inputs + d]);
-#pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) sum[m][w] += v * column[w];
+        for (int w = 0; w < WIDE; ++w) sum[m][w] += v * column[w];
+      }
     }
+    int level = 0;
+    for (; turn >> level & 1; ++level)
+#pragma GCC unroll 8
+      for (int m = 0; m < TALL; ++m)
+#pragma GCC unroll 8
+        for (int w = 0; w < WIDE; ++w) sum[m][w] += kept[level][m][w];
+#pragma GCC unroll 8
+    for (int m = 0; m < TALL; ++m)
+#pragma GCC unroll 8
+      for (int w = 0; w < WIDE; ++w) kept[level][m][w] = sum[m][w];
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-    for (int w = 0; w < WIDE; ++w) store(y + m * stride + w * LANES, sum[m][w]);
+  for (int m = 0; m < TALL; ++m) memcpy(y + m * stride, kept[LEVELS][m], sizeof kept[LEVELS][m]);
 }
 
 template <class T>
 void many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
           int64_t stride) {
-  alignas(64) static thread_local float panel[DEPTH * WIDTH];
+  const int64_t each = steps(w.inputs), row = LANES * each;
+  static thread_local Room room;
+  float* panel = room.get(LANES * panel_stride(each));
   for (int64_t n = begin; n < end; n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, end - n);
-    for (int64_t first = 0; first < w.inputs; first += DEPTH) {
-      const int64_t depth = std::min<int64_t>(DEPTH, w.inputs - first);
-      const bool add = first > 0;
-      to_panel<T>(w, n, count, first, depth, panel);
-      for (int64_t m = 0; m < rows; m += TALL)
-        counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
-          constexpr int M = tall.value;
-          const float* from = x + m * w.inputs + first;
-          float* to = y + m * stride + n;
-          if (count == WIDTH) {
-            multiply_panel<M>(from, w.inputs, panel, depth, add, to, stride);
-            return;
-          }
-          float whole[M * WIDTH] = {};
-          for (int i = 0; i < M && add; ++i) memcpy(whole + i * WIDTH, to + i * stride, 4 * count);
-          multiply_panel<M>(from, w.inputs, panel, depth, add, whole, WIDTH);
-          for (int i = 0; i < M; ++i) memcpy(to + i * stride, whole + i * WIDTH, 4 * count);
-        });
+    to_panel<T>(w, n, count, panel);
+    for (int64_t i = 0; i < rows; i += TALL) {
+      const int64_t m = std::min(i, rows - TALL);  // some rows twice at the end
+      if (count == WIDTH) {
+        multiply_panel(x + m * row, panel, each, y + m * stride + n, stride);
+        continue;
+      }
+      float whole[TALL * WIDTH];
+      multiply_panel(x + m * row, panel, each, whole, WIDTH);
+      for (int k = 0; k < TALL; ++k)
+        memcpy(y + (m + k) * stride + n, whole + k * WIDTH, 4 * count);
     }
   }
 }
 
-void multiply(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
-              int64_t stride) {
-  // A panel of a narrow matrix would be mostly empty.
-  const bool is_few = rows <= FEW_ROWS || w.outputs < WIDTH;
-  auto run = [&](auto type) {
-    using T = decltype(type);
-    (is_few ? few<T> : many<T>)(w, x, rows, begin, end, y, stride);
-  };
-  if (w.kind == Kind::f32) run(float{});
-  if (w.kind == Kind::bf16) run(Bfloat{});
-  if (w.kind == Kind::f16) run(Half{});
+template <class F>
+void typed(Kind kind, F f) {
+  if (kind == Kind::f32) f(float{});
+  if (kind == Kind::bf16) f(Bfloat{});
+  if (kind == Kind::f16) f(Half{});
 }
 
-const DenseKernels kernels = {LANES, WIDTH, multiply, gate};
+void multiply_few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
+                  float* y, int64_t stride) {
+  typed(w.kind, [&](auto type) { few<decltype(type)>(w, x, rows, begin, end, y, stride); });
+}
+
+void multiply_many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
+                   float* y, int64_t stride) {
+  typed(w.kind, [&](auto type) { many<decltype(type)>(w, x, rows, begin, end, y, stride); });
+}
+
+const DenseKernels kernels = {LANES, WIDTH, MANY, multiply_few, arrange, multiply_many, gate};
 
 }  // namespace
 }  // namespace jinfer

@@ -12,7 +12,7 @@ int detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-      !__builtin_cpu_supports("bmi2")) {
+      !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c")) {
     return static_cast<int>(Isa::portable);
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -86,12 +86,12 @@ constexpr Pieces pieces(int s) {
            {6, 7, 1, 6}}};
 }
 
-// Four codes in the four bytes of each of eight words.
-template <int bits>
-inline void unpack(const uint32_t* words, uint32_t* codes) {
+// Four codes in the four bytes of each of eight words; words may be lanes of them.
+template <int bits, class Word>
+inline void unpack(const Word* words, Word* codes) {
 #pragma GCC unroll 8
   for (int s = 0; s < 8; ++s) {
-    uint32_t four = 0;
+    Word four = {};
 #pragma GCC unroll 8
     for (Piece p : pieces<bits>(s).all)
       four |= ((words[p.byte] >> p.low) & (((1u << p.width) - 1) * 0x01010101u)) << p.at;
@@ -131,10 +131,12 @@ inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
 }
 
 // Pairs 11 * x + y in the bytes of eight words; x goes to the first eight words, y to the others.
-inline void split_pairs(uint32_t* words) {
+template <class Word>
+inline void split_pairs(Word* words) {
+#pragma GCC unroll 8
   for (int s = 0; s < 8; ++s) {
-    const uint32_t pairs = words[s], even = pairs & 0x00ff00ff, odd = (pairs >> 8) & 0x00ff00ff;
-    const uint32_t x = ((even * 187) >> 11 & 0x000f000f) | ((odd * 187) >> 11 & 0x000f000f) << 8;
+    const Word pairs = words[s], even = pairs & 0x00ff00ffu, odd = (pairs >> 8) & 0x00ff00ffu;
+    const Word x = ((even * 187u) >> 11 & 0x000f000fu) | ((odd * 187u) >> 11 & 0x000f000fu) << 8;
     words[s] = x;
     words[8 + s] = pairs - 11 * x;
   }
@@ -155,20 +157,70 @@ void decode(const Codes& c, int dim, const uint32_t* words, const uint16_t* numb
   }
 }
 
+// Vectors of LANES keys, decoded and turned: emit(d, x) with number d of each, d rising.
+template <int bits, class F>
+inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turned, const F& emit) {
+  const Codes& c = kept.codes;
+  const int words = c.words(kept.dim), numbers = c.numbers(kept.dim), each = c.symmetric ? 1 : 2;
+  for (int w = 0; w < words; w += 8) {
+    const uint32_t* from[LANES];
+    for (int i = 0; i < LANES; ++i)
+      from[i] = static_cast<const uint32_t*>(kept.data) + vectors[i] * words + w;
+    turn_words(from, std::min(8, words - w), turned + w);
+  }
+  auto number = [&](int at) {
+    Half x[LANES];
+    for (int i = 0; i < LANES; ++i) x[i].bits = kept.numbers[vectors[i] * numbers + at];
+    return load(x);
+  };
+  for (int column = 0, block = 0; column < c.columns(kept.dim); ++column, turned += bits) {
+    Words codes[16];
+    if (bits != 8) unpack<bits>(turned, codes);
+    if (bits == 7) split_pairs(codes);
+    const Words* fours = bits == 8 ? turned : codes;
+    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, ++block) {
+      const Floats scale = number(block * each);
+      const Floats base = c.symmetric ? -scale * float(c.levels / 2) : number(block * each + 1);
+#pragma GCC unroll 8
+      for (int s = 0; s < 8; ++s)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Words code = (fours[8 * half + s] >> (8 * i)) & 255u;
+          emit(32 * block + 4 * s + i,
+               fused(scale, __builtin_convertvector((Ints)code, Floats), base));
+        }
+    }
+  }
+}
+
 // Share of a block's range that its levels cover, as REACH of jinfer/quant/vectors.py.
 inline float reach(int levels) {
   return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
 }
 
-// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py.
+// The larger of each lane, or NaN where either is; and of all lanes, in every one.
+inline Floats larger_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+
+template <int apart = LANES / 2>
+inline Floats highest_or_nan(Floats x) {
+  if constexpr (apart == 0) {
+    return x;
+  } else {
+    x = larger_or_nan(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return highest_or_nan<apart / 2>(x);
+  }
+}
+
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py. A block with a NaN
+// gets NaN for its numbers: what is broken must not look like text.
 inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
   Floats lowest = load(x), most = lowest;
 #pragma GCC unroll 8
   for (int i = LANES; i < 32; i += LANES) {
-    lowest = -larger(-lowest, -load(x + i));
-    most = larger(most, load(x + i));
+    lowest = -larger_or_nan(-lowest, -load(x + i));
+    most = larger_or_nan(most, load(x + i));
   }
-  const float low = -highest(-lowest)[0], high = highest(most)[0];
+  const float low = -highest_or_nan(-lowest)[0], high = highest_or_nan(most)[0];
   auto half = [](float y) { return to_half(std::min(std::max(y, -65504.0f), 65504.0f)); };
   float base = 0, offset = 0;
   if (c.symmetric) {
@@ -186,7 +238,7 @@ inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint
 #pragma GCC unroll 8
   for (int i = 0; i < 32; i += LANES) {
     Floats q = (load(x + i) - base) * inverse + offset;
-    q = larger(Floats{}, -larger(all(1 - float(c.levels)), -q));
+    q = larger(-larger(-q, all(1 - float(c.levels))), Floats{});  // NaN, too, becomes a code
     Ints rounded = __builtin_convertvector((q + magic) - magic, Ints);
     memcpy(wide + i, &rounded, sizeof rounded);
   }
@@ -227,14 +279,9 @@ inline void each_width(int bits, F f) {
   }
 }
 
-// Vectors first.. as floats, each `stride` apart and with zeros after its own, unless they are that
-// already; `stride` is then changed to their distance.
-inline const float* read(const Kept& kept, int64_t first, int count, float* scratch, int* stride) {
-  const int dim = kept.dim;
-  if (kept.kind == Kind::f32 && dim % LANES == 0) {
-    *stride = dim;
-    return static_cast<const float*>(kept.data) + first * dim;
-  }
+// Vectors first .. first + count as floats, each with zeros after its own up to its padded width.
+inline const float* read(const Kept& kept, int64_t first, int count, float* scratch) {
+  const int dim = kept.dim, stride = kept.padded();
   if (kept.kind == Kind::codes) {
     const Codes& c = kept.codes;
     const uint32_t* words = static_cast<const uint32_t*>(kept.data) + first * c.words(dim);
@@ -242,16 +289,30 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
     each_width(c.bits, [&](auto bits) {
       for (int i = 0; i < count; ++i)
         decode<bits.value>(c, dim, words + i * c.words(dim), numbers + i * c.numbers(dim),
-                           scratch + int64_t(i) * *stride);
+                           scratch + int64_t(i) * stride);
     });
   } else {
     const char* from = static_cast<const char*>(kept.data) + first * dim * bytes_of(kept.kind);
     for (int i = 0; i < count; ++i, from += dim * bytes_of(kept.kind))
-      to_floats(kept.kind, from, dim, scratch + int64_t(i) * *stride);
+      to_floats(kept.kind, from, dim, scratch + int64_t(i) * stride);
   }
-  for (int i = 0; i < count && dim < *stride; ++i)
-    for (int d = dim; d < *stride; ++d) scratch[int64_t(i) * *stride + d] = 0;
+  for (int i = 0; i < count && dim < stride; ++i)
+    std::fill(scratch + int64_t(i) * stride + dim, scratch + int64_t(i + 1) * stride, 0.0f);
   return scratch;
+}
+
+// Has a block fetched that will be needed next.
+inline void fetch(const Kept& kept, int64_t vector) {
+  auto lines = [](const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  };
+  if (kept.kind != Kind::codes) {
+    const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
+    return lines(static_cast<const char*>(kept.data) + vector * bytes, KEYS * bytes);
+  }
+  const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
+  lines(static_cast<const char*>(kept.data) + vector * words, KEYS * words);
+  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * KEYS * numbers);
 }
 
 // Puts a vector in.

@@ -9,21 +9,23 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jinfer {
 namespace {
 
 // LANES floats of a vector; WIDE vectors and TALL rows are the tile of a matrix product whose sums
-// stay in registers.
+// stay in registers, of which there are REGISTERS.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, WIDE = 4;
+constexpr int LANES = 16, WIDE = 4, REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, WIDE = 2;
+constexpr int LANES = 8, WIDE = 2, REGISTERS = 16;
 #elif defined(__aarch64__)
-constexpr int LANES = 4, WIDE = 4;
+constexpr int LANES = 4, WIDE = 4, REGISTERS = 32;
 #else
-constexpr int LANES = 4, WIDE = 2;
+constexpr int LANES = 4, WIDE = 2, REGISTERS = 16;
 #endif
 constexpr int TALL = 6;
 
@@ -41,6 +43,19 @@ inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// a * b + c: rounded once where there is an instruction for it, whatever stands around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 // a[lane] or b[lane - LANES] for each of the given lanes of a and b together.
 template <int... lane>
@@ -77,18 +92,18 @@ inline Floats sums(Floats* x) {
   }
 }
 
-// Lane i of x[j] becomes lane j of x[i].
-template <int half = LANES / 2>
+// Lane i of x[j] becomes lane j of x[i], in squares of 2 * half lanes and as many of the vectors.
+template <int half = LANES / 2, int vectors = LANES>
 inline void transpose(Floats* x) {
   if constexpr (half > 0) {
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) {
+    for (int i = 0; i < vectors; ++i) {
       if (i & half) continue;
       Floats lower = halves<half, false>(x[i], x[i + half]);
       x[i + half] = halves<half, true>(x[i], x[i + half]);
       x[i] = lower;
     }
-    transpose<half / 2>(x);
+    transpose<half / 2, vectors>(x);
   }
 }
 
@@ -230,6 +245,63 @@ inline Floats load_some(const T* from, int64_t count) {
   T some[LANES] = {};
   memcpy(some, from, count * sizeof(T));
   return load(some);
+}
+
+// The lower halves of the LANES numbers at a and at b side by side, and the upper ones.
+template <class T>
+inline void load_halves(const T* a, const T* b, Floats* lower, Floats* upper) {
+  const Floats x = load(a), y = load(b);
+  *lower = halves<LANES / 2, false>(x, y);
+  *upper = halves<LANES / 2, true>(x, y);
+}
+
+#if defined(__AVX512F__)
+inline Floats side_by_side(__m256 a, __m256 b) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
+}
+
+inline void load_halves(const float* a, const float* b, Floats* lower, Floats* upper) {
+  *lower = side_by_side(_mm256_loadu_ps(a), _mm256_loadu_ps(b));
+  *upper = side_by_side(_mm256_loadu_ps(a + 8), _mm256_loadu_ps(b + 8));
+}
+#endif
+
+// Places 0 .. LANES of as many vectors, turned: x[i] has place i of each.
+template <class T>
+inline void load_turned(const T* const* from, int64_t at, Floats* x) {
+  constexpr int half = LANES / 2;
+#pragma GCC unroll 8
+  for (int i = 0; i < half; ++i) load_halves(from[i] + at, from[i + half] + at, x + i, x + i + half);
+  transpose<half / 2>(x);
+}
+
+// Words of 32 bits in lanes.
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+// The first `count` words of each of LANES vectors, up to 8, turned: to[i] has word i of each.
+inline void turn_words(const uint32_t* const* from, int count, Words* to) {
+#if defined(__AVX2__)
+  const __m256i first = _mm256_cmpgt_epi32(_mm256_set1_epi32(count),
+                                           _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  auto load = [&](const uint32_t* x) {
+    const float* words = reinterpret_cast<const float*>(x);
+    return count == 8 ? _mm256_loadu_ps(words) : _mm256_maskload_ps(words, first);
+  };
+  Floats x[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+#if defined(__AVX512F__)
+    x[i] = side_by_side(load(from[i]), load(from[i + 8]));
+#else
+    x[i] = load(from[i]);
+#endif
+  }
+  transpose<4, 8>(x);
+  for (int i = 0; i < count; ++i) to[i] = (Words)x[i];
+#else
+  for (int i = 0; i < count; ++i)
+    for (int lane = 0; lane < LANES; ++lane) to[i][lane] = from[lane][i];
+#endif
 }
 
 inline uint16_t to_bfloat(float x) {

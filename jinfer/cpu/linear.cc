@@ -1,12 +1,15 @@
 // The handler of `jinfer_linear`: checks what XLA passes, prepares the activations and shares the
 // work among threads.
-#include <cstdlib>
+#include "linear.h"
+
+#include <algorithm>
 #include <string>
 #include <vector>
 
+#include "buffers.h"
 #include "isa.h"
-#include "linear.h"
 #include "parallel.h"
+#include "select.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -30,9 +33,6 @@ const Kernels& kernels() {
 // Per tensor in the attribute `tensors`; see _describe in linear.py.
 enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
 
-// Which matrix of a stack rows are multiplied with.
-enum Select : int64_t { kOnly = 0, kIndex = 1, kOffsets = 2 };
-
 struct Tensor {
   Matrix matrix;  // the first of the stack
   int64_t count, words_step, scales_step, steps_step;
@@ -49,141 +49,163 @@ struct Tensor {
 
 // Bytes of weights that one thread goes through about as fast as another one is woken.
 constexpr int64_t kWorthThreads = 96 << 10;
+constexpr int64_t kWorthThread = 32 << 10;  // of each of more threads
 
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("jinfer_linear: " + what);
+}
+
+// Whether the fields of a tensor are those of a format there are kernels for.
+bool is_format(const int64_t* field, int64_t columns, size_t codebook) {
+  const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
+  const int64_t width = 32 * columns * field[kHalves];
+  return bits >= 2 && bits <= 8 && field[kHalves] == (bits == 7 ? 2 : 1) &&
+         (block == 16 || block == 32 || block == 64 || block == 128) && width % block == 0 &&
+         (numbers == 1 || numbers == 2) && (!field[kSteps] || width % 256 == 0) &&
+         (!field[kCodebook] || (bits <= 4 && numbers == 1 && codebook > 0)) &&
+         field[kZero] >= 0 && field[kZero] <= 128;
+}
+
+// Reads one tensor's buffers, from number `next` on, and compares them with its fields.
+ffi::Error read(const ffi::RemainingArgs& args, size_t& next, const int64_t* field,
+                ffi::Span<const int64_t> codebook, const uint8_t* table, int64_t inputs,
+                Tensor* out) {
+  auto words = args.get<ffi::AnyBuffer>(next++);
+  auto scales = args.get<ffi::AnyBuffer>(next++);
+  if (words.has_error() || scales.has_error()) return invalid("words or scales are missing");
+  const auto shape = words->dimensions();
+  const size_t lead = shape.size() == 6 ? 1 : 0;
+  if (shape.size() != lead + 5) return invalid("words have neither 5 nor 6 axes");
+  Matrix& m = out->matrix;
+  m = {};
+  m.tiles = shape[lead], m.superblocks = shape[lead + 1];
+  m.R = shape[lead + 3], m.G = shape[lead + 4];
+  if (!has_kernels(m.G) || m.R * m.G != 16) return invalid("words are in a layout without kernels");
+  if (!is_format(field, m.G, codebook.size())) return invalid("a format is not known");
+  m.words = static_cast<const uint32_t*>(words->untyped_data());
+  m.scales = scales->untyped_data();
+  m.bits = field[kBits];
+  m.halves = field[kHalves];
+  m.block = field[kBlock];
+  m.numbers = field[kNumbers];
+  m.zero = field[kCodebook] ? 128 : field[kZero];
+  m.codebook = field[kCodebook] ? table : nullptr;
+  m.outputs = field[kOutputs];
+  m.inputs = inputs;
+  out->count = lead ? shape[0] : 1;
+  const auto has = [&](const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t block) {
+    const int64_t each = 32 * m.G * m.halves / block;
+    return lead ? fits(buffer, type, {out->count, m.tiles, m.superblocks, m.R, each, m.numbers})
+                : fits(buffer, type, {m.tiles, m.superblocks, m.R, each, m.numbers});
+  };
+  if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits ||
+      m.outputs < 0 || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
+      !has(*scales, field[kSteps] ? ffi::DataType::S8 : ffi::DataType::F16, m.block)) {
+    return invalid("words or scales do not fit the format");
+  }
+  const int64_t count = std::max<int64_t>(out->count, 1);
+  out->words_step = words->element_count() / count;
+  out->scales_step = scales->size_bytes() / count;
+  if (field[kSteps]) {
+    auto steps = args.get<ffi::AnyBuffer>(next++);
+    if (steps.has_error() || !has(*steps, ffi::DataType::F16, 256))
+      return invalid("steps are missing or do not fit the format");
+    m.steps = static_cast<const uint16_t*>(steps->untyped_data());
+    out->steps_step = steps->element_count() / count;
+  }
+  return ffi::Error::Success();
+}
+
+bool are_alike(const Matrix& a, const Matrix& b) {
+  return a.tiles == b.tiles && a.superblocks == b.superblocks && a.G == b.G &&
+         a.outputs == b.outputs;
+}
+
+// Rows of activations as some tensors want them.
 struct Prepared {
   Form form;
   std::vector<char> memory;
   char* data;  // aligned
 };
 
-Form form_of(const Matrix& m, const Kernels& k, bool exact) {
-  const int g = m.G < k.lanes ? m.G : k.lanes;
-  return {m.columns(), g, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
+Form form_of(const Matrix& m, bool exact) {
+  return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
 }
 
-struct Segment {  // rows of x that are multiplied with one matrix of each stack
-  int64_t index, begin, end;
+void prepare(ffi::ThreadPool& pool, const Kernels& k, const float* x, int64_t rows, int64_t inputs,
+             Prepared& p) {
+  const size_t bytes = rows * p.form.row_bytes() + 64;
+  if (p.memory.size() < bytes) p.memory.resize(bytes);
+  p.data = p.memory.data() + (-reinterpret_cast<uintptr_t>(p.memory.data()) & 63);
+  const int64_t chunks = rows >= 16 ? std::min<int64_t>(rows / 8, 16) : 1;
+  parallel(pool, chunks, chunks, [&](int64_t chunk) {
+    for (int64_t m = rows * chunk / chunks; m < rows * (chunk + 1) / chunks; ++m)
+      k.prepare(x + m * inputs, inputs, p.form, p.data + m * p.form.row_bytes());
+  });
+}
+
+// The row groups of one tensor for one segment.
+struct Part {
+  size_t tensor;
+  Segment segment;
+  int64_t begin, groups;  // begin: among all
 };
-
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_linear: " + what);
-}
 
 ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                   ffi::RemainingRets rets, ffi::Span<const int64_t> fields,
                   ffi::Span<const int64_t> codebook, int64_t exact, int64_t activation,
                   int64_t select) {
   const Kernels& k = kernels();
+  if (x.dimensions().size() != 2) return invalid("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   const size_t tensor_count = fields.size() / kFields;
   const bool gated = activation != 0;
   if (rets.size() != (gated ? 1 : tensor_count)) return invalid("wrong number of results");
-  if (rows == 0) return ffi::Error::Success();
   size_t next = 0;
-
-  std::vector<Segment> segments;
-  if (select == kOnly) {
-    segments.push_back({0, 0, rows});
-  } else {
+  std::vector<Segment> segments{{0, 0, rows}};
+  if (select != kOnly) {
     auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
     if (chosen.has_error()) return chosen.error();
-    const int32_t* values = chosen->typed_data();
-    if (select == kIndex) {
-      segments.push_back({values[0], 0, rows});
-    } else {
-      for (int64_t i = 0; i + 1 < static_cast<int64_t>(chosen->element_count()); ++i) {
-        const int64_t begin = std::max<int64_t>(values[i], 0);
-        const int64_t end = std::min<int64_t>(values[i + 1], rows);
-        if (end > begin) segments.push_back({i, begin, end});
-      }
-    }
+    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
-
   uint8_t table[16] = {};
   for (size_t i = 0; i < codebook.size() && i < 16; ++i) table[i] = codebook[i] + 128;
-
   std::vector<Tensor> tensors(tensor_count);
   for (size_t t = 0; t < tensor_count; ++t) {
+    Tensor& tensor = tensors[t];
     const int64_t* field = fields.begin() + t * kFields;
-    auto words = args.get<ffi::AnyBuffer>(next++);
-    auto scales = args.get<ffi::AnyBuffer>(next++);
-    if (words.has_error() || scales.has_error()) return invalid("words or scales are missing");
-    auto shape = words->dimensions();
-    const int64_t lead = static_cast<int64_t>(shape.size()) - 5;
-    if (lead < 0 || lead > 1) return invalid("words have neither 5 nor 6 axes");
-    Tensor& out = tensors[t];
-    out.count = lead ? shape[0] : 1;
-    Matrix& m = out.matrix;
-    m.words = static_cast<const uint32_t*>(words->untyped_data());
-    m.scales = scales->untyped_data();
-    m.steps = nullptr;
-    m.bits = field[kBits];
-    m.halves = field[kHalves];
-    m.block = field[kBlock];
-    m.numbers = field[kNumbers];
-    m.zero = field[kCodebook] ? 128 : field[kZero];
-    m.codebook = field[kCodebook] ? table : nullptr;
-    m.tiles = shape[lead];
-    m.superblocks = shape[lead + 1];
-    m.R = shape[lead + 3];
-    m.G = shape[lead + 4];
-    m.outputs = field[kOutputs];
-    m.inputs = inputs;
-    if (shape[lead + 2] != m.bits || m.R * m.G < 16 || m.R * m.G > 32 ||
-        m.tiles * m.R < m.outputs || m.columns() * 32 < inputs) {
-      return invalid("the words' shape does not fit the format");
-    }
-    const int64_t size = out.count;
-    out.words_step = words->element_count() / size;
-    out.scales_step = scales->size_bytes() / size;
-    if (field[kSteps]) {
-      auto steps = args.get<ffi::AnyBuffer>(next++);
-      if (steps.has_error()) return invalid("steps are missing");
-      m.steps = static_cast<const uint16_t*>(steps->untyped_data());
-      out.steps_step = steps->element_count() / size;
-    }
-    for (const Segment& segment : segments) {
-      if (segment.index < 0 || segment.index >= size) return invalid("no such matrix in the stack");
-    }
-    if (!gated || t == 0) {
-      auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
-      if (y.has_error()) return y.error();
-      out.y = (*y)->typed_data();
-    }
+    if (auto error = read(args, next, field, codebook, table, inputs, &tensor); error.failure())
+      return error;
+    for (const Segment& segment : segments)
+      if (segment.index < 0 || segment.index >= tensor.count)
+        return invalid("no such matrix in the stack");
+    if (gated && t > 0) continue;
+    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
+    if (y.has_error()) return y.error();
+    if (!has_shape(**y, {rows, tensor.matrix.outputs})) return invalid("a result does not fit");
+    tensor.y = (*y)->typed_data();
   }
+  if (next != args.size()) return invalid("wrong number of buffers");
+  if (gated && (tensor_count != 2 || !are_alike(tensors[0].matrix, tensors[1].matrix)))
+    return invalid("gate and up are not two matrices of one shape");
+  if (rows == 0) return ffi::Error::Success();
 
   // Activations, once for all tensors that take them in the same form.
   static thread_local std::vector<Prepared> kept;
-  std::vector<int> form_index(tensor_count);
+  std::vector<size_t> form_index(tensor_count);
   size_t forms = 0;
   for (size_t t = 0; t < tensor_count; ++t) {
-    const Form form = form_of(tensors[t].matrix, k, exact != 0);
+    const Form form = form_of(tensors[t].matrix, exact != 0);
     size_t f = 0;
     while (f < forms && !(kept[f].form == form)) ++f;
-    if (f == forms) {
-      if (kept.size() == forms) kept.emplace_back();
-      Prepared& p = kept[forms++];
-      p.form = form;
-      const size_t bytes = rows * form.row_bytes() + 64;
-      if (p.memory.size() < bytes) p.memory.resize(bytes);
-      p.data = p.memory.data() + (-reinterpret_cast<uintptr_t>(p.memory.data()) & 63);
-      const int64_t chunks = rows >= 16 ? std::min<int64_t>(rows / 8, 16) : 1;
-      const float* data = x.typed_data();
-      parallel(pool, chunks, chunks, [&](int64_t chunk) {
-        for (int64_t m = rows * chunk / chunks; m < rows * (chunk + 1) / chunks; ++m) {
-          k.prepare(data + m * inputs, inputs, form, p.data + m * form.row_bytes());
-        }
-      });
-    }
     form_index[t] = f;
+    if (f < forms) continue;
+    if (kept.size() == forms) kept.emplace_back();
+    kept[forms].form = form;
+    prepare(pool, k, x.typed_data(), rows, inputs, kept[forms++]);
   }
 
   // Row groups of all matrices, one after the other, in chunks.
-  struct Part {
-    int tensor;
-    Segment segment;
-    int64_t begin, groups;  // begin: among all
-  };
   std::vector<Part> parts;
   int64_t total = 0, work = 0;  // in bytes
   for (const Segment& segment : segments) {
@@ -191,7 +213,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
       const Matrix& m = tensors[t].matrix;
       const int per = group_rows(m, k.lanes);
       const int64_t groups = (m.outputs + per - 1) / per;
-      parts.push_back({static_cast<int>(t), segment, total, groups});
+      parts.push_back({t, segment, total, groups});
       total += groups;
       const int64_t weight = gated ? 2 : 1;
       // About 8 rows take as long as reading the weights does.
@@ -200,13 +222,14 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
       work += weight * groups * per * m.columns() * 4 * m.bits * times;
     }
   }
-  const int64_t threads = work < kWorthThreads ? 1 : pool.num_threads();
+  const int64_t threads =
+      work < kWorthThreads ? 1 : std::min<int64_t>(most_threads(pool), work / kWorthThread);
   const int64_t chunks =
       threads < 2 ? 1
                   : std::min<int64_t>({total, threads * 8, std::max<int64_t>(threads, work >> 16)});
 
   const Prepared* prepared = kept.data();  // the name is another vector on another thread
-  auto multiply = [&](const Part& part, int t, int64_t begin, int64_t end, float* y,
+  auto multiply = [&](const Part& part, size_t t, int64_t begin, int64_t end, float* y,
                       int64_t stride) {
     const Prepared& p = prepared[form_index[t]];
     const Activations x{p.form, p.data + part.segment.begin * p.form.row_bytes()};
@@ -214,7 +237,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     k.multiply(tensors[t].at(part.segment.index), x, many, begin, end, y, stride);
   };
   parallel(pool, chunks, threads, [&](int64_t chunk) {
-    int64_t begin = total * chunk / chunks, end = total * (chunk + 1) / chunks;
+    const int64_t begin = total * chunk / chunks, end = total * (chunk + 1) / chunks;
     for (const Part& part : parts) {
       const int64_t from = std::max(begin, part.begin) - part.begin;
       const int64_t to = std::min(end, part.begin + part.groups) - part.begin;

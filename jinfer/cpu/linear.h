@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "gate.h"
+#include "activation.h"
 
 namespace jinfer {
 
@@ -27,19 +27,19 @@ struct Matrix {
   int64_t columns() const { return superblocks * halves * G; }
 };
 
-// What rows of activations must look like for a matrix. With a vector of L lanes, columns stand in
-// groups of g = min(G, L), one record for each group, which holds
+// What rows of activations must look like for a matrix. Columns stand in groups of G, one record for
+// each group, which holds
 //
-//   int8 codes[8][g][4]      4-byte word s of each column side by side, so that one load, repeated
-//                            over the vector if g < L, is what a vector of codes is multiplied with
-//   float scales[g]          a code's value
-//   int32 sums[parts][g]     -zero * sum of codes where the matrix is symmetric, else as float32
+//   int8 codes[8][G][4]      4-byte word s of each column side by side, so that one load, repeated
+//                            over the vector if G < L, is what a vector of codes is multiplied with
+//   float scales[G]          a code's value
+//   int32 sums[parts][G]     -zero * sum of codes where the matrix is symmetric, else as float32
 //                            the sum of the values
 //
-// or, exact, float values[8][4][g] instead of codes and scales.
+// or, exact, float values[8][4][G] instead of codes and scales.
 struct Form {
   int64_t columns;  // padded
-  int group;        // g
+  int group;        // G
   int zero;         // of a symmetric matrix; -1 where there are bases
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
   bool exact;       // float32 instead of int8
@@ -58,8 +58,10 @@ struct Activations {
   const char* data;
 };
 
-// One instruction set's kernels. A row group is the rows that one vector holds: L / G, or one row
-// that takes several vectors.
+// The columns of superblocks that there are kernels for.
+inline bool has_kernels(int columns) { return columns == 2 || columns == 4 || columns == 8; }
+
+// One instruction set's kernels. A row group is the rows that one vector holds: L / G.
 struct Kernels {
   int lanes;
   // Writes the records of one row.
@@ -76,8 +78,6 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 
 // Rows of a row group for vectors of so many lanes.
-inline int group_rows(const Matrix& matrix, int lanes) {
-  return matrix.G >= lanes ? 1 : lanes / matrix.G;
-}
+inline int group_rows(const Matrix& matrix, int lanes) { return lanes / matrix.G; }
 
 }  // namespace jinfer

@@ -22,6 +22,7 @@ from jinfer.cpu import build
 type Mode = Literal["int8", "float"]
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu")  # the numbers of `Activation` in linear.h
 _CODEBOOK = 16  # most values
+_COLUMNS = (2, 4, 8)  # of superblocks
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,12 @@ def available() -> bool:
 
 
 def supports(matrix: Coded) -> bool:
-    """Whether the call can multiply with a matrix: all formats but codebooks of over 16 values."""
+    """Whether the call can multiply with a matrix.
+
+    It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
+    """
+    if matrix.words.shape[-1] not in _COLUMNS:
+        return False
     return matrix.codebook is None or (
         len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1
     )
@@ -84,10 +90,8 @@ def coded_linear(
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
-    select = 0 if index is None and offsets is None else 1 if offsets is None else 2
-    operands: list[Any] = [x]
-    if select:
-        operands.append(index.reshape(1) if index is not None else offsets)
+    select, chosen = selection(index, offsets)
+    operands: list[Any] = [x, *chosen]
     for matrix in matrices:
         operands += [matrix.words, matrix.scales]
         operands += [] if matrix.steps is None else [matrix.steps]
@@ -105,6 +109,13 @@ def coded_linear(
         select=np.int64(select),
     )
     return tuple(out)
+
+
+def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
+    """How matrices of stacks are chosen, as `Select` in select.h counts, and the operand for it."""
+    if index is not None:
+        return 1, [index.reshape(1)]
+    return (0, []) if offsets is None else (2, [offsets])
 
 
 def _describe(matrix: Coded) -> list[int]:

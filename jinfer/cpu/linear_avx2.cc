@@ -1,5 +1,6 @@
 #include "vector_avx2.h"
 
+#include "linear_direct.h"
 #include "linear_kernels.h"
 
 const jinfer::Kernels& jinfer::avx2_kernels() { return kernels; }

@@ -1,5 +1,6 @@
 #include "vector_avx512.h"
 
+#include "linear_direct.h"
 #include "linear_kernels.h"
 
 const jinfer::Kernels& jinfer::avx512_kernels() { return kernels; }

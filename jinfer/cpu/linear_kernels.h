@@ -1,17 +1,15 @@
-// The kernels, over a `Vector` that the including file has defined: rows of activations times the
-// panels that linear_panel.h decodes.
+// The kernels, over a `Vector` and a multiply_few() that the including file has defined: rows of
+// activations times the panels that linear_panel.h decodes.
 #pragma once
 
-#include <cstdlib>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
+#include "gate.h"
 #include "linear_panel.h"
 
 namespace {
-
-using jinfer::Activations;
-using jinfer::Form;
 
 // Bytes of a panel: for few rows of activations a share of the first-level cache, as what is
 // written beyond costs more than it saves; for many a share of the second. Measured: 32 and 64 KiB
@@ -31,7 +29,9 @@ struct Operands {
   int64_t all_units;      // of a group in the panel
   const char* x;          // the record of the first row that belongs to the groups' first units
   int64_t x_stride;       // bytes to the next row's
-  float zero;             // the code of 0
+  float zero;             // the code of 0, or 0 where there are bases
+  bool affine;
+  int parts;
   bool add;               // to the sums that are there
   float* sums;            // [groups][rows][L]
   int64_t sums_stride;    // floats to the next group's
@@ -40,6 +40,7 @@ struct Operands {
 template <int g, int count, bool affine, int parts, bool wide>
 void multiply_int8(const Operands& o) {
   constexpr int steps = 8 / parts, record = (36 + 4 * parts) * g;
+  constexpr bool minus = wide && !affine;  // their zero is 128
   const int64_t stride = o.x_stride;
   for (int64_t group = 0; group < o.groups; ++group) {
     const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
@@ -58,7 +59,8 @@ void multiply_int8(const Operands& o) {
         Vector::I within[count];
         UNROLL
         for (int m = 0; m < count; ++m) {
-          within[m] = affine ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
+          within[m] =
+              affine || minus ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
         }
         Vector::I second = Vector::zero();  // so that a single row does not wait for itself
         // All rows of a step before the next step: their sums do not wait for each other.
@@ -68,7 +70,8 @@ void multiply_int8(const Operands& o) {
           UNROLL
           for (int m = 0; m < count; ++m) {
             Vector::I& a = count == 1 && s % 2 ? second : within[m];
-            a = Vector::dot<wide>(a, codes, Vector::repeat<g>(x + m * stride + s * 4 * g));
+            const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
+            a = Vector::dot<wide, minus>(a, codes, by);
           }
         }
         if (count == 1) within[0] = Vector::add(within[0], second);
@@ -94,10 +97,10 @@ void multiply_int8(const Operands& o) {
 }
 
 // The same with float32 activations.
-template <int g, int count, bool affine, int parts>
+template <int g, int count>
 void multiply_float(const Operands& o) {
-  constexpr int steps = 8 / parts, record = (128 + 4 * parts) * g;
-  const int64_t stride = o.x_stride;
+  const int parts = o.parts, steps = 8 / parts;
+  const int64_t stride = o.x_stride, record = (128 + 4 * parts) * g;
   for (int64_t group = 0; group < o.groups; ++group) {
     const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
     const float* scales = o.panel.scales + group * o.all_units * parts * L;
@@ -113,8 +116,8 @@ void multiply_float(const Operands& o) {
         for (int s = part * steps; s < (part + 1) * steps; ++s) {
           Vector::I codes = Vector::load(panel_codes + s * 4 * L);
           for (int i = 0; i < 4; ++i) {
-            Vector::F q = Vector::to_float(Vector::mask(codes, 255));
-            if constexpr (!affine) q = Vector::sub(q, Vector::set_f(o.zero));
+            const Vector::F code = Vector::to_float(Vector::mask(codes, 255));
+            const Vector::F q = Vector::sub(code, Vector::set_f(o.zero));
             UNROLL
             for (int m = 0; m < count; ++m) {
               const char* at = x + m * stride + (s * 4 + i) * 4 * g;
@@ -127,7 +130,7 @@ void multiply_float(const Operands& o) {
         for (int m = 0; m < count; ++m) {
           Vector::F total = Vector::load_f(sums + m * L);
           total = Vector::fma(within[m], Vector::load_f(scales), total);
-          if constexpr (affine) {
+          if (o.affine) {
             const char* sum = x + m * stride + (128 + 4 * part) * g;
             total = Vector::fma(Vector::load_f(bases), Vector::repeat_f<g>(sum), total);
           }
@@ -143,82 +146,47 @@ void multiply_float(const Operands& o) {
 
 using Product = void (*)(const Operands&);
 
+template <int g, int count, bool wide>
+Product product_int8(const Plan& plan) {
+  if (plan.matrix->affine())
+    return plan.parts == 2 ? multiply_int8<g, count, true, 2, wide>
+                           : multiply_int8<g, count, true, 1, wide>;
+  return plan.parts == 2 ? multiply_int8<g, count, false, 2, wide>
+                         : multiply_int8<g, count, false, 1, wide>;
+}
+
 template <int g, int count>
 Product product(const Plan& plan, bool exact) {
-  const bool affine = plan.matrix->affine();
-  if (exact) {
-    if (affine)
-      return plan.parts == 2 ? multiply_float<g, count, true, 2>
-                             : multiply_float<g, count, true, 1>;
-    return plan.parts == 2 ? multiply_float<g, count, false, 2>
-                           : multiply_float<g, count, false, 1>;
-  }
+  if (exact) return multiply_float<g, count>;
   constexpr bool narrow = Vector::kNarrowCodes;
-  if (narrow && (plan.matrix->bits == 8 || plan.matrix->codebook)) {
-    if (affine)
-      return plan.parts == 2 ? multiply_int8<g, count, true, 2, narrow>
-                             : multiply_int8<g, count, true, 1, narrow>;
-    return plan.parts == 2 ? multiply_int8<g, count, false, 2, narrow>
-                           : multiply_int8<g, count, false, 1, narrow>;
-  }
-  if (affine)
-    return plan.parts == 2 ? multiply_int8<g, count, true, 2, false>
-                           : multiply_int8<g, count, true, 1, false>;
-  return plan.parts == 2 ? multiply_int8<g, count, false, 2, false>
-                         : multiply_int8<g, count, false, 1, false>;
+  if (narrow && (plan.matrix->bits == 8 || plan.matrix->codebook))
+    return product_int8<g, count, narrow>(plan);
+  return product_int8<g, count, false>(plan);
 }
 
 // Sums over the lanes of each row, written where they belong. `o`: what the product was given.
 template <int g, int count>
 void finish(const Plan& plan, const Operands& o, int64_t group, float* y, int64_t stride) {
   constexpr int rows = L / g;
-  const int64_t outputs = plan.matrix->outputs;
-  int64_t i = 0;
-  if constexpr (rows == 1 && count == 1) {
-    for (; i + 8 <= o.groups; i += 8) Vector::sum_eight(o.sums + i * L, y + group + i);
-  }
-  for (; i < o.groups; ++i) {
-    const float* sums = o.sums + i * o.sums_stride;
-    const int64_t begin = (group + i) * rows, left = outputs - begin;
-    float* to = y + begin;
-    if constexpr (rows == 1 && count == 8) {
-      float all[8];
-      Vector::sum_eight(sums, all);
-      UNROLL
-      for (int m = 0; m < 8; ++m) to[m * stride] = all[m];
-    } else {
-      for (int m = 0; m < count; ++m) {
-        const Vector::F v = Vector::load_f(sums + m * L);
-        if (left >= rows) {
-          Vector::sum_runs<g>(v, to + m * stride);
-        } else if (left > 0) {
-          float all[rows];
-          Vector::sum_runs<g>(v, all);
-          std::memcpy(to + m * stride, all, left * sizeof(float));
-        }
+  for (int64_t i = 0; i < o.groups; ++i) {
+    const int64_t begin = (group + i) * rows, left = plan.matrix->outputs - begin;
+    for (int m = 0; m < count; ++m) {
+      const Vector::F v = Vector::load_f(o.sums + i * o.sums_stride + m * L);
+      float* to = y + m * stride + begin;
+      if (left >= rows) {
+        Vector::sum_runs<g>(v, to);
+      } else if (left > 0) {
+        float all[rows];
+        Vector::sum_runs<g>(v, all);
+        std::memcpy(to, all, left * sizeof(float));
       }
     }
   }
 }
 
-// Memory of a thread, kept between calls.
-struct Scratch {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Scratch() { std::free(data); }
-  char* get(size_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + (bytes >> 2) + 4095) & ~size_t{4095};
-      data = static_cast<char*>(std::aligned_alloc(64, size));
-    }
-    return data;
-  }
-};
-
 template <int g>
 void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
-                     int64_t end, float* y, int64_t stride) {
+                     int64_t end, float* y, int64_t stride, Scratch& scratch) {
   const Matrix& m = *plan.matrix;
   const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
   const int64_t panel_bytes = code_bytes + 2 * number_bytes;
@@ -231,7 +199,6 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
   const int64_t piece = (plan.units + pieces - 1) / pieces;
 
-  static thread_local Scratch scratch;
   char* memory = scratch.get(groups * (panel_bytes + most * 4 * L));
   const Panel panel{reinterpret_cast<uint8_t*>(memory),
                     reinterpret_cast<float*>(memory + groups * code_bytes),
@@ -245,48 +212,58 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   for (int64_t first = begin; first < end; first += groups) {
     const int64_t here = end - first < groups ? end - first : groups;
     fill(plan, first, here, panel);
-    int64_t row = 0;
-    auto all = [&](auto times, Product multiply) {
+    auto some = [&](auto times, Product multiply, int64_t row) {
       constexpr int count = decltype(times)::value;
-      for (; rows - row >= count; row += count) {
-        Operands o;
-        o.groups = here;
-        o.all_units = plan.units;
-        o.x_stride = row_bytes;
-        o.zero = static_cast<float>(m.zero);
-        o.sums = sums;
-        o.sums_stride = count * L;
-        for (int64_t from = 0; from < plan.units; from += piece) {
-          o.units = plan.units - from < piece ? plan.units - from : piece;
-          const int64_t number = from * plan.parts * L;
-          o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
-          o.x = x.data + row * row_bytes + from * g * x.form.column_bytes();
-          o.add = from > 0;
-          multiply(o);
-        }
-        finish<g, count>(plan, o, first, y + row * stride, stride);
+      Operands o;
+      o.groups = here;
+      o.all_units = plan.units;
+      o.x_stride = row_bytes;
+      o.zero = m.affine() ? 0.0f : static_cast<float>(m.zero);
+      o.affine = m.affine();
+      o.parts = plan.parts;
+      o.sums = sums;
+      o.sums_stride = count * L;
+      for (int64_t from = 0; from < plan.units; from += piece) {
+        o.units = plan.units - from < piece ? plan.units - from : piece;
+        const int64_t number = from * plan.parts * L;
+        o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
+        o.x = x.data + row * row_bytes + from * g * x.form.column_bytes();
+        o.add = from > 0;
+        multiply(o);
       }
+      finish<g, count>(plan, o, first, y + row * stride, stride);
     };
-    all(std::integral_constant<int, most>{}, many_rows);
-    all(std::integral_constant<int, most / 2>{}, some_rows);
-    all(std::integral_constant<int, 1>{}, one_row);
+    // At the end some rows once more: cheaper than one by one.
+    for (int64_t row = 0; row < rows;) {
+      const int64_t left = rows - row;
+      if (left > most / 2 && rows >= most) {
+        row = std::min(row, rows - most);
+        some(std::integral_constant<int, most>{}, many_rows, row);
+        row += most;
+      } else if (left > 1 && rows >= most / 2) {
+        row = std::min(row, rows - most / 2);
+        some(std::integral_constant<int, most / 2>{}, some_rows, row);
+        row += most / 2;
+      } else {
+        some(std::integral_constant<int, 1>{}, one_row, row);
+        ++row;
+      }
+    }
   }
 }
 
 void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
               float* y, int64_t stride) {
+  static thread_local Scratch scratch;
   const Plan& plan = plan_of(matrix);
-  switch (plan.g) {
-    case 1:
-      return multiply_groups<1>(plan, x, rows, begin, end, y, stride);
+  if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
+  switch (matrix.G) {
     case 2:
-      return multiply_groups<2>(plan, x, rows, begin, end, y, stride);
+      return multiply_groups<2>(plan, x, rows, begin, end, y, stride, scratch);
     case 4:
-      return multiply_groups<4>(plan, x, rows, begin, end, y, stride);
+      return multiply_groups<4>(plan, x, rows, begin, end, y, stride, scratch);
     case 8:
-      return multiply_groups<8>(plan, x, rows, begin, end, y, stride);
-    default:
-      if constexpr (L == 16) return multiply_groups<16>(plan, x, rows, begin, end, y, stride);
+      return multiply_groups<8>(plan, x, rows, begin, end, y, stride, scratch);
   }
 }
 

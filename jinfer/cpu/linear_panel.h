@@ -2,11 +2,12 @@
 // the numbers of blocks to float32, into a panel that stays in a cache while rows of activations
 // are multiplied with it.
 //
-// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is g = min(G,
-// L) columns of L / g rows. A *row group* is these rows.
+// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is G columns of
+// L / G rows. A *row group* is these rows.
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "linear.h"
@@ -18,9 +19,26 @@
 
 namespace {
 
+using jinfer::Activations;
+using jinfer::Form;
 using jinfer::Matrix;
 
 constexpr int L = Vector::L;
+
+// Memory of a thread, kept between calls.
+struct Scratch {
+  char* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  char* get(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + (bytes >> 2) + 4095) & ~size_t{4095};
+      data = static_cast<char*>(std::aligned_alloc(64, size));
+    }
+    return data;
+  }
+};
 
 // ---- codes ------------------------------------------------------------------------------------
 
@@ -118,19 +136,17 @@ struct Places {
   int count;  // of numbers that a vector needs
 };
 
-// Of blocks of `block` inputs, for rows of G columns and `halves`; `numbers` in each block.
+// Of blocks of `block` inputs.
 Places places(const Matrix& matrix, int block, int half, int part) {
   Places out;
-  const int rows = jinfer::group_rows(matrix, L), g = matrix.G < L ? matrix.G : L;
-  const int per_row = 32 * matrix.G * matrix.halves / block;
+  const int rows = L / matrix.G, per_row = 32 * matrix.G * matrix.halves / block;
   for (int lane = 0; lane < 16; ++lane) {
-    const int in_row = rows == 1 ? 0 : half * matrix.G;
-    const int at =
-        lane < L ? lane / g * per_row + ((in_row + lane % g) * 32 + part * 16) / block : 0;
+    const int input = (half * matrix.G + lane % matrix.G) * 32 + part * 16;
+    const int at = lane < L ? lane / matrix.G * per_row + input / block : 0;
     out.at[lane] = at * matrix.numbers;
     out.at[16 + lane] = at * matrix.numbers + 1;
   }
-  out.count = (rows == 1 ? (g * 32 + block - 1) / block : rows * per_row) * matrix.numbers;
+  out.count = rows * per_row * matrix.numbers;
   return out;
 }
 
@@ -169,39 +185,64 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes, con
 // What does not change within a call.
 struct Plan {
   const Matrix* matrix = nullptr;
-  int rows, g, vectors, parts, units_per_superblock;
+  // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
+  // units of a superblock's row.
+  void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
+  bool as_lanes = false;  // numbers stand in memory as lanes do: each of its column
+  int rows, parts;
   int64_t units;
-  // Of a superblock's units and their parts: where their numbers begin in a row group's, and how
-  // they stand there.
+  // Of a superblock's units and their parts: how their numbers stand in a row group's.
   struct Numbers {
-    int64_t block, step;
     Places blocks, steps;
-  } numbers[16];
+  } numbers[4];
 
   Plan() = default;
   explicit Plan(const Matrix& m)
-      : matrix(&m), key{m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr} {
-    rows = jinfer::group_rows(m, L);
-    g = m.G < L ? m.G : L;
-    vectors = m.G / g;
-    parts = m.block == 16 ? 2 : 1;
-    units_per_superblock = vectors * m.halves;
+      : rows(L / m.G),
+        parts(m.block == 16 ? 2 : 1),
+        key{m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr} {
     for (int half = 0; half < m.halves; ++half) {
-      for (int v = 0; v < vectors; ++v) {
-        for (int part = 0; part < parts; ++part) {
-          Numbers& out = numbers[(half * vectors + v) * parts + part];
-          const int input = rows == 1 ? 32 * (half * m.G + v * g) : 0;
-          out.block = input / m.block * m.numbers;
-          out.step = input / 256 * m.numbers;
-          out.blocks = places(m, m.block, half, part);
-          if (m.steps) out.steps = places(m, 256, half, part);
-        }
+      for (int part = 0; part < parts; ++part) {
+        Numbers& out = numbers[half * parts + part];
+        out.blocks = places(m, m.block, half, part);
+        if (m.steps) out.steps = places(m, 256, half, part);
       }
     }
   }
 
-  int key[6] = {};  // what all but `matrix` and `units` follows from
+  int key[6] = {};  // what all but `matrix` and what depends on it follows from
 };
+
+// What `Plan::fill` points to.
+template <bool affine, bool two_level>
+void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  const Matrix& m = *plan.matrix;
+  const int count = m.halves * plan.parts;
+  const int per_row = m.numbers * 32 * m.G * m.halves / m.block;
+  const int steps_per_row = m.numbers * m.G * m.halves / 8;
+  for (int64_t i = 0; i < superblocks; ++i, row += m.R) {
+    const int64_t at = row * per_row, step_at = row * steps_per_row;
+    for (int k = 0; k < count; ++k) {
+      const Plan::Numbers& numbers = plan.numbers[k];
+      Vector::F scale, base;
+      if constexpr (two_level) {
+        Vector::F step, floor;
+        gather(static_cast<const int8_t*>(m.scales) + at, true, numbers.blocks,
+               affine, scale, base);
+        gather(m.steps + step_at, false, numbers.steps, affine, step, floor);
+        scale = Vector::mul(scale, step);
+        if (affine) base = Vector::mul(base, floor);
+      } else {
+        gather(static_cast<const uint16_t*>(m.scales) + at, false, numbers.blocks,
+               affine, scale, base);
+      }
+      Vector::store_f(scales, scale);
+      if (affine) Vector::store_f(bases, base);
+      scales += L;
+      bases += L;
+    }
+  }
+}
 
 // The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
 const Plan& plan_of(const Matrix& m) {
@@ -209,7 +250,10 @@ const Plan& plan_of(const Matrix& m) {
   const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
   if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
   plan.matrix = &m;
-  plan.units = m.superblocks * plan.units_per_superblock;
+  plan.as_lanes = !m.steps && m.block == 32 && m.halves == 1;
+  plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
+                         : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
+  plan.units = m.superblocks * m.halves;
   return plan;
 }
 
@@ -226,43 +270,9 @@ void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, ui
   const int64_t lanes = int64_t{m.R} * m.G;
   constexpr int64_t unit = 32 * L;
   for (int64_t i = 0; i < superblocks; ++i) {
-    for (int v = 0; v < plan.vectors; ++v) {
-      decode<bits>(words + v * L, lanes, m.codebook, codes + v * unit,
-                   codes + (plan.vectors + v) * unit);
-    }
+    decode<bits>(words, lanes, m.codebook, codes, codes + unit);
     words += bits * lanes;
-    codes += plan.units_per_superblock * unit;
-  }
-}
-
-// `row`: rows before the row group, in units of a superblock's row.
-template <bool affine, bool two_level>
-void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
-  const Matrix& m = *plan.matrix;
-  const int count = plan.units_per_superblock * plan.parts;
-  const int per_row = m.numbers * 32 * m.G * m.halves / m.block;
-  const int steps_per_row = m.numbers * m.G * m.halves / 8;
-  for (int64_t i = 0; i < superblocks; ++i, row += m.R) {
-    const int64_t at = row * per_row, step_at = row * steps_per_row;
-    for (int k = 0; k < count; ++k) {
-      const Plan::Numbers& numbers = plan.numbers[k];
-      Vector::F scale, base;
-      if constexpr (two_level) {
-        Vector::F step, floor;
-        gather(static_cast<const int8_t*>(m.scales) + at + numbers.block, true, numbers.blocks,
-               affine, scale, base);
-        gather(m.steps + step_at + numbers.step, false, numbers.steps, affine, step, floor);
-        scale = Vector::mul(scale, step);
-        if (affine) base = Vector::mul(base, floor);
-      } else {
-        gather(static_cast<const uint16_t*>(m.scales) + at + numbers.block, false, numbers.blocks,
-               affine, scale, base);
-      }
-      Vector::store_f(scales, scale);
-      if (affine) Vector::store_f(bases, base);
-      scales += L;
-      bases += L;
-    }
+    codes += m.halves * unit;
   }
 }
 
@@ -273,9 +283,6 @@ void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
                                     fill_codes<3>, fill_codes<4>, fill_codes<5>,
                                     fill_codes<6>, fill_codes<7>, fill_codes<8>};
   const Matrix& m = *plan.matrix;
-  const auto numbers = m.affine()
-                           ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
-                           : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   // Tiles of one group each follow one another without a gap.
   const int64_t together = m.R == plan.rows ? groups : 1;
   const int64_t units = plan.units, count = units * plan.parts * L;
@@ -284,7 +291,7 @@ void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
     const int64_t superblock = tile * m.superblocks, superblocks = together * m.superblocks;
     const uint32_t* words = m.words + (superblock * m.bits * m.R + row) * m.G;
     codes[m.bits](plan, words, superblocks, panel.codes + i * units * 32 * L);
-    numbers(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
+    plan.fill(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
             panel.bases + i * count);
   }
 }

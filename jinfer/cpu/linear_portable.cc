@@ -2,6 +2,18 @@
 
 #include "vector_portable.h"
 
+#include "linear_panel.h"
+
+namespace {
+
+// Without instructions for dot products of bytes these, not memory, are what takes time.
+bool multiply_few(const Plan&, const Activations&, int64_t, int64_t, int64_t, float*, int64_t,
+                  Scratch&) {
+  return false;
+}
+
+}  // namespace
+
 #include "linear_kernels.h"
 
 const jinfer::Kernels& jinfer::portable_kernels() { return kernels; }

@@ -3,6 +3,7 @@
 #include "parallel.h"
 
 #include <chrono>
+#include <cstdint>
 #include <mutex>
 
 namespace jinfer {
@@ -36,8 +37,9 @@ void help(std::shared_ptr<Job> job) {
       t.looking.fetch_add(1, std::memory_order_relaxed);
     }
     const auto end = std::chrono::steady_clock::now() + kPatience;
+    Wait wait;
     while (t.posted.load(std::memory_order_acquire) == seen) {
-      for (int i = 0; i < 16; ++i) pause();
+      for (int i = 0; i < 16; ++i) wait.once();
       if (std::chrono::steady_clock::now() > end) break;
     }
     std::lock_guard<std::mutex> lock(t.mutex);
@@ -46,7 +48,13 @@ void help(std::shared_ptr<Job> job) {
   }
 }
 
+std::atomic<int64_t> limit{INT64_MAX};
+
 }  // namespace
+
+int64_t most_threads(const xla::ffi::ThreadPool& pool) {
+  return std::min<int64_t>(pool.num_threads(), limit.load(std::memory_order_relaxed));
+}
 
 void share(xla::ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
   Team& t = team();
@@ -62,3 +70,7 @@ void share(xla::ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t 
 }
 
 }  // namespace jinfer
+
+extern "C" __attribute__((visibility("default"))) int64_t jinfer_limit_threads(int64_t limit) {
+  return jinfer::limit.exchange(std::max<int64_t>(limit, 1));
+}

@@ -10,7 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kRows = 4;             // of activations at a time
-  static constexpr bool kNarrowCodes = true;  // dot<false>() takes codes up to 127
+  static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
   using I = __m256i;
   using F = __m256;
 
@@ -24,7 +24,6 @@ struct Vector {
 
   template <int g>
   static I repeat(const void* p) {
-    if constexpr (g == 1) return _mm256_set1_epi32(*static_cast<const int32_t*>(p));
     if constexpr (g == 2) return _mm256_set1_epi64x(*static_cast<const long long*>(p));
     if constexpr (g == 4) {
       return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
@@ -47,9 +46,13 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
   static I either(I a, I b) { return _mm256_or_si256(a, b); }
 
-  template <bool wide>
+  template <bool wide, bool minus>
   static I dot(I a, I codes, I x) {
-    if constexpr (wide) {  // 2 * 255 * 127 would not fit into 16 bits: the highest bit apart
+    if constexpr (minus) {
+      codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+      x = _mm256_sign_epi8(x, codes);
+      codes = _mm256_abs_epi8(codes);  // 2 * 128 * 127 fits into 16 bits
+    } else if constexpr (wide) {  // 2 * 255 * 127 would not: the highest bit apart
       I top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
       top = _mm256_maddubs_epi16(top, x);
       a = _mm256_add_epi32(a, _mm256_madd_epi16(top, _mm256_set1_epi16(128)));
@@ -79,29 +82,17 @@ struct Vector {
 
   template <int g>
   static void sum_runs(F v, float* out) {
-    if constexpr (g == 8) {
-      __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-      half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-      out[0] = _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+    if constexpr (g >= 4) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
+    if constexpr (g == 2) {
+      const I even = _mm256_set_epi32(0, 0, 0, 0, 6, 4, 2, 0);
+      _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(v, even)));
     } else {
-      float all[L];
-      store_f(all, v);
-      for (int run = 0; run < L / g; ++run) {
-        float sum = all[run * g];
-        for (int i = 1; i < g; ++i) sum += all[run * g + i];
-        out[run] = sum;
-      }
+      const __m128 upper = _mm256_extractf128_ps(v, 1);
+      if constexpr (g == 8) v = _mm256_add_ps(v, _mm256_castps128_ps256(upper));
+      out[0] = _mm256_cvtss_f32(v);
+      if constexpr (g == 4) out[1] = _mm_cvtss_f32(upper);
     }
-  }
-  static void sum_eight(const float* v, float* sums) {
-    F quad[2];
-    for (int i = 0; i < 2; ++i) {
-      const float* at = v + 4 * i * L;
-      quad[i] = _mm256_hadd_ps(_mm256_hadd_ps(load_f(at), load_f(at + L)),
-                               _mm256_hadd_ps(load_f(at + 2 * L), load_f(at + 3 * L)));
-    }
-    store_f(sums, _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20),
-                                _mm256_permute2f128_ps(quad[0], quad[1], 0x31)));
   }
 
   static bool gather(const void* p, bool bytes, int, const uint16_t* at, bool both, F& first,
@@ -112,13 +103,7 @@ struct Vector {
       return true;
     }
     if (!bytes && both && at[7] == at[0] + 14) {
-      const I pairs = load(halves + at[0]);
-      const I apart = _mm256_permute4x64_epi64(
-          _mm256_packus_epi32(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)),
-                              _mm256_srli_epi32(pairs, 16)),
-          0xd8);
-      first = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
-      second = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+      load_numbers<true>(halves + at[0], first, second);
       return true;
     }
     for (int k = 0; k < (both ? 2 : 1); ++k) {
@@ -134,6 +119,21 @@ struct Vector {
       }
     }
     return true;
+  }
+
+  template <bool affine>
+  static void load_numbers(const uint16_t* p, F& scale, F& base) {
+    if constexpr (affine) {
+      const I pairs = load(p);
+      const I apart = _mm256_permute4x64_epi64(
+          _mm256_packus_epi32(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)),
+                              _mm256_srli_epi32(pairs, 16)),
+          0xd8);
+      scale = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
+      base = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+    } else {
+      scale = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
   }
 
   static uint32_t magnitude(const float* x) {

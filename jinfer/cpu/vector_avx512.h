@@ -10,7 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 16;
   static constexpr int kRows = 8;              // of activations at a time
-  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255
+  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
   using I = __m512i;
   using F = __m512;
 
@@ -25,11 +25,9 @@ struct Vector {
   // g lanes, repeated.
   template <int g>
   static I repeat(const void* p) {
-    if constexpr (g == 1) return _mm512_set1_epi32(*static_cast<const int32_t*>(p));
     if constexpr (g == 2) return _mm512_set1_epi64(*static_cast<const long long*>(p));
     if constexpr (g == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
-    if constexpr (g == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
-    return _mm512_loadu_si512(p);
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
   }
   template <int g>
   static F repeat_f(const void* p) {
@@ -47,8 +45,9 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
   static I either(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // a + the sum of 4 products of unsigned and signed bytes, in each lane.
-  template <bool wide>
+  // a + the sum of 4 products of unsigned and signed bytes, in each lane. Where kNarrowCodes: `wide`
+  // for codes over 127, `minus` to take 128 off them first.
+  template <bool wide, bool minus>
   static I dot(I a, I codes, I x) {
     return _mm512_dpbusd_epi32(a, codes, x);
   }
@@ -75,49 +74,19 @@ struct Vector {
   // Sums of runs of g lanes, L / g of them.
   template <int g>
   static void sum_runs(F v, float* out) {
-    if constexpr (g == 1) {
-      _mm512_storeu_ps(out, v);
-    } else if constexpr (g == 2) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    if constexpr (g >= 4) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    if constexpr (g == 2) {
       const I even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
       _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, v)));
     } else if constexpr (g == 4) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
       const I fourth = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
       _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(fourth, v)));
-    } else if constexpr (g == 8) {
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    } else {
       v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
       out[0] = _mm512_cvtss_f32(v);
       out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
-    } else {
-      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-      __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-      quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-      out[0] = _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
     }
-  }
-
-  // sums[m] of the L lanes of each of 8 vectors.
-  static void sum_eight(const float* v, float* sums) {
-    F pair[4];
-    for (int i = 0; i < 4; ++i) {
-      F a = load_f(v + 2 * i * L), b = load_f(v + (2 * i + 1) * L);
-      pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    }
-    F quad[2];
-    for (int i = 0; i < 2; ++i) {
-      __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
-      quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                              _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    F half = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88),
-                           _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
-    half = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
-    _mm_storeu_ps(sums, _mm512_castps512_ps128(half));
-    _mm_storeu_ps(sums + 4, _mm512_extractf32x4_ps(half, 2));
   }
 
   // `count` values of 2 bytes. Loads of the right size and no masks, which are slow here.
@@ -169,6 +138,18 @@ struct Vector {
     first = _mm512_cvtph_ps(_mm512_castsi512_si256(picked));
     if (both) second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(picked, 1));
     return true;
+  }
+
+  // The scales, and bases, of L columns: float16, in pairs where there are both.
+  template <bool affine>
+  static void load_numbers(const uint16_t* p, F& scale, F& base) {
+    if constexpr (affine) {
+      const I pairs = _mm512_loadu_si512(p);
+      scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+      base = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+    } else {
+      scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    }
   }
 
   // Of 32 values: their largest magnitude's bits.

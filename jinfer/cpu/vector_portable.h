@@ -51,7 +51,7 @@ struct Vector {
   static I mask(I a, uint32_t m) { return a & m; }
   static I either(I a, I b) { return a | b; }
 
-  template <bool wide>
+  template <bool wide, bool minus>
   static I dot(I a, I codes, I x) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
     Signed sum = reinterpret_cast<Signed>(a) + (q & 255) * (y << 24 >> 24);
@@ -90,11 +90,7 @@ struct Vector {
       out[run] = sum;
     }
   }
-  static void sum_eight(const float* v, float* sums) {
-    for (int i = 0; i < 8; ++i) sum_runs<L>(load_f(v + i * L), sums + i);
-  }
 
-  // One by one, in linear_kernels.h.
   static bool gather(const void*, bool, int, const uint16_t*, bool, F&, F&) { return false; }
 
   static uint32_t magnitude(const float* x) {

@@ -1,146 +1,114 @@
-"""Beam search: the sequences that are likeliest as a whole, several kept at a time."""
+"""Beam search on an engine: the running sequences share the blocks of what they have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jinfer.engine.engine import Engine, padded
+from jinfer.engine.blocks import Copy, Held
+from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Shape
-from jinfer.engine.requests import Request
-from jinfer.engine.steps import empty_state
-from jinfer.ops import cache as kv_cache
-from jinfer.sampling.sampler import empty_sampler
+from jinfer.engine.requests import Failed, Token
+from jinfer.engine.scheduler import Running
+from jinfer.sampling.beam import Beams
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """A finished sequence.
-
-    Attributes:
-        tokens: what follows the prompt.
-        score: sum of the log-probabilities, over length ** length_penalty.
-    """
-
-    tokens: tuple[int, ...]
-    score: float
-
-
-@dataclass
-class Beams:
-    """The running sequences of one search, likeliest first, and those that have ended.
+@dataclass(eq=False)
+class BeamSearch:
+    """Drives one search; its tokens come all at once, at its end.
 
     Attributes:
-        count: how many are kept.
-        length_penalty: above 1 favours longer sequences.
-        end_ids: tokens that end a sequence.
-        sequences, scores: of the running ones.
-        ended: the best `count` of those that have ended, best first.
+        start: gives the search at its beginning.
     """
 
-    count: int
-    length_penalty: float
-    end_ids: frozenset[int]
-    sequences: list[tuple[int, ...]] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    ended: list[Hypothesis] = field(default_factory=list)
+    start: Callable[[], Beams]
+    _beams: Beams | None = None
+    _held: list[Held] = field(default_factory=list)
+    _parents: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        # All begin as the same sequence: only one of them may be continued.
-        self.sequences = [()] * self.count
-        self.scores = [0.0] + [-np.inf] * (self.count - 1)
+    def settle(self, engine: Engine) -> list[Token | Failed]:
+        """There is nothing to read: each step waits for its result."""
+        return []
 
-    def advance(
-        self, beams: Sequence[int], tokens: Sequence[int], scores: Sequence[float]
-    ) -> list[int]:
-        """Continues the search by candidates, likeliest first.
+    def drop(self, engine: Engine, request: int) -> None:
+        """Gives its blocks back; after a preemption the search begins again, and ends the same."""
+        for held in self._held:
+            engine.scheduler.blocks.free(held)
+        self._held, self._beams = [], None
 
-        Args:
-            beams, tokens, scores: which sequence, by which token, with which sum; at least
-                twice as many as are kept, so that enough are left if some end here.
+    def end(self, request: int) -> None:
+        """There is nothing else to forget."""
 
-        Returns:
-            For each running sequence, which one it continues.
-        """
-        parents: list[int] = []
-        sequences: list[tuple[int, ...]] = []
-        sums: list[float] = []
-        for rank, (beam, token, score) in enumerate(zip(beams, tokens, scores, strict=True)):
-            sequence = (*self.sequences[beam], token)
-            if token in self.end_ids:
-                if rank < self.count:
-                    self._end(sequence, score)
-                continue
-            parents.append(beam)
-            sequences.append(sequence)
-            sums.append(score)
-            if len(parents) == self.count:
-                break
-        self.sequences, self.scores = sequences, sums
-        return parents
+    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
+        """One step of the search."""
+        events: list[Token | Failed] = []
+        for sequence in sequences:  # one at most
+            if self._beams is None:
+                self._beams = self.start()
+                self._parents = [0] * self._beams.count
+            parents = self._held or _own(sequence)
+            length = len(sequence.request.prompt) + len(self._beams.sequences[0]) - 1
+            while not self._fork(engine, parents, length):
+                events += engine.free_blocks(sequence)
+                if sequence.held is None:
+                    return events
+            events += self._step(engine, sequence, self._beams, length)
+        return events
 
-    def _end(self, sequence: tuple[int, ...], score: float) -> None:
-        hypothesis = Hypothesis(sequence, score / len(sequence) ** self.length_penalty)
-        self.ended = sorted([*self.ended, hypothesis], key=lambda h: -h.score)[: self.count]
+    def _fork(self, engine: Engine, parents: Sequence[Held], length: int) -> bool:
+        """Gives each running sequence blocks of its own, with room for one more token."""
+        blocks = engine.scheduler.blocks
+        held: list[Held] = []
+        copies: list[Copy] = []
+        for parent in self._parents:
+            forked = blocks.fork(parents[parent], length)
+            if forked is not None:
+                held.append(forked[0])
+                copies += forked[1]
+                blocks.slide(forked[0], length)
+            if forked is None or not blocks.reserve(forked[0], length + 1):
+                for one in held:
+                    blocks.free(one)
+                return False
+        for old in self._held:
+            blocks.free(old)
+        engine.copy(copies)
+        self._held = held
+        return True
 
-    @property
-    def done(self) -> bool:
-        """Whether no running sequence can still become better than all that have ended."""
-        if len(self.ended) < self.count:
-            return False
-        length = len(self.sequences[0])
-        return self.ended[-1].score >= self.scores[0] / length**self.length_penalty
-
-    def best(self) -> Hypothesis:
-        """The best sequence, ended or not."""
-        for sequence, score in zip(self.sequences, self.scores, strict=True):
-            self._end(sequence, score)
-        return self.ended[0]
-
-
-def beam_search(engine: Engine, request: Request) -> Hypothesis:
-    """The likeliest continuation that a search with `sampling.beams` beams finds.
-
-    The sequences are rows of a cache of their own; a step first brings the rows into the order
-    of the sequences they belong to, then computes all of them.
-    """
-    sampling, prompt = request.sampling, request.prompt
-    count = sampling.beams
-    length, encoded = engine.padded_length(request.limit), engine.padded_encoder(request.encoder)
-    programs, leaves = engine.programs, engine.leaves
-    cache = kv_cache.empty(programs.model.caches, count, length, encoded, programs.kv_cache)
-    if encoded:
-        fill = programs.get(Shape("fill", count, length, encoded, encoded))
-        texts, lengths = padded([request.encoder], encoded)
-        cache = fill(leaves, cache, texts, lengths, np.int32(0))
-    state = empty_state(count)
-    state = state._replace(encoded=state.encoded.at[0].set(len(request.encoder)))
-    # The last token of the prompt is the first step's: it takes part in the search.
-    for start, tokens, size in engine.chunks(0, len(prompt) - 1, length):
-        prefill = programs.get(Shape("prefill", count, length, encoded, size))
-        chunk, _ = padded([prompt[start : start + tokens]], size)
-        at = (np.int32(start), np.int32(tokens), np.int32(len(prompt)), np.int32(0))
-        cache, state, _ = prefill(leaves, cache, state, chunk[0], *at, empty_sampler(1))
-    step = programs.get(Shape("beam", count, length, encoded))
-    ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
-    beams = Beams(count, sampling.length_penalty, ends | set(sampling.stop_token_ids))
-    parents, last = [0] * count, [prompt[-1]] * count
-    seen = np.full(count, len(request.encoder), np.int32)
-    for position in range(len(prompt) - 1, request.limit - 1):
-        cache, rows, tokens_, scores = step(
-            leaves,
-            cache,
-            np.array(parents, np.int32),
+    def _step(
+        self, engine: Engine, sequence: Running, beams: Beams, length: int
+    ) -> list[Token | Failed]:
+        request, count = sequence.request, beams.count
+        last = [(*request.prompt, *tokens)[-1] for tokens in beams.sequences]
+        program = engine.programs.get(Shape("beam", count, rows=count))
+        cache, rows, tokens, scores = program(
+            engine.leaves,
+            engine.cache,
             np.array(last, np.int32),
-            np.int32(position),
-            seen,
+            np.arange(count, dtype=np.int32),
+            np.full(count, length, np.int32),
+            np.full(count, len(request.prompt), np.int32),
+            engine.tables_of(count, list(enumerate(self._held))),
+            np.full(count, len(request.encoder), np.int32),
             np.array(beams.scores, np.float32),
         )
-        found = (np.asarray(part).tolist() for part in (rows, tokens_, scores))
-        parents = beams.advance(*found)
-        if beams.done:
-            break
-        last = [sequence[-1] for sequence in beams.sequences]
-    return beams.best()
+        engine.keep_cache(cache)
+        self._parents = beams.advance(
+            *(np.asarray(part).tolist() for part in (rows, tokens, scores))
+        )
+        if not beams.done and length + 2 < request.limit:
+            return []
+        best = beams.best().tokens
+        return [
+            Token(request.id, id, last="length" if index + 1 == len(best) else None)
+            for index, id in enumerate(best)
+        ]
+
+
+def _own(sequence: Running) -> list[Held]:
+    """The blocks of the prompt, from which all begin."""
+    assert sequence.held is not None, "it is admitted"
+    return [sequence.held]

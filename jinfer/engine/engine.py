@@ -1,8 +1,8 @@
-"""The step loop: requests enter slots, their prompts are computed, their tokens come out.
+"""The step loop: requests are admitted, computed in flat batches, and their tokens come out.
 
 All that a step needs of the step before stays on the device, so call n + 1 is launched before the
 host has seen the tokens of call n; a token computed for a request that has meanwhile ended is
-dropped. Where steps are short, a call takes several.
+dropped. Where steps are short and nobody waits, a call takes several.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jaxtyping import Float
+from jax import Array
 
-from jinfer.engine.programs import Programs, Shape
-from jinfer.engine.requests import Request, Token, token_of
-from jinfer.engine.steps import MAX_STEPS, State, empty_state
-from jinfer.model import AbstractModel, Want
-from jinfer.ops import cache as kv_cache
-from jinfer.ops.cache import Cache
-from jinfer.sampling.sampler import Sampled, sampler_row
+from jinfer.engine.device import Device, token_of
+from jinfer.engine.driver import Driver
+from jinfer.engine.programs import Shape
+from jinfer.engine.requests import Failed, Request, RequestError, Token
+from jinfer.engine.scheduler import Plan, Running, Scheduler
+from jinfer.engine.state import Choice, state_row
+from jinfer.engine.steps import MAX_STEPS, Chosen
+from jinfer.ops.cache import BLOCK
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.order import PLAIN
+from jinfer.sampling.rows import Progress
 
-SMALLEST_CHUNK = 16
-SMALLEST_CACHE = 256
 # A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
 # waits no longer than two calls, and the host has little to do with a small model's short steps.
 CALL_SECONDS = 0.02
@@ -39,356 +39,349 @@ class _Launched:
     """A call whose tokens the host has not read yet.
 
     Attributes:
-        sampled: with a leading axis of steps.
-        rows: (row of the result, request).
-        steps: tokens of each request, at most.
+        chosen: with a leading axis of steps.
+        rows: (row of the result, sequence).
+        steps: tokens of each sequence, at most.
         at: when, in seconds.
+        decodes: whether it is of decoding alone, whose steps are timed.
     """
 
-    sampled: Sampled
-    rows: tuple[tuple[int, Request], ...]
+    chosen: Chosen
+    rows: tuple[tuple[int, Running], ...]
     steps: int
     at: float
+    decodes: bool
 
 
-@dataclass
-class _Slots:
-    """The cache, the device's state, and who is in which slot.
-
-    Attributes:
-        length, encoded: tokens of decoder and encoder that a slot has room for.
-        requests: None where a slot is free.
-        held: the tokens of a slot's last sequence; the cache has all of them but perhaps the last.
-        prompts: tokens of its prompt.
-    """
-
-    count: int
-    length: int
-    encoded: int
-    cache: Cache
-    state: State
-    requests: list[Request | None]
-    held: list[list[int]]
-    prompts: list[int]
-
-
-@dataclass
-class Engine:
-    """Runs one model.
+@dataclass(kw_only=True)
+class Engine(Device):
+    """Runs one model. Not to be used from several threads: see `jinfer.engine.thread`.
 
     Attributes:
-        programs: its compiled programs.
-        leaves: its parameters.
-        context: tokens a sequence may have.
-        max_slots: sequences decoded together.
-        prefill_chunk: tokens of a prompt computed at once.
+        scheduler: who is computed next.
+        step_seconds: what a step of the last decoding call took.
     """
 
-    programs: Programs
-    leaves: tuple[Array, ...]
-    context: int
-    max_slots: int
-    prefill_chunk: int
-    _slots: _Slots | None = None
-    _waiting: deque[Request] = field(default_factory=deque)
+    scheduler: Scheduler
+    step_seconds: float = CALL_SECONDS
+    _sequences: dict[int, Running] = field(default_factory=dict)
+    _choices: dict[int, Choice] = field(default_factory=dict)
+    _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
+    _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[_Launched] = field(default_factory=deque)
-    _last_read: float = 0.0  # when
-    _step_seconds: float = CALL_SECONDS  # of the last decode
+    _involved: list[int] = field(default_factory=list)
+    _arrivals: int = 0
+    _last_read: float = 0.0
 
-    @property
-    def model(self) -> AbstractModel:
-        return self.programs.model
-
-    def shapes(self, request: Request) -> list[Shape]:
-        """The programs that a request will need if it comes alone."""
-        logprobs = request.sampling.logprobs is not None
-        length, encoded = self.padded_length(request.limit), self.padded_encoder(request.encoder)
-        chunks = {size for _, _, size in self.chunks(0, len(request.prompt), length)}
-        shapes = [Shape("prefill", 1, length, encoded, c, logprobs) for c in sorted(chunks)]
-        if encoded:
-            shapes.append(Shape("fill", 1, length, encoded, self.padded_encoder(request.encoder)))
-        return [*shapes, Shape("decode", 1, length, encoded, 1, logprobs)]
+    def __post_init__(self) -> None:
+        self.scheduler.on_release = self._released
 
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self._waiting or self._running())
+        return bool(self._sequences)
 
-    def _running(self) -> list[Request]:
-        requests = self._slots.requests if self._slots else []
-        return [request for request in requests if request is not None]
-
-    def submit(self, request: Request) -> None:
-        """Queues a request. It stays in its slot until `finish`."""
-        self._waiting.append(request)
-
-    def finish(self, request: int) -> None:
-        """Frees a request's slot, or takes it out of the queue."""
-        self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request)
-        if self._slots is not None:
-            requests = self._slots.requests
-            for slot, running in enumerate(requests):
-                if running is not None and running.id == request:
-                    requests[slot] = None
-
-    def step(self) -> list[Token]:
-        """Admits what fits, launches one decode, and returns the tokens of the step before.
-
-        What interrupts it (Ctrl-C, an error of the device) may leave a cache that was donated and
-        not given back: all requests are then lost, and later ones start with a new cache.
-        """
-        try:
-            return self._step()
-        except BaseException:
-            self._slots = None
-            self._launched.clear()
-            self._waiting.clear()
-            raise
-
-    def _step(self) -> list[Token]:
-        slots = self._admit()
-        left = {slot: self._left(slots, slot) for slot in range(slots.count)}
-        rows = tuple(
-            (slot, request)
-            for slot, request in enumerate(slots.requests)
-            if request is not None and left[slot] > 0
-        )
-        begun = bool(rows) and self._decode(slots, rows, max(left.values()))
-        tokens: list[Token] = []
-        while len(self._launched) > int(begun):
-            tokens += self._read(slots, self._launched.popleft())
-        return tokens
-
-    def _left(self, slots: _Slots, slot: int) -> int:
-        """Tokens that a slot's sequence may still have beyond those launched; 0 where nobody is."""
-        if (request := slots.requests[slot]) is None:
-            return 0
-        ahead = sum(
-            call.steps for call in self._launched if any(r is request for _, r in call.rows)
-        )
-        return request.limit - len(slots.held[slot]) - ahead
-
-    def _admit(self) -> _Slots:
-        """Moves waiting requests into free slots, and computes their prompts."""
-        slots = self._slots
-        if slots is None or (self._waiting and not self._running()):
-            slots = self._slots = self._make_room()
-        while self._waiting and _fits(self._waiting[0], slots):
-            free = [slot for slot, running in enumerate(slots.requests) if running is None]
-            if not free:
-                break
-            request = self._waiting.popleft()
-            slot = max(free, key=lambda s: _common(slots.held[s], request.prompt))
-            self._prefill(slots, slot, request)
-        return slots
-
-    def _make_room(self) -> _Slots:
-        """Slots for what is waiting: those there are, if they are many and long enough."""
-        count = self._slot_count(len(self._waiting))
-        length = self.padded_length(max((request.limit for request in self._waiting), default=1))
-        encoded = self.padded_encoder(
-            max((request.encoder for request in self._waiting), key=len, default=())
-        )
-        if (old := self._slots) is not None:
-            if old.count >= count and old.length >= length and old.encoded >= encoded:
-                return old
-            count, length = max(count, old.count), max(length, old.length)
-            encoded = max(encoded, old.encoded)
-        self._slots = old = None  # freed before the new one is made, not after
-        self._launched.clear()
-        cache = kv_cache.empty(self.model.caches, count, length, encoded, self.programs.kv_cache)
-        requests: list[Request | None] = [None] * count
-        held: list[list[int]] = [[] for _ in range(count)]
-        state = empty_state(count)
-        return _Slots(count, length, encoded, cache, state, requests, held, [0] * count)
-
-    def _prefill(self, slots: _Slots, slot: int, request: Request) -> None:
-        logprobs = request.sampling.logprobs is not None
-        row = sampler_row(request.sampling, request.end_ids)
-        if request.encoder:
-            self._fill(slots, slot, request.encoder)
-        prompt, reused = request.prompt, self._reused(slots, slot, request)
-        for start, count, size in self.chunks(reused, len(prompt), slots.length):
-            tokens = np.zeros(size, np.int32)
-            tokens[:count] = prompt[start : start + count]
-            program = self.programs.get(
-                Shape("prefill", slots.count, slots.length, slots.encoded, size, logprobs)
-            )
-            at = (np.int32(start), np.int32(count), np.int32(len(prompt)), np.int32(slot))
-            slots.cache, slots.state, sampled = program(
-                self.leaves, slots.cache, slots.state, tokens, *at, row
-            )
-            if start + count == len(prompt):
-                self._launched.append(_Launched(sampled, ((0, request),), 1, time.perf_counter()))
-        slots.requests[slot], slots.held[slot] = request, list(prompt)
-        slots.prompts[slot] = len(prompt)
-
-    def _reused(self, slots: _Slots, slot: int, request: Request) -> int:
-        """Tokens at the beginning of a prompt that the slot's cache holds as they have to be."""
-        if request.encoder:
-            return 0  # what the decoder kept belongs to another text
-        # One token at least must be computed anew, for its logits, and the last one held may
-        # never have reached the cache. Chunks begin at multiples of the smallest.
-        held, prompt = slots.held[slot], request.prompt
-        reused = max(0, min(_common(held, prompt), len(held) - 1, len(prompt) - 1))
-        if (steady := self.model.steady) is not None:
-            longest = max(len(prompt), slots.prompts[slot])
-            reused = min(reused, steady) if longest <= steady else 0
-        return reused - reused % SMALLEST_CHUNK
-
-    def _fill(self, slots: _Slots, slot: int, encoder: tuple[int, ...]) -> None:
-        tokens, lengths = padded([encoder], self.padded_encoder(encoder))
-        shape = Shape("fill", slots.count, slots.length, slots.encoded, tokens.shape[1])
-        program = self.programs.get(shape)
-        slots.cache = program(self.leaves, slots.cache, tokens, lengths, np.int32(slot))
-        count = jnp.asarray(lengths)
-        encoded = lax.dynamic_update_slice_in_dim(slots.state.encoded, count, slot, 0)
-        slots.state = slots.state._replace(encoded=encoded)
-
-    def _decode(self, slots: _Slots, rows: tuple[tuple[int, Request], ...], longest: int) -> bool:
-        """Launches a call; not while its program is compiled and there are tokens to give out."""
-        logprobs = any(request.sampling.logprobs is not None for _, request in rows)
-        shape = Shape("decode", slots.count, slots.length, slots.encoded, 1, logprobs)
-        if self._launched and not self.programs.ready(shape):
-            return False
-        program = self.programs.get(shape)
-        limits = np.zeros(slots.count, np.int32)
-        for slot, request in rows:
-            limits[slot] = request.limit
-        steps = min(longest, MAX_STEPS, max(1, int(CALL_SECONDS / self._step_seconds)))
-        begun = time.perf_counter()
-        slots.cache, slots.state, sampled = program(
-            self.leaves, slots.cache, slots.state, limits, np.int32(steps)
-        )
-        self._launched.append(_Launched(sampled, rows, steps, begun))
-        return True
-
-    def _read(self, slots: _Slots, launched: _Launched) -> Iterator[Token]:
-        sampled = jax.tree.map(np.asarray, launched.sampled)
-        now = time.perf_counter()
-        steps = max(1, int(np.count_nonzero((sampled.tokens >= 0).any(axis=1))))
-        self._step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
-        self._last_read = now
-        for i in range(launched.steps):
-            step = jax.tree.map(lambda part, i=i: part[i], sampled)
-            for row, request in launched.rows:
-                slot = next((s for s, r in enumerate(slots.requests) if r is request), None)
-                # It may have ended meanwhile: the host knows it, or already the device.
-                if slot is not None and step.tokens[row] >= 0:
-                    slots.held[slot].append(int(step.tokens[row]))
-                    yield token_of(step, row, request)
-
-    def chunks(self, start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """(first token, tokens, padded size) of each piece of a prompt.
-
-        Sizes are powers of two, few programs for all lengths; a piece never reaches beyond the
-        cache, whose length is a multiple of the smallest.
-        """
-        while start < end:
-            size = SMALLEST_CHUNK
-            while size < min(end - start, self.prefill_chunk):
-                size *= 2
-            while size > SMALLEST_CHUNK and start + size > length:
-                size //= 2
-            count = min(size, end - start)
-            yield start, count, size
-            start += count
-
-    def _slot_count(self, wanted: int) -> int:
-        """A power of two, at most `max_slots`."""
-        return min(1 << max(0, wanted - 1).bit_length(), self.max_slots)
-
-    def padded_length(self, tokens: int) -> int:
-        """A power of two, at most the context, a multiple of the smallest chunk."""
-        length = max(SMALLEST_CACHE, 1 << (tokens - 1).bit_length())
-        whole = -(-self.context // SMALLEST_CHUNK) * SMALLEST_CHUNK
-        return min(length, whole)
-
-    def padded_encoder(self, text: Sequence[int]) -> int:
-        """A padded length for an encoder's text; 0 where a decoder reads none."""
-        if not self.model.has_cross_attention:
-            return 0
-        return max(SMALLEST_CHUNK, 1 << max(0, len(text) - 1).bit_length())
-
-    def forward(
-        self, prompt: Sequence[int], want: Literal["logits", "hidden"], encoder: Sequence[int] = ()
-    ) -> Float[np.ndarray, "tokens width"]:
-        """Logits or last hidden states of every token of a decoder's prompt."""
-        return self._pass("forward", want, prompt, len(prompt), encoder)
-
-    def score(
-        self, prompt: Sequence[int], encoder: Sequence[int] = ()
-    ) -> Float[np.ndarray, " tokens-1"]:
-        """The log-probability of each token of a decoder's prompt but the first."""
-        return self._pass("score", "logits", prompt, len(prompt) - 1, encoder)
-
-    def _pass(
-        self,
-        kind: Literal["forward", "score"],
-        want: Want,
-        prompt: Sequence[int],
-        computed: int,
-        encoder: Sequence[int],
-    ) -> np.ndarray:
-        """The results of a program for the first tokens of a prompt, chunk by chunk."""
-        length, encoded = self.padded_length(len(prompt)), self.padded_encoder(encoder)
-        cache = kv_cache.empty(self.model.caches, 1, length, encoded, self.programs.kv_cache)
-        total, lengths = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
-        if encoded:
-            texts, lengths = padded([encoder], encoded)
-            fill = self.programs.get(Shape("fill", 1, length, encoded, encoded))
-            cache = fill(self.leaves, cache, texts, lengths, np.int32(0))
-        parts = []
-        for start, count, size in self.chunks(0, computed, length):
-            given = size + (kind == "score")  # the token after the last is looked at too
-            tokens, _ = padded([prompt[start : start + count + given - size]], given)
-            program = self.programs.get(Shape(kind, 1, length, encoded, size, want=want))
-            cache, out = program(self.leaves, cache, tokens, np.int32(start), total, lengths)
-            parts.append(np.asarray(out)[:count])
-        return np.concatenate(parts).astype(np.float32)
-
-    def encode(
-        self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]], want: Want
-    ) -> list[Float[np.ndarray, ...]]:
-        """A result of the encoder for each text: [tokens, width], or [width] for "pooled".
+    def submit(self, request: Request, choice: Choice, driver: Driver | None = None) -> None:
+        """Queues a request; it runs until `finish`. Raises `QueueFullError`.
 
         Args:
-            types: token types, one list per text.
+            choice: how its tokens are chosen.
+            driver: of a request whose tokens the host chooses.
         """
-        longest = max(map(len, texts))
-        size = max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length())
-        # Not beyond the context: a learned table of positions ends there.
-        size = max(longest, min(size, self.context))
-        rows = self._slot_count(len(texts))
-        results = []
-        for begin in range(0, len(texts), rows):
-            batch = list(texts[begin : begin + rows])
-            empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
-            tokens, lengths = padded([*batch, *empty], size)
-            token_types, _ = padded([*types[begin : begin + rows], *empty], size)
-            program = self.programs.get(Shape("encode", rows, tokens=size, want=want))
-            out = np.asarray(program(self.leaves, {}, tokens, token_types, lengths))
-            results += [
-                out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)
-            ]
-        return results
+        sequence = Running(
+            request,
+            self._arrivals,
+            list(request.prompt),
+            seed=self._seed(request),
+            driven=driver is not None,
+        )
+        self.scheduler.submit(sequence)
+        self._arrivals += 1
+        self._sequences[request.id], self._choices[request.id] = sequence, choice
+        if driver is not None:
+            self._drivers[request.id] = driver
 
+    def finish(self, request: int) -> Running | None:
+        """Ends a request, wherever it is; what it held is free at once."""
+        sequence = self._sequences.pop(request, None)
+        if sequence is None:
+            return None
+        self._describe(sequence)
+        self.scheduler.drop(sequence)
+        for known in (self._choices, self._progress):
+            known.pop(request, None)
+        if (driver := self._drivers.pop(request, None)) is not None:
+            driver.end(request)
+        return sequence
 
-def _fits(request: Request, slots: _Slots) -> bool:
-    return request.limit <= slots.length and len(request.encoder) <= slots.encoded
+    def step(self) -> list[Token | Failed]:
+        """Plans and launches one call, and returns the tokens of the call before.
 
+        What interrupts it may leave a cache that was donated and not given back: whoever holds
+        blocks has then to be computed again, see `recover`.
+        """
+        self._involved = [sequence.request.id for sequence in self.scheduler.running]
+        drivers = dict.fromkeys(self._drivers.values())
+        tokens = [token for driver in drivers for token in driver.settle(self)]
+        plan = self._plan()
+        while plan.wait:
+            # Read before anything is preempted; what was admitted is on its way already.
+            self._admit(plan)
+            tokens += self.read_all()
+            plan = self._plan()
+        self._admit(plan)
+        self._involved += [sequence.request.id for sequence in plan.admitted]
+        launched = self._launch(plan)
+        for driver in drivers:
+            tokens += driver.advance(self, self._ready(driver))
+        while len(self._launched) > int(launched):
+            tokens += self._read(self._launched.popleft())
+        return tokens
 
-def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids padded with zeros to `size`, and their lengths."""
-    padded = np.zeros((len(rows), size), np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded, np.array([len(row) for row in rows], np.int32)
+    def _ready(self, driver: Driver) -> list[Running]:
+        """A driver's sequences that wait for it, those that came first first."""
+        own = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
+        return sorted((s for s in own if not s.in_prompt), key=lambda s: s.order)
 
+    def make_room(self, sequence: Running, steps: int) -> list[Token | Failed]:
+        """Makes room for new tokens of a sequence, or preempts it.
 
-def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (a, b) in enumerate(zip(held, prompt, strict=False)):
-        if a != b:
-            return index
-    return min(len(held), len(prompt))
+        Returns:
+            Tokens that had to be read before.
+        """
+        tokens: list[Token | Failed] = []
+        while not self.scheduler.make_room(sequence, steps):
+            tokens += self.read_all()
+        return tokens
+
+    def free_blocks(self, sequence: Running) -> list[Token | Failed]:
+        """Preempts somebody for a driven sequence, or the sequence itself if it came last.
+
+        Returns:
+            Tokens that had to be read before; that the sequence failed, if it is alone already.
+        """
+        events: list[Token | Failed] = list(self.read_all())
+        last = max(self.scheduler.running, key=lambda s: s.order)
+        if len(self.scheduler.running) == 1:
+            error = RequestError("the cache has too few blocks for this; set engine.kv_tokens")
+            events.append(Failed(sequence.request.id, error))
+        self.scheduler.preempt(last)
+        return events
+
+    def compute(
+        self, places: Sequence[tuple[int, int]], last: Sequence[int], chosen: int
+    ) -> tuple[Array, Array]:
+        """Logits after some tokens, and the rows of the state they are of: see `steps.logits`.
+
+        Args:
+            places: slot and position of each token; position -1: the last one known.
+            last: the tokens, by their place in the list, after which one is to be chosen.
+            chosen: of how many such tokens the program is made.
+        """
+        size = self.size_of(len(places))
+        at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
+        at[:, : len(places)] = np.array(places, np.int32).T
+        picked[: len(last)] = last
+        program = self.programs.get(Shape("logits", size, chosen))
+        given = (at[0], at[1], self.tables(), picked)
+        self._cache, out, rows = program(self.leaves, self.cache, self.state, *given)
+        return out, rows
+
+    def choose(
+        self,
+        logits: Array,
+        rows: Array,
+        sequences: Sequence[Running],
+        mask: np.ndarray | None = None,
+    ) -> Chosen:
+        """The next tokens of some sequences: see `steps.choose`."""
+        count = logits.shape[0]
+        words = np.zeros((count, -(-self.programs.sizes.vocab // 32)), np.uint32)
+        program = self.programs.get(Shape("choose", chosen=count, stages=self.stages_of(sequences)))
+        given = (words if mask is None else mask, np.bool_(mask is not None))
+        self._state, chosen = program(self.state, logits, rows, *given)
+        return chosen
+
+    def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
+        """The stages of sampling that a program for these sequences needs."""
+        plain = all(self._choices[sequence.request.id].plain for sequence in sequences)
+        return PLAIN if plain else STAGES
+
+    def _plan(self) -> Plan:
+        seconds = max(self.step_seconds, 1e-6)
+        return self.scheduler.plan(min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds))))
+
+    def recover(self) -> list[int]:
+        """After a failed step: forgets what the device had.
+
+        Returns:
+            The requests that took part. Those of them that are not ended with `finish` are computed
+            again from the tokens that are known.
+        """
+        self._launched.clear()
+        self._cache = self._state = None
+        for sequence in list(self.scheduler.running):
+            sequence.unread = 0
+            self.scheduler.preempt(sequence)
+        self.scheduler.blocks.forget_all()
+        return self._involved
+
+    def _released(self, sequence: Running) -> None:
+        """A sequence is about to give its blocks back."""
+        if (driver := self._drivers.get(sequence.request.id)) is not None:
+            driver.drop(self, sequence.request.id)
+
+    def _seed(self, request: Request) -> bytes:
+        """What the blocks of a request depend on beside its tokens."""
+        steady = self.model.steady
+        stretched = (
+            len(request.prompt) if steady is not None and len(request.prompt) > steady else 0
+        )
+        if not request.encoder and not stretched:
+            return b""
+        return np.array([stretched, *request.encoder], np.int64).tobytes()
+
+    def _admit(self, plan: Plan) -> None:
+        self.copy(plan.copies)
+        for sequence in plan.admitted:
+            held, request = sequence.held, sequence.request
+            assert held is not None, "it was admitted"
+            if request.encoder and not held.filled:
+                self.fill(held, request.encoder)
+                self.scheduler.blocks.describe_encoder(held, request.encoder)
+            self.enter(sequence)
+
+    def enter(self, sequence: Running) -> None:
+        """Tells the device what is known of a sequence."""
+        request = sequence.request
+        row = state_row(
+            sequence.tokens,
+            self.programs.sizes.context,
+            prompt=len(request.prompt),
+            limit=request.limit,
+            encoded=len(request.encoder),
+            choice=self._choices[request.id],
+            progress=self._progress_of(sequence),
+        )
+        program = self.programs.get(Shape("admit"))
+        self._state = program(self.state, row, np.int32(sequence.slot))
+
+    def _progress_of(self, sequence: Running) -> Progress:
+        """What its sampler has come to, as far as its tokens were read."""
+        known = self._progress.get(sequence.request.id)
+        if known is None:
+            progress = self._choices[sequence.request.id].progress
+        else:
+            each, step, row = known
+            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
+        # Tokens that were not drawn, because there was no choice, count all the same.
+        drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
+        return progress._replace(drawn=drawn)
+
+    def _launch(self, plan: Plan) -> bool:
+        """Launches what is planned; whether its tokens will have to be read."""
+        if plan.empty:
+            return False
+        for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
+            self._slide(sequence)
+        return self._mixed(plan) if plan.chunks else self._decode(plan)
+
+    def _slide(self, sequence: Running) -> None:
+        assert sequence.held is not None, "it is planned"
+        first = min(sequence.computed, len(sequence.tokens) - 1)
+        self.scheduler.blocks.slide(sequence.held, first)
+
+    def _mixed(self, plan: Plan) -> bool:
+        rows = [(s.slot, -1) for s in plan.decoding]
+        chosen = list(enumerate(plan.decoding))
+        last = list(range(len(rows)))
+        for chunk in plan.chunks:
+            places = range(chunk.start, chunk.start + chunk.count)
+            rows += [(chunk.sequence.slot, position) for position in places]
+            if chunk.chooses:
+                chosen.append((len(last), chunk.sequence))
+                last.append(len(rows) - 1)
+        begun = time.perf_counter()
+        out = self.compute(rows, last, self.chosen_count(len(last)))
+        result = self.choose(*out, [sequence for _, sequence in chosen]) if chosen else None
+        for chunk in plan.chunks:
+            chunk.sequence.computed += chunk.count
+            self._describe(chunk.sequence)
+        if result is None:
+            return False
+        return self._note(_Launched(result, tuple(chosen), 1, begun, False))
+
+    def _decode(self, plan: Plan) -> bool:
+        """Launches a call; not while its program is compiled and there are tokens to give out."""
+        count = self.row_count(len(plan.decoding))
+        shape = Shape("decode", count, stages=self.stages_of(plan.decoding))
+        if self._launched and not self.programs.ready(shape):
+            return False
+        rows = np.full(count, -1, np.int32)
+        rows[: len(plan.decoding)] = [s.slot for s in plan.decoding]
+        program, tables = self.programs.get(shape), self.tables()
+        begun = time.perf_counter()
+        self._cache, self._state, result = program(
+            self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps)
+        )
+        chosen = tuple(enumerate(plan.decoding))
+        return self._note(_Launched(result, chosen, plan.steps, begun, True))
+
+    def _note(self, launched: _Launched) -> bool:
+        for _, sequence in launched.rows:
+            sequence.unread += launched.steps
+        self._launched.append(launched)
+        return True
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """Where the blocks of each slot's sequence are, by group."""
+        return self.tables_of(
+            self.programs.sizes.slots, [(s.slot, s.held) for s in self.scheduler.running if s.held]
+        )
+
+    def size_of(self, tokens: int) -> int:
+        """The tokens of the smallest program that takes so many."""
+        return next(size for size in self.scheduler.sizes if size >= tokens)
+
+    def read_all(self) -> Iterator[Token]:
+        """Reads all that was launched."""
+        while self._launched:
+            yield from self._read(self._launched.popleft())
+
+    def _read(self, launched: _Launched) -> Iterator[Token]:
+        tokens = np.asarray(launched.chosen.tokens)
+        self._time(launched, tokens)
+        for row, sequence in launched.rows:
+            sequence.unread -= launched.steps
+            if self._sequences.get(sequence.request.id) is not sequence:
+                continue  # it has ended meanwhile
+            count = int(np.count_nonzero(tokens[:, row] >= 0))
+            if count:
+                self._progress[sequence.request.id] = (launched.chosen.progress, count - 1, row)
+            yield from self.take(sequence, launched.chosen, row, count)
+
+    def take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
+        """The first `count` new tokens of a sequence, which it has from now on."""
+        for step in range(count):
+            token = token_of(chosen, step, row, sequence.request)
+            sequence.tokens.append(token.id)
+            yield token
+        if count and not sequence.unread:
+            before = sequence.computed // BLOCK
+            sequence.computed = len(sequence.tokens) - 1
+            if sequence.computed // BLOCK > before:
+                self._describe(sequence)
+
+    def _describe(self, sequence: Running) -> None:
+        """Notes what the blocks of a sequence hold, as far as its tokens are known."""
+        if sequence.held is not None and sequence.request.reuse:
+            # Of tokens that are not read yet nothing is known, though they are computed.
+            computed = min(sequence.computed, len(sequence.tokens))
+            self.scheduler.blocks.describe(sequence.held, sequence.tokens, computed)
+
+    def _time(self, launched: _Launched, tokens: np.ndarray) -> None:
+        now = time.perf_counter()
+        steps = max(1, int(np.count_nonzero((tokens >= 0).any(axis=1))))
+        if launched.decodes:
+            self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
+        self._last_read = now

@@ -5,17 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from jinfer.engine.requests import Request, Token
+from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.engine.stopping import StopTexts
 from jinfer.tokenizer import Tokenizer
-
-FinishReason = Literal["stop", "length"]
-
-
-class RequestError(ValueError):
-    """A request that cannot be run as it is: says why, and what to change."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,7 @@ class Usage:
 
     Attributes:
         prompt_tokens, completion_tokens: how many.
+        cached_tokens: of the prompt, those that were in the cache already.
         prefill_seconds: from the request's start to its first token, compilation left out.
         decode_seconds: from its first token to its last.
     """
@@ -48,11 +42,16 @@ class Usage:
     completion_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    cached_tokens: int = 0
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of the prompt per second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        """Tokens of the prompt that were computed per second."""
+        return (
+            (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
+            if self.prefill_seconds
+            else 0.0
+        )
 
     @property
     def decode_rate(self) -> float:
@@ -108,6 +107,8 @@ class Generation:
         finish_reason: None while it runs.
         begun, first, last: when it was submitted, and when its first and last tokens came.
         waited: seconds of that, up to the first token, that compilation took.
+        count: new tokens.
+        cached: tokens of the prompt that were in the cache already.
     """
 
     request: Request
@@ -119,6 +120,7 @@ class Generation:
     last: float = 0.0
     waited: float = 0.0
     count: int = 0
+    cached: int = 0
 
     def __post_init__(self) -> None:
         self._stops = StopTexts(tuple(self.request.sampling.stop))
@@ -147,6 +149,8 @@ class Generation:
             text = self._stops.push(self._detokenizer.push(token.id))
         if self._stops.found:
             self.finish_reason = "stop"
+        elif self.finish_reason is None and token.last is not None:
+            self.finish_reason = token.last
         elif self.finish_reason is None and (
             len(self.request.prompt) + self.count >= self.request.limit
         ):
@@ -181,17 +185,18 @@ class Generation:
             self.count,
             max(0.0, self.first - self.begun - self.waited),
             max(0.0, self.last - self.first),
+            self.cached,
         )
 
 
-def completion(generation: Generation, chunks: Sequence[Chunk]) -> Completion:
+def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
     """The whole answer of a request that has ended."""
-    wanted = generation.request.sampling.logprobs is not None
-    assert generation.finish_reason is not None, "the request has not ended"
+    assert chunks[-1].finish_reason is not None, "the request has not ended"
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
     return Completion(
         text="".join(chunk.text for chunk in chunks),
         token_ids=[id for chunk in chunks for id in chunk.token_ids],
-        logprobs=[entry for chunk in chunks for entry in chunk.logprobs] if wanted else None,
-        finish_reason=generation.finish_reason,
-        usage=generation.usage(),
+        logprobs=logprobs or None,
+        finish_reason=chunks[-1].finish_reason,
+        usage=usage,
     )

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jinfer.engine import state as states
 from jinfer.engine import steps
 from jinfer.model import AbstractModel, Want
-from jinfer.ops.cache import empty
+from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
-from jinfer.sampling.sampler import empty_sampler
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
 _COMPILER_THREADS = 4
 
-# jax.stages.Compiled; called with what the function of its kind takes after `logprobs` or `want`.
+# jax.stages.Compiled; called with what the function of its kind takes after `model` and `want`.
 Program = Any
 
 
@@ -36,23 +36,47 @@ class Shape:
     """What a compiled program depends on.
 
     Attributes:
-        kind: "prefill" and "decode" choose tokens; "beam" is a step of beam search; "forward" is
-            the decoder's pass alone, "score" what it says of given tokens; "fill" puts an
-            encoder's output into the cache; "encode" is the encoder's pass over texts.
-        slots: rows of the cache, or texts.
-        length, encoded: tokens of the decoder and the encoder that the cache has room for.
-        tokens: new tokens of a row.
-        logprobs: whether log-probabilities are computed.
+        kind: the function of `jinfer.engine.steps`, or "admit" of `jinfer.engine.state`.
+        tokens: of a flat batch; sequences of "decode" and "beam"; of a text, padded.
+        chosen: tokens of a flat batch after which one is chosen, at most.
+        rows: sequences of a flat batch without a state, or texts.
         want: the result of "forward" and "encode".
+        stages: of sampling, that "choose" and "decode" have.
     """
 
-    kind: Literal["prefill", "decode", "beam", "forward", "score", "fill", "encode"]
-    slots: int
-    length: int = 0
-    encoded: int = 0
-    tokens: int = 1
-    logprobs: bool = False
+    kind: Literal[
+        "logits", "choose", "decode", "forward", "score", "beam", "contrast",
+        "fill", "encode", "copy", "admit",
+    ]  # fmt: skip
+    tokens: int = 0
+    chosen: int = 0
+    rows: int = 0
     want: Want = "logits"
+    stages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all programs of an engine have in common.
+
+    Attributes:
+        slots: sequences that run at a time.
+        context: tokens a sequence may have.
+        vocab: tokens there are.
+        blocks: of each group of attentions.
+        kv_cache: what numbers of the cache are kept as.
+    """
+
+    slots: int
+    context: int
+    vocab: int
+    blocks: Mapping[str, int]
+    kv_cache: Kind
+
+    @property
+    def table(self) -> int:
+        """Blocks of a sequence, at most."""
+        return -(-self.context // BLOCK)
 
 
 @dataclass
@@ -61,40 +85,39 @@ class Programs:
 
     Attributes:
         model: what they run.
-        kv_cache: what numbers of the cache are kept as.
+        sizes: of cache and state.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
     """
 
     model: AbstractModel
-    kv_cache: Kind
+    sizes: Sizes
     compilations: int = 0
     waited: float = 0.0
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tracing: threading.Lock = field(default_factory=threading.Lock)
 
-    def announce(self, shapes: Iterable[Shape]) -> None:
+    def announce(self, shapes: Iterable[Shape]) -> list[Future[Program]]:
         """Starts compiling in the background, several programs at a time, the first ones first."""
+        wanted = list(dict.fromkeys(shapes))
         with self._lock:
-            new = [shape for shape in dict.fromkeys(shapes) if shape not in self._futures]
-            if not new:
-                return
-            pool = _compiler_threads(min(len(new), _COMPILER_THREADS))
-            for shape in new:
-                self._futures[shape] = pool.submit(self._compile, shape)
-                self.compilations += 1
-            pool.shutdown(wait=False)
+            new = [shape for shape in wanted if shape not in self._futures]
+            if new:
+                pool = _compiler_threads(min(len(new), _COMPILER_THREADS))
+                for shape in new:
+                    self._futures[shape] = pool.submit(self._compile, shape)
+                    self.compilations += 1
+                pool.shutdown(wait=False)
+            return [self._futures[shape] for shape in wanted]
 
     def ready(self, shape: Shape) -> bool:
         """Whether a program can be had without waiting; if not, it will be."""
-        self.announce([shape])
-        return self._futures[shape].done()
+        return self.announce([shape])[0].done()
 
     def get(self, shape: Shape) -> Program:
         """A program; waits for it where it is not ready."""
-        self.announce([shape])
-        future = self._futures[shape]
+        future = self._futures.get(shape) or self.announce([shape])[0]
         if future.done():
             return future.result()
         begun = time.perf_counter()
@@ -105,73 +128,127 @@ class Programs:
     def _compile(self, shape: Shape) -> Program:
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
-            function, arguments = self._lowered(shape)
-            lowered = jax.jit(function, donate_argnums=1).lower(*arguments)
+            function, donated, arguments = self._function(shape)
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         return lowered.compile()
 
-    def _lowered(self, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The function of a program, and the shapes of what it is called with."""
-        model, leaves = self.model, self.model.parameters
-        cache = self.cache_shapes(shape.slots, shape.length, shape.encoded)
-        number, row = _int32(), _int32(1)
-        state = _shapes(steps.empty_state(shape.slots))
-        tokens = _int32(shape.slots if shape.kind == "encode" else 1, shape.tokens)
-        match shape.kind:
-            case "decode":
-                function: Any = partial(steps.decode, model, shape.logprobs)
-                return function, (leaves, cache, state, _int32(shape.slots), number)
-            case "prefill":
-                sampler = _shapes(empty_sampler(1))
-                at = (_int32(shape.tokens), number, number, number, number)
-                return partial(steps.prefill, model, shape.logprobs), (
-                    leaves,
-                    cache,
-                    state,
-                    *at,
-                    sampler,
-                )
-            case "beam":
-                beams = _int32(shape.slots)
-                scores = jax.ShapeDtypeStruct((shape.slots,), jnp.float32)
-                return partial(steps.beam, model), (
-                    leaves,
-                    cache,
-                    beams,
-                    beams,
-                    number,
-                    beams,
-                    scores,
-                )
-            case "forward":
-                given: Any = (tokens, number, row, row)
-                return partial(steps.forward, model, shape.want), (leaves, cache, *given)
-            case "score":
-                given = (_int32(1, shape.tokens + 1), number, row, row)
-                return partial(steps.score, model), (leaves, cache, *given)
-            case "fill":
-                return partial(steps.fill, model), (leaves, cache, tokens, row, number)
-            case "encode":
-                lengths = _int32(shape.slots)
-                return partial(steps.encode, model, shape.want), (
-                    leaves,
-                    {},
-                    tokens,
-                    tokens,
-                    lengths,
-                )
+    @cached_property
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The model's parameters, with quantized ones in their parts."""
+        return tuple(jax.tree.leaves(self.model.parameters))
 
-    def cache_shapes(self, slots: int, length: int, encoded: int) -> Any:
+    @cached_property
+    def cache(self) -> Cache:
         """The cache's abstract arrays."""
+        return jax.eval_shape(lambda: empty(*self._pools()))
+
+    @cached_property
+    def state(self) -> states.State:
+        """The state's abstract arrays."""
+        return jax.eval_shape(self.empty_state)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Width of the last hidden states."""
+        shape = Shape("forward", 1, rows=1, want="hidden")
+        return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
+
+    def empty_cache(self) -> Cache:
+        """Pools that nobody has written to."""
+        return unwritten(*self._pools())
+
+    def _pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]:
         shapes = self.model.caches
-        return jax.eval_shape(lambda: empty(shapes, slots, length, encoded, self.kv_cache))
+        blocks = {name: self.sizes.blocks[shape.group] for name, shape in shapes.items()}
+        return shapes, blocks, self.sizes.kv_cache
+
+    def empty_state(self) -> states.State:
+        """A state in which nobody runs."""
+        return states.empty_state(self.sizes.slots, self.sizes.context, self.sizes.vocab)
+
+    def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Abstract tables of blocks."""
+        return {group: _int32(rows, self.sizes.table) for group in self.sizes.blocks}
+
+    def _function(self, shape: Shape) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+        """The function of a program, which arguments it is given to keep, and their shapes."""
+        tokens, chosen, rows = shape.tokens, shape.chosen, shape.rows
+        leaves, cache, state = self.leaves, self.cache, self.state
+        batch = (_int32(tokens), _int32(tokens), self.tables(self.sizes.slots))
+        given = (_int32(tokens), _int32(tokens), _int32(tokens), _int32(rows), self.tables(rows))
+        arguments: tuple[Any, ...]
+        match shape.kind:
+            case "logits":
+                return self._of(steps.logits), 1, (leaves, cache, state, *batch, _int32(chosen))
+            case "choose":
+                words = jax.ShapeDtypeStruct((chosen, -(-self.sizes.vocab // 32)), jnp.uint32)
+                out = jax.eval_shape(*self._eval(Shape("logits", chosen, chosen)))[1:]
+                function: Any = partial(steps.choose, self.model, shape.stages)
+                flag = jax.ShapeDtypeStruct((), jnp.bool_)
+                return function, 0, (state, *out, words, flag)
+            case "decode":
+                arguments = (_int32(tokens), self.tables(self.sizes.slots), _int32())
+                function = self._of(steps.decode, shape.stages)
+                return function, (1, 2), (leaves, cache, state, *arguments)
+            case "forward":
+                arguments = (leaves, cache, *given, _int32(rows))
+                return self._of(steps.forward, shape.want), 1, arguments
+            case "score":
+                arguments = (leaves, cache, *given, _int32(rows), _int32(tokens))
+                return self._of(steps.score), 1, arguments
+            case "beam":
+                scores = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+                return self._of(steps.beam), 1, (leaves, cache, *given, _int32(rows), scores)
+            case "contrast":
+                past, numbers = (
+                    jax.ShapeDtypeStruct(sizes, jnp.float32)
+                    for sizes in ((self.sizes.context, self.hidden), (tokens,))
+                )
+                alpha = jax.ShapeDtypeStruct((), jnp.float32)
+                arguments = (leaves, cache, *given, _int32(rows), past, numbers, alpha)
+                return self._of(steps.contrast), 1, arguments
+            case "fill":
+                arguments = (
+                    leaves,
+                    cache,
+                    _int32(1, tokens),
+                    _int32(1),
+                    _int32(1, self.sizes.table),
+                )
+                return self._of(steps.fill), 1, arguments
+            case "encode":
+                texts = _int32(rows, tokens)
+                arguments = (leaves, {}, texts, texts, _int32(rows))
+                return self._of(steps.encode, shape.want), 1, arguments
+            case "copy":
+                which = {group: _int32(steps.MAX_COPIES) for group in self.sizes.blocks}
+                function = partial(steps.copy_blocks, self.model)
+                return function, 0, (cache, which, which, _int32())
+            case "admit":
+                row = jax.tree.map(
+                    lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state
+                )
+                return states.admit, 0, (state, row, _int32())
+
+    def _of(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+        """The function with the model, whose parameters come in their parts.
+
+        Taking a tree of hundreds of parameters apart in each call would cost half a millisecond.
+        """
+        tree = jax.tree.structure(self.model.parameters)
+
+        def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
+            return function(self.model, *first, jax.tree.unflatten(tree, leaves), *rest)
+
+        return with_parts
+
+    def _eval(self, shape: Shape) -> tuple[Any, ...]:
+        function, _, arguments = self._function(shape)
+        return function, *arguments
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _compiler_threads(count: int) -> ThreadPoolExecutor:

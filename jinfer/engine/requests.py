@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.sampler import Sampled
+
+# "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
+FinishReason = Literal["stop", "length"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be run as it is: says why, and what to change."""
+
+
+class QueueFullError(RequestError):
+    """More requests wait than `engine.queue` allows: come again later."""
+
+
+class DeadlineError(RequestError):
+    """A request that was not done in the time it had."""
+
+
+class EngineError(RuntimeError):
+    """A step failed; the requests in it end with this, and the engine goes on."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +38,9 @@ class Request:
         encoder: token ids that an encoder reads; the prompt is then the decoder's.
         limit: tokens it may have in the end, prompt included; at most the context.
         end_ids: the model's own ends of sequence.
+        priority: lower ones go first; equal ones in the order they came.
+        deadline: when it is to be given up, in seconds of `time.monotonic`.
+        reuse: whether the beginning of the prompt may be taken from other requests' blocks.
     """
 
     id: int
@@ -27,6 +49,9 @@ class Request:
     limit: int
     end_ids: tuple[int, ...] = ()
     encoder: tuple[int, ...] = ()
+    priority: int = 0
+    deadline: float | None = None
+    reuse: bool = True
 
 
 @dataclass(frozen=True)
@@ -35,22 +60,19 @@ class Token:
 
     Attributes:
         logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
+        last: why no other token will come, where that is known already.
     """
 
     request: int
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    last: FinishReason | None = None
 
 
-def token_of(step: Sampled, row: int, request: Request) -> Token:
-    """The token of a row of one step."""
-    id, wanted = int(step.tokens[row]), request.sampling.logprobs
-    if wanted is None:
-        return Token(request.id, id)
-    assert step.logprob is not None, "they were asked for"
-    assert step.top_ids is not None
-    assert step.top_logprobs is not None
-    ids, logprobs = step.top_ids[row][:wanted], step.top_logprobs[row][:wanted]
-    top = tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
-    return Token(request.id, id, float(step.logprob[row]), top)
+@dataclass(frozen=True)
+class Failed:
+    """A request that cannot go on."""
+
+    request: int
+    error: Exception

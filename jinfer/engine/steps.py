@@ -1,156 +1,223 @@
-"""What is compiled: prefill and decode, beam search, the encoder, and the forward pass alone.
+"""What is compiled: steps over flat batches, the loop that decodes, and passes without choosing.
 
-Pure functions of flat parameters, a cache that is given away, and a small state.
+Pure functions of flat parameters, a cache and a state that are given away, and small arrays.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Bool, Float, Int
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, UInt
 
+from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
-from jinfer.nn.attention import Step
-from jinfer.ops.cache import Cache
-from jinfer.sampling.sampler import Sampled, Sampler, empty_sampler, ends, sample
+from jinfer.nn.step import Step
+from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.sampling.contrastive import candidates, contrastive
+from jinfer.sampling.logprobs import log_probabilities
+from jinfer.sampling.ranges import MAX_LOGPROBS
+from jinfer.sampling.rows import Progress
+from jinfer.sampling.sampler import ends, sample
 
 MAX_STEPS = 8  # of a call of `decode`
+MAX_COPIES = 8  # of a call of `copy_blocks`
+
+type Tables = Mapping[str, Int[Array, "rows blocks"]]
+type Leaves = tuple[Array, ...]
 
 
-class State(NamedTuple):
-    """What decoding carries from step to step, a row per slot.
+class Chosen(NamedTuple):
+    """New tokens, a row for each sequence that got one.
 
     Attributes:
-        tokens: the last token of each sequence, not yet in the cache.
-        positions: where that token will stand.
-        encoded: tokens of the encoder's output that each sequence may see.
-        ended: whether that token ends the sequence.
-        sampler: how each sequence's tokens are chosen.
+        tokens: -1 where there is none.
+        logprob, top_ids, top_logprobs: where they are wanted, else anything.
+        progress: of the samplers, after these tokens.
     """
 
-    tokens: Int[Array, " slots"]
-    positions: Int[Array, " slots"]
-    encoded: Int[Array, " slots"]
-    ended: Bool[Array, " slots"]
-    sampler: Sampler
+    tokens: Int[Array, " rows"]
+    logprob: Float[Array, " rows"]
+    top_ids: Int[Array, "rows top"]
+    top_logprobs: Float[Array, "rows top"]
+    progress: Progress
 
 
-def empty_state(slots: int) -> State:
-    """The state of slots that nobody uses."""
-    zeros = jnp.zeros(slots, jnp.int32)
-    return State(zeros, zeros, zeros, jnp.zeros(slots, jnp.bool_), empty_sampler(slots))
-
-
-def prefill(
+def logits(
     model: AbstractModel,
-    logprobs: bool,
-    leaves: tuple[Array, ...],
+    leaves: Leaves,
     cache: Cache,
     state: State,
-    tokens: Int[Array, " tokens"],
-    start: Int[Array, ""],
-    count: Int[Array, ""],
-    total: Int[Array, ""],
-    slot: Int[Array, ""],
-    row: Sampler,
-) -> tuple[Cache, State, Sampled]:
-    """Puts tokens start..start+count of a prompt into a slot, and chooses the token after them.
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    tables: Tables,
+    last: Int[Array, " chosen"],
+) -> tuple[Cache, Float[Array, "chosen vocab"], Int[Array, " chosen"]]:
+    """Computes tokens of any sequences, up to the logits after some of them.
 
     Args:
-        tokens: padded at the end; what the padding leaves in the cache is overwritten before
-            anything looks at it.
-        total: tokens of the whole prompt.
-        row: the request's sampler, a batch of one.
+        rows: the slot of each token; -1: padding.
+        positions: where it stands in its sequence; -1: it is the last one known, which only the
+            device may know.
+        last: the tokens after which one is to be chosen; -1: none.
 
     Returns:
-        The token has a leading axis of one step.
+        The cache, the logits, and the rows of the state they are of: the spare one where there is
+        nothing to choose.
     """
-    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    encoded = jax.lax.dynamic_slice_in_dim(state.encoded, slot, 1)
-    step = Step(positions[None], slot, encoded=encoded, total=total[None])
-    logits, cache = model.module(leaves).decode(tokens[None], step, count[None] - 1, cache, "last")
-    sampled, row = sample(_allowed(logits, model), row, logprobs=logprobs)
-    ended = ends(sampled.tokens, row)
-    new = State(sampled.tokens, (start + count)[None], encoded, ended, row)
-    state = jax.tree.map(
-        lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, 0), state, new
-    )
-    return cache, state, jax.tree.map(lambda one: one[None], sampled)
+    some = _or_spare(state, rows)
+    newest = positions < 0
+    positions = jnp.where(newest, state.lengths[some] - 1, positions)
+    here = jnp.where(newest & ~_going(state, rows), -1, rows)
+    positions = jnp.where(here >= 0, positions, 0)
+    tokens = state.history[some, positions]
+    at = Step.flat(here, positions, state.prompts, tables, state.encoded)
+    wanted = jnp.maximum(last, 0)
+    out, cache = model.module(leaves).decode(tokens, at, cache, "logits", wanted)
+    return cache, out, _or_spare(state, jnp.where(last >= 0, here[wanted], -1))
+
+
+def choose(
+    model: AbstractModel,
+    stages: Sequence[str],
+    state: State,
+    logits: Float[Array, "chosen vocab"],
+    rows: Int[Array, " chosen"],
+    mask: UInt[Array, "chosen words"],
+    masked: Bool[Array, ""],
+) -> tuple[State, Chosen]:
+    """Chooses the next tokens of some sequences.
+
+    Args:
+        stages: of sampling, that these sequences may need.
+        logits, rows: as `logits` gives them.
+        mask: bit i % 32 of word i // 32 allows token i...
+        masked: ...if this is so.
+
+    Returns:
+        What was chosen has a leading axis of one step.
+    """
+
+    def allowed() -> Array:
+        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        bits = mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None] & jnp.uint32(1)
+        return jnp.where(bits != 0, logits, -jnp.inf)
+
+    left = lax.cond(masked, allowed, lambda: logits)
+    state, chosen = _choose(model, stages, state, left, rows)
+    return state, jax.tree.map(lambda one: one[None], chosen)
 
 
 def decode(
     model: AbstractModel,
-    logprobs: bool,
-    leaves: tuple[Array, ...],
+    stages: Sequence[str],
+    leaves: Leaves,
     cache: Cache,
     state: State,
-    limits: Int[Array, " slots"],
+    rows: Int[Array, " sequences"],
+    tables: Tables,
     steps: Int[Array, ""],
-) -> tuple[Cache, State, Sampled]:
-    """The next tokens of every sequence that has not ended; the others stay as they are.
+) -> tuple[Cache, State, Chosen]:
+    """The next tokens of sequences, until all of them have ended.
 
     Args:
-        limits: tokens that each sequence may have, prompt included; 0 where nobody is. At most
-            the cache's length.
-        steps: tokens of a sequence that are computed, at most `MAX_STEPS`.
+        stages: of sampling, that these sequences may need.
+        rows: their slots; -1: none.
+        steps: tokens of each, at most; not above `MAX_STEPS`.
 
     Returns:
-        The tokens have a leading axis of `MAX_STEPS`; -1 stands where there is none.
+        What was chosen has a leading axis of `MAX_STEPS`.
     """
+    count = rows.shape[0]
+    every = jnp.arange(count, dtype=jnp.int32)
+    newest = jnp.full(count, -1, jnp.int32)
 
-    def running(state: State) -> Bool[Array, " slots"]:
-        return (state.positions + 1 < limits) & ~state.ended
-
-    def step(leaves: Any, cache: Cache, state: State) -> tuple[Cache, State, Sampled]:
-        going = running(state)
-        # The others write where their next token would stand: below the limit that they had.
-        at = state.positions
-        logits, cache = _one_each(model, leaves, cache, state.tokens, at, state.encoded)
-        sampled, sampler = sample(_allowed(logits, model), state.sampler, logprobs=logprobs)
-        tokens = jnp.where(going, sampled.tokens, state.tokens)
-        positions = state.positions + going.astype(jnp.int32)
-        ended = state.ended | going & ends(tokens, sampler)
-        sampled = sampled._replace(tokens=jnp.where(going, sampled.tokens, -1))
-        return cache, State(tokens, positions, state.encoded, ended, sampler), sampled
-
-    def one_more(carry: tuple[Array, Cache, State, Sampled]) -> tuple[Array, Any, State, Sampled]:
+    def one_more(carry: tuple[Array, Cache, State, Chosen]) -> tuple[Array, Cache, State, Chosen]:
         i, cache, state, so_far = carry
         # Without the barrier XLA takes what depends on weights alone out of the loop, and with it
         # memory for all weights, unpacked.
-        parts, state = jax.lax.optimization_barrier((leaves, state))
-        cache, state, sampled = step(parts, cache, state)
+        parts, lengths = lax.optimization_barrier((leaves, state.lengths))
+        state = state._replace(lengths=lengths)
+        given = (rows, newest, tables, every)
+        cache, out, chooses = logits(model, parts, cache, state, *given)
+        state, chosen = _choose(model, stages, state, out, chooses)
         so_far = jax.tree.map(
-            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, sampled
+            lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
         return i + 1, cache, state, so_far
 
-    def more(carry: tuple[Array, Cache, State, Sampled]) -> Array:
+    def more(carry: tuple[Array, Cache, State, Chosen]) -> Array:
         i, _, state, _ = carry
-        return (i < steps) & jnp.any(running(state))
+        return (i < steps) & jnp.any(_going(state, rows))
 
-    one = jax.eval_shape(partial(step, leaves), cache, state)[2]
-    none = jax.tree.map(lambda x: jnp.full((MAX_STEPS, *x.shape), -1, x.dtype), one)
-    begin = (jnp.int32(0), cache, state, none)
-    _, cache, state, sampled = jax.lax.while_loop(more, one_more, begin)
-    return cache, state, sampled
+    none = jax.tree.map(
+        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), _nothing(state, count)
+    )
+    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
+    return cache, state, chosen
 
 
-def _one_each(
-    model: AbstractModel,
-    leaves: tuple[Array, ...],
-    cache: Cache,
-    tokens: Int[Array, " slots"],
-    positions: Int[Array, " slots"],
-    encoded: Int[Array, " slots"],
-) -> tuple[Float[Array, "slots vocab"], Cache]:
-    """The logits after one more token of every slot, and the cache with those tokens in it."""
-    step = Step(positions[:, None], jnp.int32(0), encoded=encoded)
-    first = jnp.zeros_like(positions)
-    return model.module(leaves).decode(tokens[:, None], step, first, cache, "last")
+def _or_spare(state: State, rows: Array) -> Array:
+    """Rows of the state; the one that nobody has where there is none."""
+    return jnp.where(rows >= 0, rows, state.lengths.shape[0] - 1)
+
+
+def _going(state: State, rows: Array) -> Bool[Array, " rows"]:
+    """Whether sequences may have one more token."""
+    some = _or_spare(state, rows)
+    return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
+
+
+def _choose(
+    model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
+) -> tuple[State, Chosen]:
+    """A new token for each of these rows of the state, the spare one excepted."""
+    sampler, progress = (
+        jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
+    )
+    lengths = state.lengths[rows]
+    sampled, progress = sample(
+        _allowed(logits, model),
+        sampler,
+        progress,
+        state.history,
+        rows,
+        lengths,
+        state.prompts[rows],
+        mask=state.mask,
+        masked=state.masked[rows],
+        stages=stages,
+    )
+    tokens = sampled.tokens
+    wanted = jnp.any(state.logprobs[rows])
+    empty = _nothing(state, rows.shape[0])
+    of_tokens = lax.cond(
+        wanted,
+        lambda: log_probabilities(logits, tokens),
+        lambda: (empty.logprob, empty.top_ids, empty.top_logprobs),
+    )
+    there = rows < state.lengths.shape[0] - 1
+    state = state._replace(
+        history=state.history.at[rows, lengths].set(tokens, mode="drop"),
+        lengths=state.lengths.at[rows].add(there.astype(jnp.int32)),
+        ended=state.ended.at[rows].set(there & ends(tokens, sampler)),
+        progress=jax.tree.map(lambda all, new: all.at[rows].set(new), state.progress, progress),
+    )
+    return state, Chosen(
+        jnp.where(there, tokens, -1), of_tokens[0], of_tokens[1], of_tokens[2], progress
+    )
+
+
+def _nothing(state: State, count: int) -> Chosen:
+    """Rows in which nothing was chosen."""
+    top = (count, MAX_LOGPROBS)
+    none, zeros = jnp.full(count, -1, jnp.int32), jnp.zeros(count, jnp.float32)
+    progress = jax.tree.map(lambda p: jnp.zeros((count, *p.shape[1:]), p.dtype), state.progress)
+    ids, numbers = jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)
+    return Chosen(none, zeros, ids, numbers, progress)
 
 
 def _allowed(
@@ -165,91 +232,129 @@ def _allowed(
 def forward(
     model: AbstractModel,
     want: Want,
-    leaves: tuple[Array, ...],
+    leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, "1 tokens"],
-    start: Int[Array, ""],
-    total: Int[Array, " 1"],
-    encoded: Int[Array, " 1"],
-) -> tuple[Cache, Float[Array, "tokens ..."]]:
-    """Logits or last hidden states of every token, and the cache with the tokens in it.
+    tokens: Int[Array, " tokens"],
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    prompts: Int[Array, " rows"],
+    tables: Tables,
+    encoded: Int[Array, " rows"],
+) -> tuple[Cache, Float[Array, "tokens width"]]:
+    """Logits or last hidden states after every token, float32.
 
     Args:
-        total: tokens of the whole prompt.
-        encoded: tokens of the encoder's output in the cache.
+        prompts: tokens of each sequence as far as they are known.
+        encoded: tokens of the encoder's output that each sequence sees.
     """
-    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    step = Step(positions[None], jnp.int32(0), encoded=encoded, total=total)
-    first = jnp.zeros(1, jnp.int32)
-    out, cache = model.module(leaves).decode(tokens, step, first, cache, want)
-    return cache, out[0]
+    at = Step.flat(rows, positions, prompts, tables, encoded)
+    out, cache = model.module(leaves).decode(tokens, at, cache, want)
+    return cache, out.astype(jnp.float32)
 
 
 def score(
     model: AbstractModel,
-    leaves: tuple[Array, ...],
+    leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, "1 tokens+1"],
-    start: Int[Array, ""],
-    total: Int[Array, " 1"],
-    encoded: Int[Array, " 1"],
+    tokens: Int[Array, " tokens"],
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    prompts: Int[Array, " rows"],
+    tables: Tables,
+    encoded: Int[Array, " rows"],
+    following: Int[Array, " tokens"],
 ) -> tuple[Cache, Float[Array, " tokens"]]:
-    """The log-probability of each token but the first; the last is not put into the cache."""
-    given, next_ones = tokens[:, :-1], tokens[0, 1:, None]
-    cache, logits = forward(model, "logits", leaves, cache, given, start, total, encoded)
-    chosen = jnp.take_along_axis(logits, next_ones, axis=-1)[:, 0]
-    return cache, chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
-def fill(
-    model: AbstractModel,
-    leaves: tuple[Array, ...],
-    cache: Cache,
-    tokens: Int[Array, "1 tokens"],
-    lengths: Int[Array, " 1"],
-    slot: Int[Array, ""],
-) -> Cache:
-    """The cache with what cross-attention needs of a text in a slot; once per request."""
-    module = model.module(leaves)
-    encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)
-    return module.fill(encoded["hidden"], cache, slot)
+    """The log-probability of the token that follows each one; as `log_probabilities` has it."""
+    given = (tokens, rows, positions, prompts, tables, encoded)
+    cache, out = forward(model, "logits", leaves, cache, *given)
+    return cache, log_probabilities(out, following)[0]
 
 
 def beam(
     model: AbstractModel,
-    leaves: tuple[Array, ...],
+    leaves: Leaves,
     cache: Cache,
-    parents: Int[Array, " beams"],
     tokens: Int[Array, " beams"],
-    position: Int[Array, ""],
-    encoded: Int[Array, " beams"],
+    rows: Int[Array, " beams"],
+    positions: Int[Array, " beams"],
+    prompts: Int[Array, " rows"],
+    tables: Tables,
+    encoded: Int[Array, " rows"],
     scores: Float[Array, " beams"],
 ) -> tuple[Cache, Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
     """One step of a beam search: the likeliest continuations of all beams together.
 
     Args:
-        parents: the row of the cache that each beam continues.
-        tokens: the last token of each beam, which stands at `position`.
-        scores: sum of the log-probabilities of each beam.
+        tokens: the last token of each beam.
+        scores: sum of the log-probabilities of each beam; -inf for one that is not there.
 
     Returns:
         The cache; beam, token and score of twice as many candidates as beams, best first.
     """
-    cache = jax.tree.map(lambda rows: rows[parents], cache)
-    count = tokens.shape[0]
-    at = jnp.broadcast_to(position, (count,))
-    logits, cache = _one_each(model, leaves, cache, tokens, at, encoded)
-    each = _allowed(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1), model)
+    given = (tokens, rows, positions, prompts, tables, encoded)
+    cache, out = forward(model, "logits", leaves, cache, *given)
+    each = _allowed(jax.nn.log_softmax(out, axis=-1), model)
     sums = each + scores[:, None]
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
-    best, which = jax.lax.optimization_barrier(jax.lax.top_k(sums.reshape(-1), 2 * count))
+    best, which = lax.optimization_barrier(lax.top_k(sums.reshape(-1), 2 * tokens.shape[0]))
     return cache, which // sums.shape[1], which % sums.shape[1], best
+
+
+def contrast(
+    model: AbstractModel,
+    leaves: Leaves,
+    cache: Cache,
+    tokens: Int[Array, " k"],
+    rows: Int[Array, " k"],
+    positions: Int[Array, " k"],
+    prompts: Int[Array, " k"],
+    tables: Tables,
+    encoded: Int[Array, " k"],
+    past: Float[Array, "context hidden"],
+    probabilities: Float[Array, " k"],
+    alpha: Float[Array, ""],
+) -> tuple[Cache, Array, Array, Array, Array]:
+    """One step of contrastive search: computes candidates, chooses one, and finds the next ones.
+
+    Args:
+        tokens: candidates for one place, of which the first is at `positions[0]` like all others.
+        past: last hidden states of the tokens before.
+        probabilities: of the candidates; 0 where there is none.
+
+    Returns:
+        The cache; `past` with the chosen one's; which was chosen; the candidates for the next
+        place and their probabilities.
+    """
+    at = Step.flat(rows, positions, prompts, tables, encoded)
+    both, cache = model.module(leaves).decode_all(tokens, at, cache)
+    hidden = both["hidden"].astype(jnp.float32)
+    length = positions[0]
+    best = contrastive(probabilities, hidden, past, length, alpha)
+    past = lax.dynamic_update_slice_in_dim(past, hidden[best][None], length, 0)
+    ids, likely = candidates(_allowed(both["logits"][best][None], model), tokens.shape[0])
+    return cache, past, best, ids[0], likely[0]
+
+
+def fill(
+    model: AbstractModel,
+    leaves: Leaves,
+    cache: Cache,
+    tokens: Int[Array, "1 tokens"],
+    lengths: Int[Array, " 1"],
+    table: Int[Array, "1 blocks"],
+) -> Cache:
+    """The cache with what cross-attention needs of a text in some blocks; once per request."""
+    module = model.module(leaves)
+    encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)["hidden"]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    rows = jnp.where(positions < lengths[0], 0, -1)
+    return module.fill(encoded, cache, Placement(rows, positions, table))
 
 
 def encode(
     model: AbstractModel,
     want: Want,
-    leaves: tuple[Array, ...],
+    leaves: Leaves,
     cache: Cache,
     tokens: Int[Array, "batch tokens"],
     types: Int[Array, "batch tokens"],
@@ -257,3 +362,34 @@ def encode(
 ) -> Float[Array, "batch ..."]:
     """A result of the encoder over whole texts; there is no cache, it is empty."""
     return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)
+
+
+def copy_blocks(
+    model: AbstractModel,
+    cache: Cache,
+    sources: Mapping[str, Int[Array, " copies"]],
+    targets: Mapping[str, Int[Array, " copies"]],
+    count: Int[Array, ""],
+) -> Cache:
+    """The cache with some blocks of each group copied."""
+
+    def one(i: Array, cache: Cache) -> Cache:
+        def copied(group: str, pool: Any) -> Any:
+            return jax.tree.map(
+                lambda array: lax.dynamic_update_index_in_dim(
+                    array,
+                    lax.dynamic_index_in_dim(array, sources[group][i], keepdims=False),
+                    targets[group][i],
+                    0,
+                ),
+                pool,
+            )
+
+        return {
+            name: LayerCache(*(copied(model.caches[name].group, part) for part in layer))
+            if model.caches[name].group in sources
+            else layer
+            for name, layer in cache.items()
+        }
+
+    return lax.fori_loop(0, count, one, cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,33 @@ def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return _FUNCTIONS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
-def gated(
-    name: str, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card)."""
-    if name != "clamped_swiglu":
-        return activate(name, gate) * up
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return (up + 1.0) * activate("quick_gelu", gate)
+@dataclass(frozen=True)
+class Gating:
+    """activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card).
+
+    Attributes:
+        activation: its name in `jinfer.spec.blocks.GatedActivation`.
+        alpha, limit: of clamped_swiglu.
+    """
+
+    activation: str
+    alpha: float
+    limit: float
+
+    @classmethod
+    def of(cls, block: blocks.GatedMLP | blocks.MixtureOfExperts) -> Gating:
+        """That of a block."""
+        return cls(block.activation, block.alpha, block.limit)
+
+    def __call__(
+        self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        """What the down-projection is given."""
+        if self.activation != "clamped_swiglu":
+            return activate(self.activation, gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        wide = gate.astype(jnp.float32)
+        return (up + 1.0) * (wide * jax.nn.sigmoid(self.alpha * wide)).astype(gate.dtype)
 
 
 class Activation(nnx.Module):
@@ -70,7 +90,7 @@ class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, block: blocks.GatedMLP, dtype: DTypeLike) -> None:
-        self.activation = block.activation
+        self.gating = Gating.of(block)
         self.gate = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
@@ -79,6 +99,6 @@ class GatedMLP(nnx.Module):
         """The block's output, to be added to the residual stream."""
         if self.gate.bias is None and self.up.bias is None:
             gate, up = self.gate.weight[...], self.up.weight[...]
-            if (y := gated_linear(x, gate, up, self.activation)) is not None:
+            if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:
                 return self.down(y)
-        return self.down(gated(self.activation, *project(x, (self.gate, self.up))))
+        return self.down(self.gating(*project(x, (self.gate, self.up))))

@@ -15,12 +15,12 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.attention import Step, split
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
+from jinfer.nn.step import Step, split
 from jinfer.ops.attention import extend
-from jinfer.ops.cache import LayerCache
+from jinfer.ops.cache import LayerCache, cache_group
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.spec import blocks
 
@@ -68,8 +68,9 @@ class LatentAttention(nnx.Module):
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
         shared_key = self.rope(kv[:, :, None, block.latent_rank :], cos_sin)
         keys = jnp.concatenate([latent, shared_key], axis=-1)
-        out, cache = extend(q, keys, None, cache, step.positions, step.slot, self._rules())
-        out = jnp.einsum("bthr,hvr->bthv", out[..., : block.latent_rank], to_value)
+        at = step.placement(cache_group(None))
+        out, cache = extend(q[0], keys[0], None, cache, at, self._rules())
+        out = jnp.einsum("thr,hvr->thv", out[..., : block.latent_rank], to_value)
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
     def _query(self, x: Array) -> Array:

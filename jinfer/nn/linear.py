@@ -74,4 +74,4 @@ class Head(nnx.Module):
         weight = embed.weight if embed is not None else self.weight
         assert weight is not None, "a tied head takes the embedding's weight"
         bias = None if self.bias is None else self.bias[...]
-        return linear(x, weight[...], bias).astype(jnp.float32)
+        return linear(x, weight[...], bias, jnp.float32)

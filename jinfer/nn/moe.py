@@ -7,10 +7,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.ffn import activate, gated
+from jinfer.nn.ffn import Gating, activate
 from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
+from jinfer.ops.quantized import FUSED
 from jinfer.spec import blocks
 
 
@@ -34,7 +35,7 @@ class Experts(nnx.Module):
     """Feed-forwards of equal shape, their parameters stacked."""
 
     def __init__(self, block: blocks.MixtureOfExperts, dtype: DTypeLike) -> None:
-        self.activation, self.gated = block.activation, block.gated
+        self.gated, self.gating = block.gated, Gating.of(block)
         if block.gated:
             self.gate = StackedLinear(block, ("mlp", "hidden"), dtype)
         self.up = StackedLinear(block, ("mlp", "hidden"), dtype)
@@ -43,10 +44,12 @@ class Experts(nnx.Module):
     def arrays(self) -> moe.Experts:
         """What the operation takes."""
         gate = self.gate.projection() if self.gated else None
-        return moe.Experts(gate, self.up.projection(), self.down.projection(), self._activate)
+        up, down = self.up.projection(), self.down.projection()
+        fused = self.gating.activation if self.gating.activation in FUSED else "none"
+        return moe.Experts(gate, up, down, self._activate, fused)
 
     def _activate(self, gate: Array | None, up: Array) -> Array:
-        return activate(self.activation, up) if gate is None else gated(self.activation, gate, up)
+        return activate(self.gating.activation, up) if gate is None else self.gating(gate, up)
 
 
 class MixtureOfExperts(nnx.Module):

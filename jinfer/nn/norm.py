@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jinfer.nn.parameter import parameter
-from jinfer.ops.norm import rms_norm
+from jinfer.ops.norm import normalize
 from jinfer.spec import blocks
 
 
@@ -23,7 +23,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """x / sqrt(mean(x^2) + eps) * weight."""
         offset = 1.0 if self.block.plus_one else 0.0
-        return rms_norm(x, self.weight[...], self.block.eps, offset)
+        return normalize(x, self.weight[...], eps=self.block.eps, offset=offset)
 
 
 class LayerNorm(nnx.Module):
@@ -38,15 +38,10 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """(x - mean) / sqrt(variance + eps) * weight + bias."""
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
-        if self.block.weight:
-            weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
-            y = y * _as_row(weight, y)
-        if self.block.bias:
-            y = y + _as_row(self.bias[...], y)
-        return y.astype(x.dtype)
+        weight = self.weight[...] if self.block.weight else None
+        bias = self.bias[...] if self.block.bias else None
+        offset = 1.0 if self.block.plus_one else 0.0
+        return normalize(x, weight, bias, eps=self.block.eps, centered=True, offset=offset)
 
 
 class HeadNorm(nnx.Module):
@@ -64,18 +59,13 @@ class HeadNorm(nnx.Module):
         self, x: Float[Array, "batch tokens heads head_dim"]
     ) -> Float[Array, "batch tokens heads head_dim"]:
         """The normalized heads."""
-        y = x.astype(jnp.float32)
-        if self.block.over == "width":
-            y = y.reshape(*x.shape[:2], 1, -1)
-        if self.block.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.block.eps)
-        weight = self.weight[...] + 1.0 if self.block.plus_one else self.weight[...]
-        y = y * _as_row(weight, y)
-        if self.block.bias:
-            y = y + _as_row(self.bias[...], y)
-        return y.reshape(x.shape).astype(x.dtype)
-
-
-def _as_row(vector: Array, like: Array) -> Array:
-    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
+        y = x.reshape(*x.shape[:2], 1, -1) if self.block.over == "width" else x
+        y = normalize(
+            y,
+            self.weight[...],
+            self.bias[...] if self.block.bias else None,
+            eps=self.block.eps,
+            centered=self.block.kind == "layer",
+            offset=1.0 if self.block.plus_one else 0.0,
+        )
+        return y.reshape(x.shape)

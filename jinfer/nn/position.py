@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
-from jinfer.ops.score_rules import Bias
 from jinfer.spec.blocks import (
     Alibi,
     LearnedPositions,
@@ -46,21 +45,21 @@ class Rotary(nnx.Module):
         return rotate(x, cos_sin.cos, cos_sin.sin, self.block.dim, self.block.pairs == "adjacent")
 
     def cos_sin(
-        self, positions: Int[Array, "batch tokens"], totals: Int[Array, " batch"]
+        self, positions: Int[Array, "batch tokens"], totals: Int[Array, "batch tokens"]
     ) -> CosSin:
         """What tokens at these positions are rotated by.
 
         Args:
-            totals: tokens of each sequence; "dynamic" scaling depends on it.
+            totals: tokens of each token's sequence; "dynamic" scaling depends on it.
         """
         frequencies, magnitude = rope_frequencies(self.block)
         inverse = jnp.asarray(frequencies, jnp.float32)
         if self.block.factors:
             inverse = inverse / self.factors[...]
-        inverse = inverse[None]
+        inverse = inverse[None, None]
         if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
             inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
-        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[:, None, None, :]
+        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[:, :, None, :]
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
@@ -146,8 +145,8 @@ def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, fl
 
 
 def dynamic_factors(
-    dim: int, scaling: Scaling, totals: Int[Array, " batch"]
-) -> Float[Array, "batch pairs"]:
+    dim: int, scaling: Scaling, totals: Int[Array, "batch tokens"]
+) -> Float[Array, "batch tokens pairs"]:
     """What frequencies are multiplied by where theta grows with the length of a sequence.
 
     With L tokens where T were trained, theta becomes theta * g^(dim / (dim - 2)) with
@@ -157,7 +156,7 @@ def dynamic_factors(
     more = jnp.maximum(totals - trained, 0).astype(jnp.float32)
     exponents = -np.arange(0, dim, 2) / max(dim - 2, 1)
     growth = 1 + scaling.factor * more / trained
-    return growth[:, None] ** jnp.asarray(exponents, jnp.float32)[None]
+    return growth[..., None] ** jnp.asarray(exponents, jnp.float32)[None, None]
 
 
 def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
@@ -183,10 +182,12 @@ class RelativeBias(nnx.Module):
         self.block = block
         self.weight = parameter((block.buckets, heads), ("buckets", "heads"), jnp.float32)
 
-    def bias(self, causal: bool) -> Bias:
-        """The function from distances to biases."""
-        table = self.weight[...]
-        return lambda distance: jnp.moveaxis(table[self._bucket(distance, causal)], -1, 1)
+    def by_distance(self, causal: bool) -> tuple[int, Float[Array, "heads distances"]]:
+        """The lowest distance, and the bias of each from there to the highest; then they repeat."""
+        highest = self.block.max_distance
+        lowest = 0 if causal else -highest
+        distances = jnp.arange(lowest, highest + 1, dtype=jnp.int32)
+        return lowest, self.weight[...][self._bucket(distances, causal)].T
 
     def _bucket(self, distance: Array, causal: bool) -> Array:
         count = self.block.buckets if causal else self.block.buckets // 2
@@ -227,9 +228,21 @@ class Sinusoids(nnx.Module):
         self, positions: Int[Array, "batch tokens"]
     ) -> Float[Array, "batch tokens hidden"]:
         """[sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]."""
-        half = self.block.width // 2
-        steps = half if self.block.frequencies == "standard" else half - 1
-        frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / steps), jnp.float32)
+        inverse = jnp.asarray(_sinusoid_frequencies(self.block), jnp.float32)
         at = (positions + self.block.offset).astype(jnp.float32)
-        angles = at[:, :, None] * frequencies[None, None, :]
+        angles = at[:, :, None] * inverse[None, None, :]
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
+
+
+def sinusoids(
+    block: SinusoidalPositions, positions: Int[np.ndarray, " rows"]
+) -> Float[np.ndarray, "rows hidden"]:
+    """What `Sinusoids` gives at these positions, float64."""
+    angles = np.outer(positions + block.offset, _sinusoid_frequencies(block))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+
+
+def _sinusoid_frequencies(block: SinusoidalPositions) -> Float[np.ndarray, " pairs"]:
+    half = block.width // 2
+    steps = half if block.frequencies == "standard" else half - 1
+    return 10000.0 ** (-np.arange(half) / steps)

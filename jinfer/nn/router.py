@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import jax
+from functools import reduce
+from operator import add
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -10,6 +12,7 @@ from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
 from jinfer.ops.linear import linear
+from jinfer.ops.norm import sigmoid, softmax
 from jinfer.spec import blocks
 
 
@@ -50,13 +53,13 @@ def route(
     if block.scoring == "sparsemixer":
         chosen, weights = _sparsemixer(logits, block)
     else:
-        softmax = block.scoring == "softmax"
-        scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+        scores = softmax(logits) if block.scoring == "softmax" else sigmoid(logits)
         ranked = scores if correction is None else scores + correction[None, :]
         chosen = lax.top_k(_of_best_groups(ranked, block), block.top_k)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
     if block.renormalize:
-        total = jnp.sum(weights, axis=1, keepdims=True)
+        # One after the other, which XLA does not change with the number of rows.
+        total = reduce(add, (weights[:, i : i + 1] for i in range(block.top_k)))
         weights = weights / jnp.maximum(total, 1e-20)  # sigmoids can all be 0
     return chosen, weights * block.scale
 
@@ -89,7 +92,7 @@ def _sparsemixer(
         pick = jnp.argmax(left, axis=1)
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * block.jitter_eps
         near = jnp.where(far, -jnp.inf, left)
-        share = jax.nn.softmax(near, axis=1)
+        share = softmax(near)
         chosen.append(pick)
         weights.append(jnp.take_along_axis(share, pick[:, None], axis=1)[:, 0])
         left = jnp.where(numbers == pick[:, None], -jnp.inf, left)

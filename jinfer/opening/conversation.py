@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec, PromptSpec
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
+from jinfer.template.prompt import Slot
 from jinfer.tokenizer import Tokenizer
+from jinfer.tokenizer.base import MARK
 
 Message = Mapping[str, Any]
+_STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,16 @@ class Conversation:
 
     @classmethod
     def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
-        """Finds the template. Raises `TemplateError` for one that cannot be read."""
+        """Finds the template.
+
+        Raises:
+            TemplateError: it cannot be read.
+            SpecError: it has no place for what the user says.
+        """
         prompt = spec.prompt
+        if prompt.template and not _asks(PromptTemplate.parse(prompt.template)):
+            reason = "has no {query}: what the user says would be lost; put it where that belongs"
+            raise SpecError(spec.path, "prompt.template", reason)
         if prompt.template or prompt.chat_template:
             return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
@@ -42,11 +54,18 @@ class Conversation:
         return bool(self.prompt.template or self.jinja)
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        special: bool = False,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
         Args:
+            special: special tokens that are written in the messages count as such; else they are
+                text, as far as the template leaves the messages' words as they are.
             **variables: for a Jinja template, such as `tools`.
 
         Raises:
@@ -56,12 +75,38 @@ class Conversation:
         if system and not (messages and messages[0].get("role") == "system"):
             messages = [{"role": "system", "content": system}, *messages]
         if self.prompt.template:
-            return PromptTemplate.parse(self.prompt.template).encode_chat(tokenizer, messages)
+            return PromptTemplate.parse(self.prompt.template).encode_chat(
+                tokenizer, messages, special=special
+            )
         if not self.jinja:
             raise TemplateError(
                 "the model has no chat template; set prompt.template or prompt.chat_template"
             )
         specials = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
         named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
-        text = ChatTemplate(self.jinja, variables=named).render(messages, **variables)
+        template = ChatTemplate(self.jinja, variables=named)
+        text = template.render(messages, **variables)
+        given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
+        if not special and (hidden := _hidden(given, tokenizer)) != given:
+            marked = template.render(**{**variables, **hidden})
+            # A template that looks at such words, or cuts them, would say something else of them.
+            if marked.replace(MARK, "") == text.replace(MARK, ""):
+                return tokenizer.encode_marked(marked)
         return tokenizer.encode(text, special=False, parse_special=True)
+
+
+def _asks(template: PromptTemplate) -> bool:
+    """Whether a template has a place for what the user says, in each turn."""
+    return any(Slot(name) in template.parts for name in ("query", "_query"))
+
+
+def _hidden(value: Any, tokenizer: Tokenizer) -> Any:
+    """A value with the names of control tokens hidden in all its texts."""
+    if isinstance(value, str):
+        return tokenizer.hide_control(value)
+    if isinstance(value, Mapping):
+        return {key: _hidden(each, tokenizer) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        hidden = [_hidden(each, tokenizer) for each in value]
+        return hidden if isinstance(value, list) else tuple(hidden)
+    return value

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from jinfer.checkpoint import open_checkpoint
+from jinfer.guard.files import is_there
 from jinfer.opening.recognize import Recognized, read_json, read_json_value
 from jinfer.opening.sources import SourceError
 
@@ -75,23 +76,45 @@ def find_pooling(found: Recognized) -> PoolingSpec:
     path = found.checkpoint.path
     folder = path if path.is_dir() else path.parent
     default: Pooling = "mean" if found.spec.decoder is None else "last"
-    if not (folder / "modules.json").exists() or found.spec.decoder is not None:
+    if found.spec.decoder is not None or not is_there(folder / "modules.json"):
         return PoolingSpec(default)
     take, normalize, projections = default, False, list[Projection]()
     for module in _modules(folder / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            take = _mode(read_json(folder / str(module.get("path", "")) / "config.json"), folder)
+            take = _mode(read_json(_inside(folder, module) / "config.json"), folder)
         elif kind == "Dense":
-            projections.append(_projection(folder / str(module.get("path", ""))))
+            projections.append(_projection(_inside(folder, module)))
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
             raise SourceError(f"{folder / 'modules.json'}: a module of kind {kind!r} is not known")
     settings = folder / "sentence_bert_config.json"
-    longest = read_json(settings).get("max_seq_length") if settings.exists() else None
-    most = longest if isinstance(longest, int) else None
+    longest = read_json(settings).get("max_seq_length") if is_there(settings) else None
+    most = longest if type(longest) is int and longest > 1 else None
+    _check_widths(folder, projections, found.spec.dims.get("hidden"))
     return PoolingSpec(take, normalize, most, tuple(projections))
+
+
+def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
+    """The folder of a module: in that of the model, wherever links lead from there."""
+    path = str(module.get("path", ""))
+    if path.startswith("/") or ".." in PurePath(path).parts or "\0" in path:
+        raise SourceError(f"{folder / 'modules.json'}: {path[:100]!r} leads out of the folder")
+    return folder / path
+
+
+def _check_widths(folder: Path, projections: Sequence[Projection], hidden: Any) -> None:
+    """Each layer must take what the one before gives, the first one what the model does."""
+    for each in projections:
+        shape = each.weight.shape
+        if len(shape) != 2 or shape[1] != (hidden or shape[1]) or not shape[0]:
+            raise SourceError(
+                f"{folder}: linear.weight {list(shape)} does not take {hidden} numbers"
+            )
+        if each.bias is not None and each.bias.shape != shape[:1]:
+            raise SourceError(f"{folder}: linear.bias {list(each.bias.shape)} is not [{shape[0]}]")
+        hidden = shape[0]
 
 
 def _projection(folder: Path) -> Projection:

@@ -6,21 +6,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.checkpoint.scaled import decode_scaled, read_block
+from jinfer.guard.files import FileRefused, is_there, read_regular
 from jinfer.opening.sources import SourceError, locate
-from jinfer.spec.errors import SpecError
+from jinfer.opening.unread import unread
+from jinfer.spec.errors import SpecError, show
 from jinfer.spec.files import find_family, format_table, read_toml, with_families
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
 from jinfer.spec.values import Missing, lookup_in, rows_in
+from jinfer.weights.settle import settle
 
 MAX_CONFIG_BYTES = 64 << 20
+_PLACES = ("weights", "tokenizer")
+_MAX_SHARED_LAYERS = 64
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
 
 
@@ -33,12 +38,16 @@ class Recognized:
         checkpoint: its weights, not yet loaded.
         config: config.json, or the metadata of a file that carries its own.
         tokenizer: the folder or file where its tokenizer is looked for.
+        unread: the keys of `config` that nothing looked up, with their values.
+        trust: of its tokenizer; see `load_tokenizer`.
     """
 
     spec: ModelSpec
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     tokenizer: Path
+    unread: Mapping[str, Any]
+    trust: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,9 @@ class Located:
         own: the tables of a specification; empty for bare weights.
         weights: the checkpoint's folder or file.
         checkpoint, config: as in `Recognized`.
+        trust: whether the user trusts who made it; None: nobody says.
+        enclosed: the specification was found in a folder that the user named, which it must not
+            lead out of.
     """
 
     path: Path
@@ -57,6 +69,8 @@ class Located:
     weights: Path
     checkpoint: Checkpoint
     config: Mapping[str, Any]
+    trust: bool | None = None
+    enclosed: bool = False
 
     @property
     def architectures(self) -> list[str]:
@@ -74,16 +88,38 @@ class Located:
         return str(find_family(facts, self.architectures, self.path))
 
     def spec(self, overrides: Mapping[str, Any]) -> ModelSpec:
-        """How the model is built. Raises `SpecError`."""
+        """How the model is built. Raises `SpecError`, `CheckpointError`."""
+        return self.resolved(overrides)[0]
+
+    def resolved(self, overrides: Mapping[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
+        """How the model is built, and the keys of `config` that nothing looked up; as `spec`."""
         own = self.own if self.describes_model else {**self.own, "family": self.family()}
-        tables = [*with_families(dict(own), self.path), overrides]
-        facts = _facts(self.checkpoint, self.config, self.weights)
-        return resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        families = with_families(dict(own), self.path)
+        for table in families if self.enclosed else ():
+            check_enclosed(self.path, "family", table.get("family"))
+        tables = [*families, overrides]
+        asked = set[str]()
+        facts = _facts(self.checkpoint, self.config, self.weights, asked)
+        spec = resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        self._check_layers(spec)
+        return settle(spec, self.checkpoint), unread(self.config, asked)
+
+    def _check_layers(self, spec: ModelSpec) -> None:
+        """Refuses layers that the file cannot have, before they take time and memory.
+
+        A layer has a tensor of its own, but for models whose layers share theirs.
+        """
+        layers = sum(len(stack.layers) for stack in spec.stacks)
+        if layers > max(_MAX_SHARED_LAYERS, len(self.checkpoint.tensors)):
+            reason = f"is {layers} in all, but {self.checkpoint.path.name} has only "
+            raise SpecError(
+                self.path, "dims.layers", f"{reason}{len(self.checkpoint.tensors)} tensors"
+            )
 
     def tokenizer(self, overrides: Mapping[str, Any]) -> Path:
         """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
         own = self.checkpoint.path if self.checkpoint.format == "gguf" else self.weights
-        return _location("tokenizer", self.own, overrides, self.path) or own
+        return _location("tokenizer", self.own, overrides, self.path, self.enclosed) or own
 
 
 def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
@@ -93,12 +129,15 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
     path = locate(str(source), Path.cwd())
-    if path.is_dir() and (path / SPEC_FILE).is_file():
+    enclosed = path.is_dir() and is_there(path / SPEC_FILE)
+    if enclosed:
         path = path / SPEC_FILE
     own = read_toml(path) if path.suffix == ".toml" else {}
+    if enclosed:
+        check_enclosed(path, "family", own.get("family"))
     if path.suffix != ".toml":
         weights = path
-    elif (named := _location("weights", own, overrides, path)) is not None:
+    elif (named := _location("weights", own, overrides, path, enclosed)) is not None:
         weights = named
     else:
         raise SpecError(
@@ -110,7 +149,8 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     config = _config(weights, checkpoint)
     if not isinstance(checkpoint, ConvertedCheckpoint):
         checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
-    return Located(path, own, weights, checkpoint, config)
+    trust = _trust(str(source), {} if enclosed else own, overrides, path)
+    return Located(path, own, weights, checkpoint, config, trust, enclosed)
 
 
 def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
@@ -124,26 +164,56 @@ def recognize(source: str | Path, overrides: Mapping[str, Any]) -> Recognized:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
     opened = open_source(source, overrides)
-    spec = opened.spec(overrides)
-    return Recognized(spec, opened.checkpoint, opened.config, opened.tokenizer(overrides))
+    spec, left = opened.resolved(overrides)
+    tokenizer = opened.tokenizer(overrides)
+    return Recognized(spec, opened.checkpoint, opened.config, tokenizer, left, opened.trust)
 
 
 def _location(
-    key: str, own: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+    key: str, own: Mapping[str, Any], overrides: Mapping[str, Any], path: Path, enclosed: bool
 ) -> Path | None:
     """Where `key` leads, if it is given.
 
     A path in a specification is relative to its file, one given by the user to where the user is.
+
+    Args:
+        enclosed: one in the specification must stay in its folder.
     """
     table, beside = (overrides, Path.cwd()) if key in overrides else (own, path.parent)
+    if enclosed and table is own:
+        check_enclosed(path, key, own.get(key))
     return locate(check_text(table[key], path, key), beside) if key in table else None
+
+
+def check_enclosed(path: Path, key: str, said: Any) -> None:
+    """Raises `SpecError` if a path in a file that nobody named leads out of the file's folder.
+
+    Links are followed: download caches are made of them.
+    """
+    text = str(said)
+    if said is not None and (
+        "://" in text or text[:1] in ("/", "~") or ".." in PurePath(text).parts or "\\" in text
+    ):
+        reason = f"{show(said)} leads out of the folder; give {path.name} itself if that is right"
+        raise SpecError(path, key, reason)
+
+
+def _trust(
+    source: str, own: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> bool | None:
+    """What the user says, or a specification that he named; what a hub has is not trusted."""
+    said = overrides.get("trust", own.get("trust"))
+    if said is not None and not isinstance(said, bool):
+        raise SpecError(path, "trust", f"{show(said)} is not true or false")
+    places = (source, *(str(table.get(key)) for table in (own, overrides) for key in _PLACES))
+    return False if said is None and any(p.startswith("hf://") for p in places) else said
 
 
 def _config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
     path = _config_path(weights)
-    return language_model(read_json(path)) if path.exists() else {}
+    return language_model(read_json(path)) if is_there(path) else {}
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
@@ -174,16 +244,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_value(path: Path) -> Any:
     """Reads a JSON file. Raises `SourceError`."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise SourceError(f"{path}: is larger than {MAX_CONFIG_BYTES >> 20} MiB")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, SourceError):
-            raise
-        raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
+        return json.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except FileRefused as error:
+        raise SourceError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: cannot be read as JSON: {error}"[:300]) from None
 
 
-def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> Facts:
+def _facts(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    weights: Path,
+    asked: set[str] | None = None,
+) -> Facts:
+    """What a checkpoint says of itself; the keys that are looked up go to `asked`."""
+    asked = set() if asked is None else asked
     names = checkpoint.tensors
     rows = rows_in({name: tensor.shape for name, tensor in names.items()})
 
@@ -192,12 +267,19 @@ def _facts(checkpoint: Checkpoint, config: Mapping[str, Any], weights: Path) -> 
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else weights.name
-        return Facts(checkpoint.format, lookup_in(config), has, source, rows)
+        found = lookup_in(config)
+
+        def named(key: str) -> Any:
+            asked.add(key)
+            return found(key)
+
+        return Facts(checkpoint.format, named, has, source, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
         for full in (f"{architecture}.{key}", key):
             if config.get(full) is not None:
+                asked.add(full)
                 return config[full]
         raise Missing(key)
 

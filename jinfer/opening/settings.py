@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,17 +13,24 @@ import jax.numpy as jnp
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
+from jinfer.opening.defaults import generation_config, generation_defaults, token_ids
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
+from jinfer.opening.sources import SourceError
+from jinfer.opening.unread import consequences
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
+from jinfer.sampling.names import PARAMETERS
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT
-from jinfer.spec.errors import SpecError, nearest
+from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.files import nested
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+from jinfer.tokenizer.config import MAX_TOKENS
+
+_log = logging.getLogger("jinfer")
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Opened:
         tokenizer: None where the checkpoint has none.
         conversation: how messages become a prompt.
         pooling: how vectors of tokens become one.
-        defaults: of `SamplingParams`, from `[generation]`.
+        defaults: of `SamplingParams`, from `[generation]` and generation_config.json.
         context: tokens a sequence may have.
         dtype: of weights and computation.
         activations: of products with quantized weights on a CPU.
@@ -67,23 +75,31 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
     for key, value in overrides.items():
         tables = merge(tables, nested(key, value))
     found = recognize(source, tables)
-    sampling_params(found.spec.generation, found.spec.path)  # wrong ones show at once
+    for key, how in consequences(found.unread, found.config, found.spec).items():
+        value = repr(found.unread[key])[:60]
+        _log.warning("%s: %s = %s is not followed: %s", found.spec.path, key, value, how)
+    file, said = generation_config(found.checkpoint)
+    defaults = generation_defaults(found.spec.generation, said, file, found.spec.path)
+    sampling_params(defaults, found.spec.path)  # wrong ones show at once
     tokenizer = _tokenizer(found)
+    ends = tokenizer.eos_ids if tokenizer else ()
     return Opened(
         spec=found.spec,
         checkpoint=found.checkpoint,
         tokenizer=tokenizer,
         conversation=Conversation.of(found.spec, found.tokenizer, found.config),
         pooling=find_pooling(found),
-        defaults=found.spec.generation,
+        defaults=defaults,
         context=_context(found.spec),
         dtype=_dtype(found.spec.dtype),
         activations=_activations(found.spec),
         kv_cache=_kv_cache(found.spec),
-        end_ids=tokenizer.eos_ids if tokenizer else _ids(found.config, "eos_token_id"),
-        decoder_prefix=(
-            *_ids(found.config, "decoder_start_token_id"),
-            *_ids(found.config, "forced_bos_token_id"),
+        end_ids=tuple(dict.fromkeys((*ends, *token_ids(said.get("eos_token_id")))))
+        or _ids(found, "eos_token_id"),
+        decoder_prefix=tuple(
+            id
+            for key in ("decoder_start_token_id", "forced_bos_token_id")
+            for id in token_ids(said.get(key)) or _ids(found, key)
         ),
     )
 
@@ -92,10 +108,10 @@ def sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
     """Sampling parameters from `[generation]`. Raises `SpecError`."""
     allowed = [field.name for field in fields(SamplingParams)]
     for name in values:
-        if name not in allowed:
+        if name not in allowed and name not in PARAMETERS:
             raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
     try:
-        return SamplingParams(**values)
+        return SamplingParams.from_names(values)
     except (TypeError, ValueError) as error:
         raise SpecError(path, "generation", str(error)) from error
 
@@ -106,6 +122,7 @@ def _tokenizer(found: Recognized) -> Tokenizer | None:
         found.tokenizer,
         metadata=found.checkpoint.metadata if own else None,
         vocab_size=found.spec.dims.get("vocab"),
+        trust=found.trust,
     )
 
 
@@ -141,7 +158,13 @@ def _context(spec: ModelSpec) -> int:
     return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
 
 
-def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """The token ids at a key of config.json, or of GGUF metadata."""
-    ids = config.get(key, config.get(f"tokenizer.ggml.{key}"))
-    return tuple(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
+def _ids(found: Recognized, key: str) -> tuple[int, ...]:
+    """The token ids at a key of config.json, or of GGUF metadata. Raises `SourceError`."""
+    ids = found.config.get(key, found.config.get(f"tokenizer.ggml.{key}"))
+    vocab = found.spec.dims.get("vocab", MAX_TOKENS)
+    listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
+    for id in listed:
+        if type(id) is not int or not 0 <= id < vocab:
+            reason = f"{key} has {show(id)}, which is no id of a vocabulary of {vocab}"
+            raise SourceError(f"{found.checkpoint.path}: {reason}")
+    return tuple(listed)

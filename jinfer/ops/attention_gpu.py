@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jinfer.ops.cache import Rows
+from jinfer.ops import switches
+from jinfer.ops.cache import Placement, Rows
 from jinfer.quant.vectors import QuantizedVectors
 
 if TYPE_CHECKING:
@@ -17,49 +18,50 @@ if TYPE_CHECKING:
 
 
 def serves(rows: Rows) -> bool:
-    """Whether the kernel takes such keys or values."""
-    return _kept(rows).tiled
+    """Whether the kernel may be used and takes such keys or values."""
+    return switches.kernels() and _kept(rows).tiled
 
 
 def attend_gpu(
-    q: Float[Array, "batch tokens heads head_dim"],
+    q: Float[Array, "tokens heads head_dim"],
     keys: Rows,
     values: Rows | None,
-    positions: Int[Array, "batch tokens"],
-    last: Int[Array, "batch tokens"],
-    slot: Int[Array, ""],
+    at: Placement,
+    last: Int[Array, " tokens"],
     rules: ScoreRules,
     *,
     interpret: bool = False,
-) -> Float[Array, "batch tokens heads value_dim"]:
+) -> Float[Array, "tokens heads value_dim"]:
     """`jinfer.ops.attention.attend` by the kernel.
 
     Args:
         values: None: the keys are the values too.
-        rules: without a bias.
+        rules: without a `bias` that is a function.
         interpret: runs the kernel without a GPU, slowly.
     """
     # Imported here: half a second, which only those pay who have a GPU.
-    from kernels_pallas.attention import Alibi, attend, with_sinks
+    from kernels_pallas.attention import Queries, Scores, attend
 
-    low = jnp.zeros_like(positions)
+    low = jnp.zeros_like(at.positions)
     if rules.window is not None:
-        low = positions - jnp.int32(rules.window - 1)
+        low = at.positions - jnp.int32(rules.window - 1)
     if rules.ahead is not None:
-        last = jnp.minimum(last, positions + jnp.int32(rules.ahead - 1))
-    part = attend(
+        last = jnp.minimum(last, at.positions + jnp.int32(rules.ahead - 1))
+    return attend(
         q,
         _kept(keys),
         None if values is None else _kept(values),
-        slot + jnp.arange(q.shape[0], dtype=jnp.int32),
-        low,
-        last,
-        scale=rules.scale,
-        softcap=rules.softcap,
-        alibi=None if rules.slopes is None else Alibi(rules.slopes, positions),
+        Queries(at.rows, at.positions, low, last, at.tables),
+        Scores(
+            rules.scale,
+            rules.softcap,
+            rules.by_distance,
+            rules.lowest,
+            rules.slopes,
+            rules.sinks,
+        ),
         interpret=interpret,
     )
-    return with_sinks(part, rules.sinks).astype(q.dtype)
 
 
 def _kept(rows: Rows) -> Kept:

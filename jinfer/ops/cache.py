@@ -1,27 +1,35 @@
-"""The cache of keys and values: plain or quantized arrays, state in and state out."""
+"""The paged cache of keys and values: pools of blocks, plain or quantized, state in and state out.
+
+A sequence's tokens stand in blocks of `BLOCK`, anywhere in the pool; a table says in which. Several
+sequences may have blocks in common.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jinfer.cpu import memory
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.kind import Kind
 from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
 
-# [slots, kv_heads, length, head_dim], whole or as codes of each vector.
+BLOCK = 64  # tokens
+
+# [blocks, kv_heads, BLOCK, head_dim], whole or as codes of each vector.
 type Rows = Array | QuantizedVectors
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one attention; position p of a sequence is at index p.
+    """Keys and values of one attention.
 
-    The length is inside the heads: attention then reads each head's keys in one run, 4 to 15
-    times faster on XLA:CPU than [slots, length, kv_heads, head_dim].
+    A block's tokens are inside the heads: attention then reads each head's keys in runs, 4 to 15
+    times faster on XLA:CPU than [blocks, BLOCK, kv_heads, head_dim].
     """
 
     keys: Rows
@@ -31,40 +39,64 @@ class LayerCache(NamedTuple):
 Cache = dict[str, LayerCache]
 
 
+class Placement(NamedTuple):
+    """Where the tokens of a flat batch stand.
+
+    Tokens of one sequence stand next to each other, in rising positions.
+
+    Attributes:
+        rows: each token's row of `tables`; -1: padding, which is neither written nor read.
+        positions: of each token in its sequence, from 0 on.
+        tables: row by row the blocks of a sequence: entry j is where its positions
+            j * BLOCK .. (j + 1) * BLOCK - 1 are. Entries that nobody needs may hold anything.
+    """
+
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    tables: Int[Array, "rows blocks"]
+
+
 class CacheShape(NamedTuple):
     """What one attention keeps of each token.
 
     Attributes:
         heads: key and value heads.
         key_dim, value_dim: of each head; 0 where nothing is kept.
-        of: the stack whose tokens these are: a decoder keeps its own and, for cross-attention,
-            what it needs of the encoder's.
+        group: attentions that use the same blocks: a decoder's by how far they look back, and
+            those that look at an encoder's output.
+        window: tokens that the group looks back, the query's own included; None: all.
     """
 
     heads: int
     key_dim: int
     value_dim: int
-    of: Literal["decoder", "encoder"] = "decoder"
+    group: str = "all"
+    window: int | None = None
+
+
+ENCODER = "encoder"  # the group of cross-attention
+
+
+def cache_group(window: int | None) -> str:
+    """The group of a decoder's attention that looks back so far."""
+    return "all" if window is None else f"window {window}"
 
 
 def write(
     cache: LayerCache,
-    keys: Float[Array, "batch tokens kv_heads head_dim"],
-    values: Float[Array, "batch tokens kv_heads head_dim"],
-    start: Int[Array, " batch"],
-    slot: Int[Array, ""],
+    keys: Float[Array, "tokens kv_heads head_dim"],
+    values: Float[Array, "tokens kv_heads value_dim"],
+    at: Placement,
 ) -> LayerCache:
-    """Puts new tokens into rows slot.. of the cache, from position `start` of each row on.
-
-    start + tokens must not exceed the cache's length: XLA would move the write to fit.
-    """
+    """Puts new tokens into their places. Padding, and what has no place, is dropped."""
+    blocks, _, size, _ = cache.keys.shape
+    index = at.positions // size
+    here = (at.rows >= 0) & (at.positions >= 0)
+    block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
+    block, offset = jnp.where(here, block, blocks), at.positions % size
 
     def into(old: Array, rows: Array) -> Array:
-        zero = jnp.int32(0)
-        for b in range(rows.shape[0]):
-            at = (slot + b, zero, start[b], zero)
-            old = lax.dynamic_update_slice(old, rows[b : b + 1], at)
-        return old
+        return old.at[block, :, offset].set(rows, mode="drop")
 
     kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
     # Without the barrier XLA:CPU fuses the update into its readers too, and copies the cache.
@@ -72,36 +104,46 @@ def write(
 
 
 def _as_kept(new: Array, old: Rows) -> Rows:
-    """New tokens as the cache keeps them: [batch, kv_heads, tokens, head_dim]."""
-    rows = new.transpose(0, 2, 1, 3)
+    """New vectors as the cache keeps them."""
     if isinstance(old, QuantizedVectors):
-        return quantize_vectors(rows, old.format)
-    if old.dtype == jnp.float16 and rows.dtype != jnp.float16:
+        return quantize_vectors(new, old.format)
+    if old.dtype == jnp.float16 and new.dtype != jnp.float16:
         limit = float(jnp.finfo(jnp.float16).max)
-        rows = jnp.clip(rows.astype(jnp.float32), -limit, limit)
-    return rows.astype(old.dtype)
+        new = jnp.clip(new.astype(jnp.float32), -limit, limit)
+    return new.astype(old.dtype)
 
 
-def empty(
-    shapes: dict[str, CacheShape], slots: int, length: int, encoded: int, kind: Kind
-) -> Cache:
+def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """A cache of zeros.
 
     Args:
         shapes: attention's name -> what it keeps.
-        length, encoded: tokens of the decoder and of the encoder that a slot has room for.
+        blocks: of each pool: one number for all, or attention's name -> number.
         kind: a type of numbers, or how they are quantized.
     """
-    lengths = {"decoder": length, "encoder": encoded}
 
-    def rows(shape: CacheShape, width: int) -> Rows:
-        whole = (slots, shape.heads, lengths[shape.of], width)
+    def rows(name: str, width: int) -> Rows:
+        count = blocks if isinstance(blocks, int) else blocks[name]
+        whole = (count, shapes[name].heads, BLOCK, width)
         return zeros(whole, kind) if isinstance(kind, QuantFormat) else jnp.zeros(whole, kind)
 
     return {
-        name: LayerCache(rows(shape, shape.key_dim), rows(shape, shape.value_dim))
+        name: LayerCache(rows(name, shape.key_dim), rows(name, shape.value_dim))
         for name, shape in shapes.items()
     }
+
+
+def unwritten(
+    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
+) -> Cache:
+    """As `empty`, but where a CPU's system allows it memory is taken only as it is written to.
+
+    What nobody has written may hold anything.
+    """
+    if jax.default_backend() != "cpu" or not memory.available():
+        return empty(shapes, blocks, kind)
+    arrays = jax.eval_shape(lambda: empty(shapes, blocks, kind))
+    return jax.tree.map(lambda array: memory.unwritten(array.shape, array.dtype), arrays)
 
 
 def nbytes(cache: Cache) -> int:

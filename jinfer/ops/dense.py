@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,6 @@ from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
 from jinfer.ops.quantized import FUSED, pick
-
-# Rows from which XLA multiplies bfloat16 with bfloat16 faster than the custom call, which knows
-# float32 only: on two cores with AMX a fifth slower at 16 rows of 2048, four times faster at 1024.
-_BFLOAT_ROWS = 16
 
 
 def reads_as_stored() -> bool:
@@ -32,6 +28,7 @@ def products(
     weights: Sequence[Float[Array, "*stack outputs inputs"]],
     *,
     index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
     activation: str = "none",
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """x @ weight.T for each weight, in float32.
@@ -43,13 +40,15 @@ def products(
 
     Args:
         index: which matrix of each stack; the others are not read.
+        offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined. Only where weights are read as stored.
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
-    bfloat = all(each.dtype == jnp.bfloat16 for each in (x, *weights))
-    if reads_as_stored() and not (bfloat and prod(x.shape[:-1]) >= _BFLOAT_ROWS):
+    if reads_as_stored():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        results = cpu.dense_linear(rows, weights, activation=activation, index=index)
+        which: dict[str, Any] = {"index": index, "offsets": offsets}
+        results = cpu.dense_linear(rows, weights, activation=activation, **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     return products_reference(x, weights, index=index, activation=activation)
 

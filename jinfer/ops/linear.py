@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jinfer.ops import dense
-from jinfer.ops.quantized import FUSED, pick, products
+from jinfer.ops.quantized import FUSED, in_calls, pick, products
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Recorded, record
 
@@ -22,14 +22,15 @@ def linear(
     x: Float[Array, "*rows inputs"],
     weight: Weight,
     bias: Float[Array, " outputs"] | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """x @ weight.T + bias, accumulated in float32, in x's type.
+    """x @ weight.T + bias, accumulated in float32, in x's type or another.
 
     Args:
         weight: [outputs, inputs], as files store it: on XLA:CPU this is as fast as the transposed
             layout, and loading copies nothing. A plain one may be of another type than x.
     """
-    return linears(x, [weight], [bias])[0]
+    return linears(x, [weight], [bias], dtype)[0]
 
 
 def linear_of(
@@ -55,10 +56,52 @@ def linear_of(
     return _finished(y, None if bias is None else pick(bias, index), x.dtype)
 
 
+def sorts_rows(weight: Weight) -> bool:
+    """Whether `linears_sorted` takes this weight here."""
+    if isinstance(weight, QuantizedTensor):
+        return in_calls(weight)
+    return isinstance(weight, Array) and dense.reads_as_stored()
+
+
+def linears_sorted(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[Weight],
+    offsets: Int[Array, " experts_1"],
+    activation: str = "none",
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """Rows times the matrices of stacks that they are sorted by, in float32.
+
+    Only matrices that have rows are read, each once.
+
+    Args:
+        weights: [experts, outputs, inputs], all of them plain or all quantized; `sorts_rows`.
+        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 are multiplied with matrix i.
+        activation: one of `FUSED`: there are two weights, gate and up, and the one result is
+            activation(x @ gate.T) * (x @ up.T).
+    """
+    if isinstance(weights[0], QuantizedTensor):
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        return products(x, quantized, offsets=offsets, activation=activation)
+    plain = [weight for weight in weights if isinstance(weight, Array)]
+    return dense.products(x, plain, offsets=offsets, activation=activation)
+
+
+def fuses(gate: Weight, up: Weight, activation: str) -> bool:
+    """Whether the product with gate and up can apply the activation function here."""
+    if activation not in FUSED:
+        return False
+    if isinstance(gate, Array) and isinstance(up, Array):
+        return dense.reads_as_stored()
+    if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
+        return False
+    return gate.words.shape == up.words.shape and gate.format == up.format
+
+
 def linears(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Weight],
     biases: Sequence[Float[Array, " outputs"] | None],
+    dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """`linear` with several weights; those that are quantized share one call, the others too."""
     weights = record(x, weights)
@@ -75,7 +118,7 @@ def linears(
             y = next(of_plain)
         if isinstance(weight, OutlierTensor):
             y = y + weight.outliers.product(x)
-        results.append(_finished(y, bias, x.dtype))
+        results.append(_finished(y, bias, x.dtype if dtype is None else dtype))
     return tuple(results)
 
 
@@ -89,16 +132,13 @@ def gated_linear(
     x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
 ) -> Float[Array, "*rows outputs"] | None:
     """activation(x @ gate.T) * (x @ up.T) as one operation, where there is one; else None."""
-    if activation not in FUSED:
+    if not fuses(gate, up, activation):
         return None
-    if isinstance(gate, Array) and isinstance(up, Array) and dense.reads_as_stored():
-        return dense.products(x, [gate, up], activation=activation)[0].astype(x.dtype)
-    if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
-        return None
-    if gate.words.shape != up.words.shape or gate.format != up.format:
-        return None
-    (y,) = products(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
-    return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        (y,) = products(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
+        return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
+    plain = [weight for weight in (gate, up) if isinstance(weight, Array)]
+    return dense.products(x, plain, activation=activation)[0].astype(x.dtype)
 
 
 def take_rows(

@@ -1,4 +1,4 @@
-"""Normalization of vectors."""
+"""Normalization of vectors, and what turns scores into shares."""
 
 from __future__ import annotations
 
@@ -7,24 +7,68 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jinfer.cpu import norm as cpu
+from jinfer.cpu import rows as cpu
 
 
-def rms_norm(
-    x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float, offset: float = 0.0
+def normalize(
+    x: Float[Array, "*rows size"],
+    weight: Float[Array, "*groups size"] | None,
+    bias: Float[Array, "*groups size"] | None = None,
+    *,
+    eps: float,
+    centered: bool = False,
+    offset: float = 0.0,
 ) -> Float[Array, "*rows size"]:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), computed in float32 (arXiv 1910.07467)."""
-    if jax.default_backend() == "cpu" and cpu.available():
-        y = cpu.rms_norm(x.astype(jnp.float32), weight.astype(jnp.float32), eps, offset)
-        return y.astype(x.dtype)
-    return rms_norm_reference(x, weight, eps, offset)
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, in float32.
+
+    Args:
+        weight, bias: of the last axes of x; None: 1 and 0.
+        centered: a layer norm (arXiv 1607.06450); else mean = 0, the root mean square norm
+            (arXiv 1910.07467).
+    """
+    if not (jax.default_backend() == "cpu" and cpu.available()):
+        return normalize_reference(x, weight, bias, eps=eps, centered=centered, offset=offset)
+    size = x.shape[-1]
+    w, b = (None if v is None else v.astype(jnp.float32).reshape(-1, size) for v in (weight, bias))
+    flat = x.astype(jnp.float32).reshape(-1, size)
+    y = cpu.norm(flat, w, b, centered=centered, eps=eps, offset=offset)
+    return y.reshape(x.shape).astype(x.dtype)
 
 
-def rms_norm_reference(
-    x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float, offset: float = 0.0
+def normalize_reference(
+    x: Float[Array, "*rows size"],
+    weight: Float[Array, "*groups size"] | None,
+    bias: Float[Array, "*groups size"] | None = None,
+    *,
+    eps: float,
+    centered: bool = False,
+    offset: float = 0.0,
 ) -> Float[Array, "*rows size"]:
     """The same in XLA's operations."""
     y = x.astype(jnp.float32)
+    if centered:
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    factors = weight.astype(jnp.float32) + offset
-    return (y * factors.reshape((1,) * (y.ndim - 1) + factors.shape)).astype(x.dtype)
+    if weight is not None:
+        y = y * _as_row(weight.astype(jnp.float32) + offset, y)
+    if bias is not None:
+        y = y + _as_row(bias.astype(jnp.float32), y)
+    return y.astype(x.dtype)
+
+
+def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
+    """Of each row, in float32."""
+    if jax.default_backend() == "cpu" and cpu.available():
+        return cpu.softmax(x.astype(jnp.float32))
+    return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
+
+
+def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
+    """Of each number, in float32."""
+    if jax.default_backend() == "cpu" and cpu.available():
+        return cpu.sigmoid(x.astype(jnp.float32))
+    return jax.nn.sigmoid(x.astype(jnp.float32))
+
+
+def _as_row(vector: Array, like: Array) -> Array:
+    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)

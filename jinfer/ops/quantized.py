@@ -27,12 +27,15 @@ def products(
     weights: Sequence[QuantizedTensor],
     *,
     index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
     activation: str = "none",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ weight.T for each weight, in float32.
 
     Args:
         index: which matrix of each stack; the others are not read.
+        offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined. Only where `in_calls` says so.
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
@@ -41,10 +44,17 @@ def products(
         coded = [_coded(weight) for weight in weights]
         books = {each.codebook for each in coded if each.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
-            return tuple(products(x, [weight], index=index)[0] for weight in weights)
+            which: dict[str, Any] = {"index": index, "offsets": offsets}
+            return tuple(products(x, [weight], **which)[0] for weight in weights)
         if all(cpu.supports(each) for each in coded):
-            mode = weights[0].activations
-            return cpu.coded_linear(x, coded, mode=mode, activation=activation, index=index)
+            return cpu.coded_linear(
+                x,
+                coded,
+                mode=weights[0].activations,
+                activation=activation,
+                index=index,
+                offsets=offsets,
+            )
     if jax.default_backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
         return _on_gpu(x, weights, index, activation)
     if index is not None:
@@ -54,6 +64,12 @@ def products(
         return results
     gate, up = results
     return (FUSED[activation](gate) * up,)
+
+
+def in_calls(weight: QuantizedTensor) -> bool:
+    """Whether a custom call of XLA:CPU multiplies with it."""
+    on_cpu = jax.default_backend() == "cpu" and cpu.available()
+    return on_cpu and cpu.supports(_coded(weight))
 
 
 def _in_kernels(weight: QuantizedTensor) -> bool:

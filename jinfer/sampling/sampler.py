@@ -1,37 +1,31 @@
 """How the next token is chosen: one function for a mixed batch.
 
-The filters are thresholds on the probabilities. They are found by bisection over the bits of the
-logits, which needs 32 sums over the vocabulary and no sort: on XLA:CPU a sort of 49k logits takes
-5 to 27 ms, as long as a small model's whole step.
+Every row goes through stages of its own, in its own order; what only some rows need is computed
+only if there are such rows. A row's result depends on its logits, parameters, progress and history
+alone, to the bit.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
-from jinfer.sampling.params import MAX_END_IDS, MAX_LOGPROBS, SamplingParams
-
-
-class Sampler(NamedTuple):
-    """Parameters and progress of a batch, an array entry per row."""
-
-    temperature: Float[Array, " batch"]
-    top_k: Int[Array, " batch"]
-    top_p: Float[Array, " batch"]
-    min_p: Float[Array, " batch"]
-    key: UInt[Array, "batch 2"]
-    drawn: Int[Array, " batch"]
-    min_tokens: Int[Array, " batch"]
-    end_ids: Int[Array, "batch ids"]
-    endless: Bool[Array, " batch"]
+from jinfer.sampling import penalties, truncation
+from jinfer.sampling.chance import noise
+from jinfer.sampling.dry import dry
+from jinfer.sampling.fsd import fsd
+from jinfer.sampling.history import History
+from jinfer.sampling.mirostat import adapted, mirostat
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.ranges import MAX_LOGPROBS
+from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
+from jinfer.sampling.search import argmax
+from jinfer.sampling.temperature import dynatemp, temperature
 
 
 class Sampled(NamedTuple):
@@ -43,163 +37,141 @@ class Sampled(NamedTuple):
         top_ids, top_logprobs: the likeliest tokens.
     """
 
-    tokens: Int[Array, " batch"]
-    logprob: Float[Array, " batch"] | None = None
-    top_ids: Int[Array, "batch top"] | None = None
-    top_logprobs: Float[Array, "batch top"] | None = None
+    tokens: Int[Array, " rows"]
+    logprob: Float[Array, " rows"] | None = None
+    top_ids: Int[Array, "rows top"] | None = None
+    top_logprobs: Float[Array, "rows top"] | None = None
 
 
-_LANES = 64  # numbers reduced side by side
+type _Stage = Callable[[Array, Turn], Array]
 
-
-def sampler_row(params: SamplingParams, end_ids: Iterable[int]) -> Sampler:
-    """A batch of one.
-
-    Args:
-        end_ids: ids that end the sequence; forbidden until `min_tokens`.
-
-    Raises:
-        ValueError: more than `MAX_END_IDS` ids end the sequence.
-    """
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    ids = np.full((1, MAX_END_IDS), -1, np.int32)
-    chosen = sorted({*end_ids, *params.stop_token_ids})
-    if len(chosen) > MAX_END_IDS:
-        raise ValueError(f"{len(chosen)} ids end a sequence; at most {MAX_END_IDS} can")
-    ids[0, : len(chosen)] = chosen
-    return _on_device(
-        np.array([params.drawing_temperature], np.float32),
-        np.array([params.top_k], np.int32),
-        np.array([params.top_p], np.float32),
-        np.array([params.min_p], np.float32),
-        np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
-        np.zeros(1, np.int32),
-        np.array([params.min_tokens], np.int32),
-        ids,
-        np.array([params.ignore_eos]),
-    )
-
-
-def empty_sampler(batch: int) -> Sampler:
-    """Rows that nobody uses: greedy."""
-    row = sampler_row(SamplingParams(seed=0), ())
-    return _on_device(*(np.repeat(part, batch, axis=0) for part in row))
-
-
-def _on_device(*parts: np.ndarray) -> Sampler:
-    return Sampler(*(jnp.asarray(part) for part in parts))
+_FUNCTIONS: dict[str, _Stage] = {
+    "rules": penalties.rules,
+    "penalties": penalties.penalties,
+    "dry": dry,
+    "temperature": temperature,
+    "dynatemp": dynatemp,
+    "top_n_sigma": truncation.top_n_sigma,
+    "top_k": truncation.by_mass,
+    "tfs_z": truncation.tfs_z,
+    "typical_p": truncation.by_mass,
+    "top_p": truncation.by_mass,
+    "min_p": truncation.by_share,
+    "top_a": truncation.by_share,
+    "xtc": truncation.xtc,
+    "mirostat": mirostat,
+    "fsd": fsd,
+}
 
 
 def sample(
-    logits: Float[Array, "batch vocab"], sampler: Sampler, *, logprobs: bool = False
-) -> tuple[Sampled, Sampler]:
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    history: Int[Array, "slots length"],
+    slots: Int[Array, " rows"],
+    lengths: Int[Array, " rows"],
+    prompt_lengths: Int[Array, " rows"],
+    *,
+    logprobs: bool = False,
+    mask: UInt[Array, "slots words"] | None = None,
+    masked: Bool[Array, " rows"] | None = None,
+    stages: Sequence[str] = STAGES,
+) -> tuple[Sampled, Progress]:
     """Chooses the next token of each row, and counts it.
 
     Args:
+        logits: of any floating type; chosen from in float32.
+        history: tokens of each slot's sequence, the prompt first.
+        slots: whose sequence each row continues.
+        lengths: tokens of that sequence: what follows them in `history` is not looked at.
+        prompt_lengths: how many of them are the prompt.
         logprobs: also compute log-probabilities.
+        mask: a bit per token, the lowest of a word first; what is not set is forbidden.
+        masked: which rows obey the mask of their slot.
+        stages: those that the program has; no row may need another (`order.is_plain`).
     """
-    allowed = _forbid_early_end(logits, sampler)
-    drawing = sampler.temperature > 0
+    logits = logits.astype(jnp.float32)
+    past = History(history, slots, lengths, prompt_lengths)
+    allowed = logits
+    if mask is not None and masked is not None:
+        allowed = lax.cond(
+            jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
+        )
+    left = filtered(allowed, sampler, progress, past, stages)
+    draws = sampler.whole("draws") > 0
     tokens = lax.cond(
-        jnp.any(drawing),
-        lambda: jnp.where(drawing, _draw(allowed, sampler), argmax(allowed)),
-        lambda: argmax(allowed),
+        jnp.any(draws),
+        lambda: argmax(_noisy(left, sampler, progress, draws)),
+        lambda: argmax(left),
+    )
+    mu = lax.cond(
+        jnp.any(sampler.whole("mirostat") > 0),
+        lambda: adapted(sampler, progress.mu, _at(left, tokens)),
+        lambda: progress.mu,
     )
     sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
-    return sampled, sampler._replace(drawn=sampler.drawn + 1)
+    return sampled, Progress(progress.drawn + 1, mu)
 
 
-def ends(tokens: Int[Array, " batch"], sampler: Sampler) -> Bool[Array, " batch"]:
+def filtered(
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    history: History,
+    stages: Sequence[str] = STAGES,
+) -> Float[Array, "rows vocab"]:
+    """What the stages leave: logits to draw from, -inf for what is never drawn.
+
+    In each round the stage runs that is first in the default order among those that rows need
+    next, on all these rows. So a stage runs once where all orders agree, and every order is
+    possible in one program that has each stage once.
+    """
+    functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
+    which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
+    function_of = jnp.array(which, jnp.int32)
+
+    def next_stages(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        return jnp.take_along_axis(sampler.stages, done[:, None], axis=-1)[:, 0]
+
+    def more(state: tuple[Array, Array]) -> Bool[Array, ""]:
+        return jnp.min(next_stages(state[1])) < LAST_STAGE
+
+    def one(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, done = state
+        each = next_stages(done)
+        stage = jnp.min(each)
+        rows = each == stage
+        turn = Turn(stage, sampler, progress, history.only(rows))
+        new = lax.switch(function_of[stage], functions, x, turn)
+        return jnp.where(rows[:, None], new, x), done + rows.astype(jnp.int32)
+
+    return lax.while_loop(more, one, (logits, jnp.zeros_like(progress.drawn)))[0]
+
+
+def ends(tokens: Int[Array, " rows"], sampler: Sampler) -> Bool[Array, " rows"]:
     """Whether a row's token ends its sequence, as far as the device can know.
 
     A request that goes on after the model's ends may still have its own (`stop_token_ids`), and
     stop texts; the host finds these.
     """
-    return jnp.any(tokens[:, None] == sampler.end_ids, axis=-1) & ~sampler.endless
+    known = jnp.any(tokens[:, None] == sampler.end_ids, axis=-1)
+    return known & (sampler.whole("ignore_eos") == 0)
 
 
-def argmax(logits: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
-    """The first index of each row's greatest number; the last index where one is not a number.
-
-    XLA:CPU computes jnp.argmax number by number: 0.2 ms for 49,000 of them, as long as a layer of a
-    small model takes. Two reductions over rows of lanes are vectorized and take a tenth of that.
-    """
-    vocab = logits.shape[-1]
-    missing = -vocab % _LANES
-    filled = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    lanes = filled.reshape(logits.shape[0], -1, _LANES)
-    greatest = jnp.max(jnp.max(lanes, axis=1), axis=-1)
-    index = jnp.arange(vocab + missing, dtype=jnp.int32).reshape(1, -1, _LANES)
-    found = jnp.where(lanes == greatest[:, None, None], index, jnp.int32(vocab - 1))
-    return jnp.min(jnp.min(found, axis=1), axis=-1)
+def _noisy(left: Array, sampler: Sampler, progress: Progress, draws: Array) -> Array:
+    """Draws with the Gumbel-max trick, in the rows that draw."""
+    gumbel = noise(sampler.key, progress.drawn, left.shape[-1])
+    return jnp.where(draws[:, None], left + gumbel, left)
 
 
-def _forbid_early_end(logits: Array, sampler: Sampler) -> Array:
-    early = (sampler.drawn < sampler.min_tokens)[:, None] & (sampler.end_ids >= 0)
-    columns = jnp.where(early, sampler.end_ids, logits.shape[-1])
-    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
-
-
-def _draw(logits: Array, sampler: Sampler) -> Array:
-    """Draws with the Gumbel-max trick from what the filters leave."""
-    temperature = jnp.where(sampler.temperature > 0, sampler.temperature, 1.0)
-    logits = logits.astype(jnp.float32)
-    # Below the likeliest, so that a tiny temperature leads to -inf and never to inf.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    kept = filter_logits(scaled, sampler)
-
-    def noise(key: Array, count: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), count)
-        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
-
-    return argmax(kept + jax.vmap(noise)(sampler.key, sampler.drawn))
-
-
-def filter_logits(
-    scaled: Float[Array, "batch vocab"], sampler: Sampler
-) -> Float[Array, "batch vocab"]:
-    """-inf for every token that top_k, top_p or min_p drops; ties at a threshold all stay."""
-    vocab = scaled.shape[-1]
-    order = _ordered_bits(scaled)
-    k = jnp.where(sampler.top_k > 0, jnp.minimum(sampler.top_k, vocab), vocab)
-    least = _largest(lambda bits: jnp.sum(order >= bits, axis=-1, dtype=jnp.int32) >= k, k.shape)
-    highest = jnp.max(scaled, axis=-1, keepdims=True)
-    weights = jnp.where(order >= least[:, None], jnp.exp(scaled - highest), 0.0)
-    # The likeliest token alone weighs 1; without a bound a tiny top_p would keep not even that.
-    mass = jnp.maximum(sampler.top_p * jnp.sum(weights, axis=-1), 0.5)
-
-    def enough(bits: Array) -> Bool[Array, " batch"]:
-        return jnp.sum(jnp.where(order >= bits, weights, 0.0), axis=-1) >= mass
-
-    # Rounding could leave the sum of all just below its own multiple by 1.
-    nucleus = jnp.where(sampler.top_p < 1.0, _largest(enough, k.shape), jnp.uint32(0))
-    kept = order >= jnp.maximum(least, nucleus)[:, None]
-    kept = kept & (weights >= sampler.min_p[:, None])
-    return jnp.where(kept, scaled, -jnp.inf)
-
-
-def _ordered_bits(x: Float[Array, "batch vocab"]) -> UInt[Array, "batch vocab"]:
-    """Integers in the same order as the floats; 0 and -0 are the same."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits & sign != 0, jnp.uint32(0) - bits, bits | sign)
-
-
-def _largest(holds: Any, shape: tuple[int, ...]) -> UInt[Array, " batch"]:
-    """The largest integer for which `holds`, which holds for 0 and never again once it fails."""
-
-    def try_bit(i: Array, so_far: Array) -> Array:
-        higher = so_far | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
-        return jnp.where(holds(higher[:, None]), higher, so_far)
-
-    return lax.fori_loop(0, 32, try_bit, jnp.zeros(shape, jnp.uint32))
+def _at(x: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    return jnp.take_along_axis(x, tokens[:, None], axis=-1)[:, 0]
 
 
 def _with_logprobs(logits: Array, tokens: Array) -> Sampled:
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     count = min(MAX_LOGPROBS, logits.shape[-1])
     top, ids = lax.optimization_barrier(lax.top_k(logprobs, count))
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return Sampled(tokens, chosen, ids, top)
+    return Sampled(tokens, _at(logprobs, tokens), ids, top)

@@ -115,7 +115,8 @@ class Linear:
 class Head:
     """The projection onto the vocabulary.
 
-    tied: its weight is that of the module `embed`.
+    tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
+        for it with other numbers.
     normalize: the rows of its weight are brought to length 1 when they are loaded.
     never: tokens that are never chosen, whatever their logits.
     """

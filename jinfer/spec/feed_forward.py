@@ -11,6 +11,7 @@ from jinfer.spec.bounds import NotNegative, Positive, Size, dim
 # exact erf form, gelu_tanh its approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
 GatedActivation = Literal[Activation, "clamped_swiglu"]
+ALPHA, LIMIT = 1.702, 7.0  # of clamped_swiglu, as gpt-oss's model card has them
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -44,7 +45,11 @@ class MLP:
 class GatedMLP:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
 
-    clamped_swiglu: (up + 1) * gate * sigmoid(1.702 * gate), gate at most 7, up within -7..7.
+    clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within
+    -limit..limit.
+
+    alpha: of clamped_swiglu.
+    limit: of clamped_swiglu.
     """
 
     kind: Literal["gated"]
@@ -52,6 +57,11 @@ class GatedMLP:
     width: int = dim("intermediate")
     activation: GatedActivation = "silu"
     bias: bool = False
+    alpha: Positive = ALPHA
+    limit: Positive = LIMIT
+
+    def check(self) -> tuple[str, str] | None:
+        return _unused_clamp(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,8 @@ class MixtureOfExperts:
     experts: how many there are.
     top_k: how many a token goes to.
     width: of an expert.
+    alpha: of clamped_swiglu, as in `gated`.
+    limit: of clamped_swiglu, as in `gated`.
     bias: whether the experts' projections have one.
     router_bias: whether the router's projection has one.
     scoring: "softmax" over all experts; "sigmoid" of each (arXiv 2412.19437); "sparsemixer"
@@ -88,6 +100,8 @@ class MixtureOfExperts:
     width: int = dim("expert_intermediate")
     gated: bool = True
     activation: GatedActivation = "silu"
+    alpha: Positive = ALPHA
+    limit: Positive = LIMIT
     bias: bool = False
     router_bias: bool = False
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -113,4 +127,12 @@ class MixtureOfExperts:
             return "group_score", "top_2 needs groups of two experts or more"
         if self.scoring == "sparsemixer" and (self.correction_bias or self.groups > 1):
             return "scoring", "sparsemixer has neither a correction_bias nor groups"
-        return None
+        return _unused_clamp(self)
+
+
+def _unused_clamp(block: GatedMLP | MixtureOfExperts) -> tuple[str, str] | None:
+    """What is wrong with numbers of an activation that the block does not have."""
+    for name, usual in (("alpha", ALPHA), ("limit", LIMIT)):
+        if block.activation != "clamped_swiglu" and getattr(block, name) != usual:
+            return name, f"is of clamped_swiglu, but the activation is {block.activation}"
+    return None

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinfer.guard.files import FileRefused, is_there, read_regular
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.match import matches
 from jinfer.spec.resolve import Facts
 from jinfer.spec.tables import Table, check_plain
 from jinfer.spec.tables import nested as nested
+
+MAX_BYTES = 1 << 20  # of a specification; the longest that comes with jinfer has 10,000
+# The parser takes time and memory with the square of the parts of a dotted key: of this, a quarter
+# of a second and 15 MB.
+MAX_PARTS = 2000**2
+_FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 
 
 @cache
@@ -26,19 +34,29 @@ def specs_folder() -> Path:
 def read_toml(path: Path) -> Table:
     """Reads one TOML file. Raises `SpecError`."""
     try:
-        return _parsed(path, path.read_bytes())
-    except OSError as error:
-        raise SpecError(path, "", f"cannot be read: {error.strerror}") from error
+        return _parsed(path, read_regular(path, MAX_BYTES))
+    except FileRefused as error:
+        raise SpecError(path, "", str(error)) from None
 
 
 @lru_cache(maxsize=512)  # by what is in it: in a notebook, files are edited and read again
 def _parsed(path: Path, content: bytes) -> Table:
     try:
-        table = tomllib.loads(content.decode().replace("\r\n", "\n"))
+        text = content.decode().replace("\r\n", "\n")
+        if _parts(text) > MAX_PARTS:
+            raise SpecError(path, "", "has a line with too many dots")
+        table = tomllib.loads(text)
+    except SpecError:
+        raise
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers without end
         raise SpecError(path, "", f"is not TOML: {error}") from error
     check_plain(table, path)
     return table
+
+
+def _parts(text: str) -> int:
+    """The squares of the dots of each line, those of fractions left out."""
+    return sum(line.count(".") ** 2 for line in _FRACTION.sub("", text).split("\n"))
 
 
 def families() -> dict[str, Path]:
@@ -73,7 +91,7 @@ def _family_file(name: Any, beside: Path) -> Path:
 def format_table(format: str) -> Table:
     """What holds for every checkpoint of a format (`specs/formats`)."""
     path = specs_folder() / "formats" / f"{format}.toml"
-    return read_toml(path) if path.exists() else {}
+    return read_toml(path) if is_there(path) else {}
 
 
 def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Path:
@@ -120,6 +138,8 @@ def parse_override(text: str) -> Table:
     if not equals or not key.strip():
         raise SpecError("--set", text, "is not key=value, such as engine.context=4096")
     try:
+        if _parts(value) > MAX_PARTS:
+            raise ValueError("it is no number and no table")
         parsed = tomllib.loads(f"value = {value}")["value"]
     except (ValueError, RecursionError):
         parsed = value.strip()

@@ -44,12 +44,21 @@ class EngineSpec:
     Attributes:
         slots: sequences decoded together.
         context: tokens a sequence may have; none: the model's own limit, at most 4096.
-        prefill_chunk: tokens of a prompt computed at once.
+        kv_tokens: tokens that the cache has room for, of all sequences together; none: as memory
+            allows.
+        prefill_chunk: tokens of prompts computed in a step while no sequence decodes.
+        mixed_chunk: tokens of a step that computes prompts beside sequences that decode.
+        queue: requests that may wait; none: any number.
+        warm_up: whether all programs are made at start, not when they are first needed.
     """
 
     slots: Size = 8
     context: Size | None = None
+    kv_tokens: Size | None = None
     prefill_chunk: Size = 512
+    mixed_chunk: Size = 64
+    queue: Size | None = None
+    warm_up: bool = False
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,8 @@ class LearnedPositions:
 class SinusoidalPositions:
     """Fixed positions, a block of sines then a block of cosines: `position(positions)`.
 
+    Where a checkpoint has a tensor of that name with other numbers, it is a learned table.
+
     offset: what is added to a position.
     frequencies: "standard" 10000^(-2j/width) (arXiv 1706.03762); "tensor2tensor" ends the
     series one step earlier, 10000^(-j/(width/2 - 1)).

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from jinfer.spec.blocks import Block
 from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.leftovers import Leftover, check_leftovers, leftovers
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
 from jinfer.spec.quantization import read_quantization
@@ -30,7 +31,7 @@ STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation")
-_TOP = (*_TEXTS, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+_TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ def resolve(
     """
     for table in (base, *tables):
         _check_shape(table, path)
-    whole = merge(merge(tables[0], base), tables[0].get(facts.format, {}))
-    for table in tables[1:]:
-        whole = merge(merge(whole, table), table.get(facts.format, {}))
+    whole, lost = merge(merge(tables[0], base), tables[0].get(facts.format, {})), list[Leftover]()
+    for over in (part for table in tables[1:] for part in (table, table.get(facts.format, {}))):
+        lost += leftovers(whole, over)
+        whole = merge(whole, over)
     dims = whole.get("dims", {})
     values = Values(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
     table = as_table(whole.get("engine", {}), path, "engine")
@@ -102,7 +104,7 @@ def resolve(
     _check_dims(tables, base, values)
     if "context" in values.dims:
         values.dim("context", "dims")
-    return ModelSpec(
+    spec = ModelSpec(
         path=path,
         dims={name: values.dim(name, "dims") for name in sorted(values.used)},
         shared=tuple(shared.items()),
@@ -114,6 +116,8 @@ def resolve(
         quantization=read_quantization(whole.get("quantization", {}), values),
         generation=whole.get("generation", {}),
     )
+    check_leftovers(lost, whole, spec, values)
+    return spec
 
 
 def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
@@ -130,6 +134,8 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)
     check_count(table.get("parameters", "1B"), path, "parameters")
+    if not isinstance(table.get("trust", False), bool):
+        raise SpecError(path, "trust", f"{show(table['trust'])} is not true or false")
     for name, text in check_keys(
         table.get("prompt", {}), fields(PromptSpec), path, "prompt"
     ).items():

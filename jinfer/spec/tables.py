@@ -71,14 +71,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and _same_kind(old, value):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and same_kind(old, value):
             merged[key] = merge(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a table that is laid over another changes parts of it, and not the whole."""
     return "kind" not in new or new["kind"] == old.get("kind")
 
 

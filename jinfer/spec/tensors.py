@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from jinfer.spec.bounds import Count, Size
-from jinfer.spec.errors import SpecError
+from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read
 from jinfer.spec.tables import as_table, check_keys, check_text, check_texts
 from jinfer.spec.values import Values
@@ -181,6 +181,12 @@ def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
         raise SpecError(path, key, "has no {i}, but the file's name has")
     if "{e}" in pattern:
         raise SpecError(path, key, "has {e}, which only the file's name can have")
+    for text in (pattern, *names):
+        known = _GROUP.sub("", text) if text is pattern else text
+        if strange := re.search(r"\{[^{}]*\}?|\}", re.sub(r"\{[ie]\}", "", known)):
+            what = "{i} and {e}" if text is not pattern else "{i} and one {a,b,...}"
+            reason = f"{show(strange[0])} in {show(text)} stands for nothing"
+            raise SpecError(path, key, f"{reason}; in braces there can be {what}")
     found = list(_GROUP.finditer(pattern))
     if len(found) > 1:
         raise SpecError(path, key, "has more than one {a,b,...} group")

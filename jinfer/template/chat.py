@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-
+from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.template import limits
+from jinfer.template.compiled import compile_source, render
+from jinfer.template.confined import compile_there, render_there
 from jinfer.template.errors import TemplateError
-from jinfer.template.limits import limited
-from jinfer.template.sandbox import BoundedEnvironment
 
 _MAX_SOURCE = 1_000_000  # characters
-_MAX_DATE = 1000  # characters of a date's format
+_MAX_COMPILED_HERE = 1 << 15  # characters; the longest known has half of that
+_MAX_FILE = 16 << 20  # bytes; tokenizer_config.json lists added tokens too
 _DEFAULT = "default"
 
 
@@ -24,7 +24,7 @@ class ChatTemplate:
     """A compiled chat template; may be rendered by several threads at once."""
 
     def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
-        """Compiles a template.
+        """Compiles a template, unless it has been compiled before.
 
         Args:
             source: Jinja; see `jinfer.template.sandbox` for what is bounded.
@@ -37,12 +37,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
         self.source = source
         self.variables = dict(variables or {})
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from None
-        except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
-            raise TemplateError(f"chat template: cannot be compiled: {error}"[:300]) from None
+        self._ready = _ready(source)
 
     def render(
         self,
@@ -74,37 +69,30 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **extra,
         }
-        try:
-            with limited():
-                return self._template.render(names)
-        except TemplateError:
-            raise
-        except Exception as error:  # a stranger's program may fail in any way
-            raise TemplateError(f"chat template: {_message(error)}"[:500]) from None
+        return self._ready.render(names)
 
 
-def _message(error: Exception) -> str:
-    if isinstance(error, jinja2.TemplateError):
-        return str(error.message)
-    if isinstance(error, RecursionError):
-        return "a macro or loop calls itself too often"
-    return f"{type(error).__name__}: {error}"
+class _Ready:
+    """A template by its source. It is rendered here, until it does what only its own process may:
+    from then on, there."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._here = compile_source(source) if len(source) <= _MAX_COMPILED_HERE else None
+        if self._here is None:
+            compile_there(source)
+
+    def render(self, names: Mapping[str, Any]) -> str:
+        here = self._here
+        if here is not None:
+            try:
+                return render(here, names, limits.MAX_SECONDS, confined=False)
+            except limits.Heavy:
+                self._here = None
+        return render_there(self._source, names, limits.MAX_SECONDS)
 
 
-@cache
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format[:_MAX_DATE])
+_ready = lru_cache(maxsize=32)(_Ready)  # a conversation has a template anew for each answer
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
@@ -133,9 +121,9 @@ def _in_folder(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "chat_template.json"):
         path = folder / file
-        if path.exists():
+        if is_there(path):
             found.update(_named(path, _object(path).get("chat_template")))
-    if (folder / "chat_template.jinja").exists():
+    if is_there(folder / "chat_template.jinja"):
         found[_DEFAULT] = _text(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         found[path.stem] = _text(path)
@@ -170,6 +158,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:
+        return read_regular(path, _MAX_FILE).decode("utf-8")
+    except (FileRefused, ValueError) as error:
         raise TemplateError(f"{path}: {error}"[:300]) from None

@@ -1,6 +1,7 @@
 """What a single call of a string method, filter or operator may grow to, known before it runs.
 
-Loops are stopped by the clock; these calls are one step each, and some of them multiply.
+Loops are stopped by the clock; these calls are one step each, and some of them multiply. Those that
+templates use every day are linear in what they are given; all others are `heavy`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jinfer.template.errors import TemplateError
-from jinfer.template.limits import MAX_BITS, MAX_SIZE, allow, check, collect, measure
+from jinfer.template.limits import MAX_BITS, MAX_SIZE, allow, check, collect, heavy, measure
 
 _WIDE_BRACE = re.compile(r"[:.][^{}]*\d{4}|\{[^{}]*\{")  # {:9999}, {:{width}}
-_WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
+_WIDTHS = re.compile(r"[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")  # after % and, in brackets, a name
+_MAX_DIGITS = 3  # of a width
+_MAX_ROUND = 308  # decimals of a number
+_MAX_STRIPPED = 64  # different characters that `strip` looks for
 _MAX_COUNT = 10_000  # of slices, batches, and the like
 _MAX_INDENT = 16
 _CONSUMERS = (  # filters that keep all that an iterator gives
     *("list", "join", "sort", "unique", "groupby", "batch", "slice", "sum", "reverse", "last"),
     *("min", "max"),
 )
+
+_CHEAP_FILTERS = {
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby"),
+    *("indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min"),
+    *("reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort"),
+    *("string", "tojson", "trim", "unique", "upper"),
+}
+_CHEAP_METHODS = {
+    *("capitalize", "copy", "count", "endswith", "find", "get", "index", "isalnum", "isalpha"),
+    *("isdecimal", "isdigit", "islower", "isnumeric", "isspace", "isupper", "items", "join"),
+    *("keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rstrip"),
+    *("split", "splitlines", "startswith", "strip", "title", "upper", "values"),
+}
+_STRIPPING = ("strip", "lstrip", "rstrip", "trim")
 
 Arguments = tuple[Any, ...]
 
@@ -39,7 +57,18 @@ def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) ->
     if isinstance(owner, bytes | bytearray | memoryview) or name == "to_bytes":
         raise TemplateError(f"the template calls {name} of bytes, which is not allowed")
     guard = _METHODS.get(name) if isinstance(owner, str) else None
-    return guard(owner, args, kwargs) if guard else args
+    args = guard(owner, args, kwargs) if guard else args
+    if name not in _CHEAP_METHODS:
+        heavy()
+    elif name in _STRIPPING:
+        _strip(args)
+    return args
+
+
+def _strip(args: Arguments) -> None:
+    """Each character is looked for among those that are stripped."""
+    if any(isinstance(arg, str) and len(arg) > _MAX_STRIPPED for arg in args):
+        heavy()
 
 
 def _format(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
@@ -93,6 +122,8 @@ _METHODS: dict[str, Callable[[str, Arguments, Mapping[str, Any]], Arguments]] = 
 def operator(symbol: str, left: Any, right: Any) -> None:
     """Checks `left <symbol> right`. Raises: TemplateError: the result would be too large."""
     check()
+    if symbol in ("**", "//", "/"):
+        heavy()
     if isinstance(left, int) and isinstance(right, int):
         bits, other = left.bit_length(), right.bit_length()
         size = bits * right if symbol == "**" else bits + other
@@ -110,9 +141,30 @@ def operator(symbol: str, left: Any, right: Any) -> None:
 
 def percent(text: str, values: Any) -> None:
     """Checks `text % values`."""
-    if _WIDE_PERCENT.search(text):
-        raise TemplateError("the template formats with a width of thousands or a computed one")
+    at = text.find("%")
+    while at >= 0:
+        found = _WIDTHS.match(text, _after_name(text, at + 1))
+        assert found is not None  # it may match nothing at all
+        for width in found.groups():
+            if width == "*" or (width and len(width) > _MAX_DIGITS):
+                reason = "the template formats with a width of thousands or a computed one"
+                raise TemplateError(reason)
+        # Two signs are one of the text; of anything else, the sign itself was looked at.
+        at = text.find("%", max(found.end() + text.startswith("%", found.end()), at + 1))
     allow(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
+    heavy()
+
+
+def _after_name(text: str, at: int) -> int:
+    """Where a conversion goes on after a name in brackets, which may have brackets in it."""
+    if not text.startswith("(", at):
+        return at
+    depth = 0
+    for place in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    return len(text)
 
 
 def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
@@ -122,6 +174,8 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
         TemplateError: the result would be too large.
     """
     check()
+    if name not in _CHEAP_FILTERS:
+        heavy()
     value, rest = args[0], args[1:]
     if name in _CONSUMERS and isinstance(value, Iterator):
         value = collect(value)
@@ -146,7 +200,17 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
             raise TemplateError("the template sums what is not numbers")
     elif name == "string":
         measure(value)
+    elif name == "trim":
+        _strip((*rest, *kwargs.values()))
+    elif name == "round":
+        _round((*rest, *kwargs.values()))
     return args
+
+
+def _round(rest: Arguments) -> None:
+    for value in rest:
+        if isinstance(value, int) and abs(value) > _MAX_ROUND:
+            raise TemplateError(f"the template rounds to more than {_MAX_ROUND} decimals")
 
 
 def _joined(value: Any, rest: Arguments, kwargs: Mapping[str, Any]) -> Arguments:

@@ -2,6 +2,9 @@
 
 Templates come with checkpoints, so they are a stranger's program, and one that needs no more than
 milliseconds. Time is the thread's own CPU time: a busy machine does not make a template fail.
+
+A step that nothing here can bound (a filter that is seldom used, values that grow and are kept) is
+`heavy`: what does it runs again in a process of its own, which the operating system bounds.
 """
 
 from __future__ import annotations
@@ -20,31 +23,58 @@ MAX_SECONDS = 1.0
 MAX_SIZE = 1 << 24  # characters written in all; characters and items of one value
 ITEM_SIZE = 64  # what an item of a container counts, beside its own characters
 MAX_BITS = 4096  # of a whole number
+MAX_MADE = 1 << 26  # characters of all values made outside a process of its own
+
+
+class Heavy(BaseException):
+    """A template does what only a process of its own may; no `except Exception` catches it."""
 
 
 class _Budget:
-    def __init__(self) -> None:
-        self.deadline = time.thread_time() + MAX_SECONDS
+    def __init__(self, seconds: float, confined: bool) -> None:
+        self.seconds = seconds
+        self.deadline = time.thread_time() + seconds
         self.written = 0
+        self.made = 0
+        self.confined = confined
 
 
 _budget: ContextVar[_Budget] = ContextVar("template budget")
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Starts the clock and the count for the `check` and `write` calls inside."""
-    token = _budget.set(_Budget())
+def limited(seconds: float, *, confined: bool = False) -> Iterator[None]:
+    """Starts the clock and the counts for the calls inside.
+
+    Args:
+        confined: this is a process of its own, in which `heavy` steps are allowed.
+    """
+    token = _budget.set(_Budget(seconds, confined))
     try:
         yield
     finally:
         _budget.reset(token)
 
 
+def heavy() -> None:
+    """A step follows whose cost is not known. Raises: Heavy: here it may not be made."""
+    if not _budget.get().confined:
+        raise Heavy
+
+
+def made(size: int) -> None:
+    """Counts a value of this many characters. Raises: Heavy: they are too many to be kept here."""
+    budget = _budget.get()
+    budget.made += size
+    if budget.made > MAX_MADE and not budget.confined:
+        raise Heavy
+
+
 def check() -> None:
     """Raises: TemplateError: the time is over."""
-    if time.thread_time() > _budget.get().deadline:
-        raise TemplateError(f"the template ran for more than {MAX_SECONDS:g} s")
+    budget = _budget.get()
+    if time.thread_time() > budget.deadline:
+        raise TemplateError(f"the template ran for more than {budget.seconds:g} s")
 
 
 def write(count: int) -> None:

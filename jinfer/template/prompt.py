@@ -151,7 +151,9 @@ class PromptTemplate:
         values = _values(query, system_prompt, res_prefix, 1)
         return self._encode(tokenizer, [((*self.once, *self.parts, _PREFIX), values)])
 
-    def encode_chat(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, special: bool = False
+    ) -> list[int]:
         """Token ids of a conversation.
 
         A system message may come first: it fills `{system_prompt}` before or in the first turn, or,
@@ -160,6 +162,7 @@ class PromptTemplate:
 
         Args:
             messages: mappings of "role" (system, user, assistant) and "content".
+            special: special tokens that are written in the messages count as such.
 
         Raises:
             TemplateError: other roles, or roles that do not alternate.
@@ -172,9 +175,11 @@ class PromptTemplate:
         for number, (query, answer) in enumerate(turns, 1):
             parts = self.past if number < len(turns) else (*self.parts, _PREFIX)
             filled.append((parts, _values(query, system if number == 1 else "", answer, number)))
-        return self._encode(tokenizer, filled)
+        return self._encode(tokenizer, filled, special)
 
-    def _encode(self, tokenizer: Tokenizer, filled: Iterable[_Filled]) -> list[int]:
+    def _encode(
+        self, tokenizer: Tokenizer, filled: Iterable[_Filled], special: bool = False
+    ) -> list[int]:
         """Ids of parts that follow each other, each with the values of its slots."""
         sections: list[int | str] = []
         for parts, values in filled:
@@ -183,7 +188,8 @@ class PromptTemplate:
                     case Literal(text):
                         found = tokenizer.split_special(text)
                     case Slot(name):
-                        found = [values[name]]
+                        text = values[name]
+                        found = tokenizer.split_special(text) if special else [text]
                     case TokenId(id):
                         found = [id]
                     case TokenName(name):

@@ -9,9 +9,10 @@ clock, all that is written is counted, and whatever could grow in one step is ch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
-from types import BuiltinMethodType
+from types import BuiltinMethodType, CodeType
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -22,11 +23,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from jinfer.template import guards
-from jinfer.template.limits import allow, check, measure, write
+from jinfer.template.errors import TemplateError
+from jinfer.template.limits import MAX_BITS, allow, check, made, measure, write
 
 # Of no use in a prompt, and not bounded by what they are given.
 _REMOVED_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint", "striptags")
 _REMOVED_GLOBALS = ("lipsum",)
+# Whose methods are looked at before they are called.
+_VALUES = (str, bytes, bytearray, memoryview, int, float, list, tuple, dict, set, frozenset)
 
 
 class Generation(Extension):
@@ -61,10 +65,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = guards.to_json
         self.filters = {name: _guarded(name, run) for name, run in self.filters.items()}
         self.filters.update({_TICK: _tick, _SIZED: _sized, _CONCAT: _concat})
+        tests: dict[str, Any] = self.tests
+        self.tests = {name: _ticking(run) for name, run in tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         return _Instrument().visit(tree)
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's words about 1[2], which nobody here wrote
+            return super()._compile(source, filename)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         guards.operator(operator, left, right)
@@ -75,7 +86,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, BuiltinMethodType | type):
             args = guards.iterators(args)
         owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str | bytes | bytearray | memoryview | int):
+        if isinstance(owner, _VALUES):
             args = guards.method(owner, __obj.__name__, args, kwargs)
         return _sized(super().call(__context, __obj, *args, **kwargs))
 
@@ -92,11 +103,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _sized(value: Any) -> Any:
-    """The value, unless it is too large."""
+    """The value, counted, unless it is too large."""
     if isinstance(value, str):
         allow(len(value))
+        made(len(value))
     elif isinstance(value, list | tuple | dict | set):
-        measure(value)
+        made(measure(value))
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
     return value
 
 
@@ -106,7 +120,8 @@ def _tick(value: Any) -> Any:
 
 
 def _concat(values: tuple[Any, ...]) -> str:
-    allow(measure(values))
+    size = measure(values)
+    made(size)
     return "".join(map(str, values))
 
 
@@ -127,6 +142,17 @@ def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         checked = guards.filter_call(name, args[skipped:], kwargs)
         return _sized(run(*args[:skipped], *checked, **kwargs))
+
+    return call
+
+
+def _ticking(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that looks at the clock: filters ask it of every item of a list."""
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return run(*args, **kwargs)
 
     return call
 
@@ -168,6 +194,10 @@ class _Instrument(NodeTransformer):
         return _filter(_SIZED, node)
 
     visit_Dict = visit_List
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(_SIZED, node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _filter(name: str, value: nodes.Expr) -> nodes.Filter:

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from jinfer.tokenizer import surface
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.surface import Surface
+
+# Letters for private use, in an order that nobody can guess: no text of a stranger has them.
+MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
 
 
 class TokenizerError(ValueError):
     """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+
+    def __init__(self, text: str) -> None:
+        """A text of more than 1000 characters is cut: a file may call its tokens anything."""
+        super().__init__(text if len(text) <= 1000 else f"{text[:997]}...")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, as one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def library_errors(path: Path, what: str) -> Iterator[None]:
+    """Raises `TokenizerError` for whatever a library raises inside, which may be of any kind.
+
+    The Rust of `tokenizers` panics where it is surprised, and that is no `Exception`.
+    """
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,11 @@ def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
+def _with_mark(found: re.Match[str]) -> str:
+    name = found[0]
+    return f"{name[0]}{MARK}{name[1:]}" if len(name) > 1 else name
+
+
 class Tokenizer(ABC):
     """Text to token ids and back.
 
@@ -76,6 +115,7 @@ class Tokenizer(ABC):
         # "sop" is a control token of ChatGLM: a name that may be a word is never looked for.
         self._found = {name: id for name, id in found.items() if not name.isalnum()}
         self._pattern = pattern_of(self._found)
+        self._control = pattern_of(special.control)
 
     @abstractmethod
     def token(self, id: int) -> str:
@@ -122,6 +162,22 @@ class Tokenizer(ABC):
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
         return ids
+
+    def hide_control(self, text: str) -> str:
+        """The text with `MARK` inside every control token's name, so that it names none."""
+        text, before = text.replace(MARK, ""), ""
+        while self._control and text != before:  # what is left may name another one
+            before = text
+            text = self._control.sub(_with_mark, text)
+        return text
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text whose special tokens count, but for those that `hide_control` hid.
+
+        These become the text that they are. Nothing is put around it.
+        """
+        parts = self.split_special(valid_text(text))
+        return self.encode_parts([p if isinstance(p, int) else p.replace(MARK, "") for p in parts])
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.
@@ -180,7 +236,7 @@ class Tokenizer(ABC):
     def _spell(self, id: int) -> bytes:
         name = self.token(id)
         if id in self._control_ids:
-            return name.encode("utf-8", "surrogateescape")
+            return surface.plain(name)
         return self._surface.to_bytes(name) if name else b""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinfer.tokenizer.base import SpecialTokens, TokenizerError
+from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.tokenizer.base import SpecialTokens, TokenizerError, one_line
+
+MAX_TOKENS = 10_000_000  # ids of a vocabulary are below it
+MAX_BYTES = 256 << 20  # of a tokenizer's file; the largest known has 40 MB
+MAX_JSON_BYTES = 64 << 20
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -21,17 +26,35 @@ _USUAL_NAMES = {  # where no configuration says what a token is for
 }
 
 
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+    """What is in a file of at most `most` bytes. Raises: TokenizerError."""
+    try:
+        return read_regular(path, most)
+    except FileRefused as error:
+        raise TokenizerError(f"{path}: {error}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, without their ends. Raises: TokenizerError: it is not UTF-8."""
+    data = read_file(path)
+    try:
+        return [line.rstrip("\r") for line in data.decode("utf-8").split("\n")]
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from None
+
+
 def read_json(path: Path) -> Any:
     """The JSON value in a file. Raises: TokenizerError."""
+    data = read_file(path, MAX_JSON_BYTES)
     try:
-        return json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not readable as JSON: {str(error)[:200]}") from None
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not readable as JSON: {one_line(error)}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where the file is missing. Raises: TokenizerError."""
-    if not path.exists():
+    if not is_there(path):
         return {}
     value = read_json(path)
     if not isinstance(value, dict):
@@ -43,9 +66,20 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     """A JSON object of token -> id. Raises: TokenizerError."""
     vocabulary = read_object(path)
     for token, id in vocabulary.items():
-        if type(id) is not int or id < 0:
-            raise TokenizerError(f"{path}: token {token[:50]!r} must have an id, not {id!r}")
+        if type(id) is not int or not 0 <= id < MAX_TOKENS:
+            raise TokenizerError(
+                f"{path}: token {token[:50]!r} must have an id, not {shown(id)}; "
+                f"ids are whole numbers below {MAX_TOKENS}"
+            )
     return vocabulary
+
+
+def shown(value: object) -> str:
+    """A value of a file in an error."""
+    try:
+        return repr(value)[:200]
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        return f"this {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -90,21 +124,23 @@ class TokenizerConfig:
         if isinstance(value, Mapping):
             value = value.get("content")
         if value is not None and not isinstance(value, str):
-            raise TokenizerError(f"{self.path}: {key} must be a string, not {value!r}"[:300])
+            raise TokenizerError(f"{self.path}: {key} must be a string, not {shown(value)}")
         return value
 
     def flag(self, key: str) -> bool | None:
         """True, false, or None where it is missing or null. Raises: TokenizerError."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise TokenizerError(f"{self.path}: {key} must be true or false, not {value!r}"[:300])
+            raise TokenizerError(f"{self.path}: {key} must be true or false, not {shown(value)}")
         return value
 
     def number(self, key: str, default: int) -> int:
-        """A whole number of at most a million. Raises: TokenizerError."""
+        """A whole number of at most 10,000. Raises: TokenizerError."""
         value = self.values.get(key, default)
-        if type(value) is not int or not 0 <= value <= 1_000_000:
-            raise TokenizerError(f"{self.path}: {key} must be a whole number, not {value!r}"[:300])
+        if type(value) is not int or not 0 <= value <= 10_000:
+            raise TokenizerError(
+                f"{self.path}: {key} must be a whole number up to 10000, not {shown(value)}"
+            )
         return value
 
     def names(self) -> list[str]:
@@ -137,7 +173,7 @@ def _list(config: TokenizerConfig, key: str) -> list[Any]:
     if isinstance(value, Mapping):  # transformers 5 writes an object of extra special tokens
         value = list(value.values())
     if not isinstance(value, list):
-        raise TokenizerError(f"{config.path}: {key} must be a list, not {value!r}"[:300])
+        raise TokenizerError(f"{config.path}: {key} must be a list, not {shown(value)}")
     return value
 
 
@@ -155,8 +191,8 @@ def _decoder(config: TokenizerConfig) -> Iterator[AddedToken]:
     if not isinstance(entries, Mapping):
         raise TokenizerError(f"{config.path}: added_tokens_decoder must be an object")
     for id, entry in entries.items():
-        if not id.isdecimal():
-            raise TokenizerError(f"{config.path}: added_tokens_decoder has {id!r} for an id")
+        if not (id.isascii() and id.isdecimal() and len(id) < 10 and int(id) < MAX_TOKENS):
+            raise TokenizerError(f"{config.path}: added_tokens_decoder has {id[:50]!r} for an id")
         yield _added(config.path, entry, int(id), special=False)
 
 
@@ -165,7 +201,7 @@ def _added(path: Path, entry: Any, id: int | None = None, special: bool = True) 
         return AddedToken(entry, id, special)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise TokenizerError(
-            f"{path}: a token must be a string or have a content, not {entry!r}"[:300]
+            f"{path}: a token must be a string or have a content, not {shown(entry)}"
         )
     flags = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word")}
     return AddedToken(entry["content"], id, bool(entry.get("special", special)), **flags)
@@ -204,11 +240,15 @@ def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | No
     return next((id for name in names if name and (id := find(name)) is not None), None)
 
 
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_TOKENS
+
+
 def _id(config: TokenizerConfig, key: str) -> int | None:
     value = config.generation.get(key)
-    if value is not None and type(value) is not int:
+    if value is not None and not _is_id(value):
         where = config.path.with_name("generation_config.json")
-        raise TokenizerError(f"{where}: {key} must be an id, not {value!r}"[:300])
+        raise TokenizerError(f"{where}: {key} must be an id, not {shown(value)}")
     return value
 
 
@@ -217,9 +257,9 @@ def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Itera
     for id in found if isinstance(found, list) else [found]:
         if id is None:
             continue
-        if type(id) is not int:
+        if not _is_id(id):
             where = config.path.with_name(file)
             raise TokenizerError(
-                f"{where}: eos_token_id must be an id or a list of ids, not {id!r}"
+                f"{where}: eos_token_id must be an id or a list of ids, not {shown(id)}"
             )
         yield id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError
+from jinfer.tokenizer.config import MAX_TOKENS, shown
 from jinfer.tokenizer.huggingface import HuggingFaceTokenizer, frame_like_bert, word_piece
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
 from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
@@ -24,7 +26,7 @@ from jinfer.tokenizer.surface import SPACE_MARK
 _KEY = "tokenizer.ggml."
 _NONE = ("none", "no_vocab")
 _KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
-_MAX_TOKENS = 10_000_000
+_TYPES = {0, *map(int, PieceType)}  # 0: undefined, in some files
 
 # Names of tokens that end a turn. Files often give only one of several in eos_token_id.
 _ENDS = (
@@ -61,7 +63,7 @@ def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
         case "bert":
             return _word_pieces(vocabulary)
     raise TokenizerError(
-        f"{source}: {_KEY}model is {kind!r}, which is not known; known: {', '.join(_KNOWN)}"
+        f"{source}: {_KEY}model is {shown(kind)}, which is not known; known: {', '.join(_KNOWN)}"
     )
 
 
@@ -72,7 +74,7 @@ class _Vocabulary:
         self.metadata = metadata
         self.source = source
         self.tokens: list[str] = self.array("tokens", str, None)
-        if not 0 < len(self.tokens) <= _MAX_TOKENS:
+        if not 0 < len(self.tokens) <= MAX_TOKENS:
             raise self.error("tokens", f"has {len(self.tokens)} tokens")
         normal = [int(PieceType.NORMAL)] * len(self.tokens)
         self.types: list[int] = self.array("token_type", int, normal)
@@ -80,6 +82,20 @@ class _Vocabulary:
             raise self.error(
                 "token_type", f"has {len(self.types)} entries for {len(self.tokens)} tokens"
             )
+        if wrong := set(self.types) - _TYPES:
+            raise self.error("token_type", f"has {min(wrong)}, which is no type of a token")
+        self.damaged = {
+            id: name.encode("utf-8", "surrogateescape")
+            for id, name in enumerate(self.tokens)
+            if not name.isascii() and not _is_utf8(name)
+        }
+
+    def names(self) -> list[str]:
+        """The tokens for a library of Unicode: those that are not UTF-8 are given other names."""
+        names = list(self.tokens)
+        for id in self.damaged:
+            names[id] = f"\ue000{id}\ue001"
+        return names
 
     def error(self, key: str, reason: str) -> TokenizerError:
         return TokenizerError(f"{self.source}: {_KEY}{key} {reason}")
@@ -95,7 +111,7 @@ class _Vocabulary:
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(_KEY + key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be a bool, not {value!r}"[:200])
+            raise self.error(key, f"must be a bool, not {shown(value)}")
         return value
 
     def id(self, *names: str) -> int | None:
@@ -106,15 +122,19 @@ class _Vocabulary:
                 continue
             if type(value) is not int or not 0 <= value < len(self.tokens):
                 raise self.error(
-                    f"{name}_token_id", f"is {value!r}, not an id below {len(self.tokens)}"
+                    f"{name}_token_id", f"is {shown(value)}, not an id below {len(self.tokens)}"
                 )
             return value
         return None
 
     def of_type(self, *kinds: PieceType) -> dict[str, int]:
-        """Name -> id of the tokens of these types, empty names left out."""
-        pairs = zip(self.tokens, self.types, strict=True)
-        return {name: id for id, (name, kind) in enumerate(pairs) if kind in kinds and name}
+        """Name -> id of the tokens of these types, without empty names and what is not UTF-8."""
+        pairs = enumerate(zip(self.tokens, self.types, strict=True))
+        return {
+            name: id
+            for id, (name, kind) in pairs
+            if kind in kinds and name and id not in self.damaged
+        }
 
     def ends(self) -> Iterator[int]:
         for key in ("eos", "eot", "eom"):
@@ -142,6 +162,14 @@ class _Vocabulary:
         )
 
 
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialTokens:
     """BOS before and EOS after, as the flags say, else as the arguments do."""
     bos = vocabulary.id("bos") if vocabulary.flag("add_bos_token", add_bos) else None
@@ -152,7 +180,7 @@ def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialToke
 def _byte_pairs(vocabulary: _Vocabulary, kind: str) -> Tokenizer:
     rule = _rule(vocabulary, "gemma4" if kind == "gemma4" else "default")
     merges = [_merge(vocabulary, merge) for merge in vocabulary.array("merges", str, None)]
-    names = {name: id for id, name in reversed(list(enumerate(vocabulary.tokens)))}
+    names = {name: id for id, name in reversed(list(enumerate(vocabulary.names())))}
     bpe = _bpe(names, merges, rule)
     backend = tokenizers.Tokenizer(bpe)
     if rule.byte_level:
@@ -191,7 +219,7 @@ def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
     rule = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if rule is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise vocabulary.error("pre", f"is {name!r}, which is not known; known: {known}")
+        raise vocabulary.error("pre", f"is {shown(name)}, which is not known; known: {known}")
     return rule
 
 
@@ -207,7 +235,8 @@ def _finish(
 ) -> Tokenizer:
     backend.add_special_tokens(_added(special.control, special=True))
     backend.add_tokens(_added(vocabulary.of_type(PieceType.USER_DEFINED), special=False))
-    return HuggingFaceTokenizer(vocabulary.source, backend, special, len(vocabulary.tokens))
+    size = len(vocabulary.tokens)
+    return HuggingFaceTokenizer(vocabulary.source, backend, special, size, vocabulary.damaged)
 
 
 def _added(names: Mapping[str, int], special: bool) -> list[tokenizers.AddedToken]:
@@ -219,7 +248,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
     unk = vocabulary.id("unknown")
     if unk is None:
         raise vocabulary.error("unknown_token_id", "is missing, which WordPiece needs")
-    names = [_unmarked(name) for name in vocabulary.tokens]
+    names = [_unmarked(name) for name in vocabulary.names()]
     lowercase = vocabulary.flag("normalizer.lowercase", True)
     backend = word_piece(
         vocabulary.source,
@@ -249,10 +278,12 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
         raise vocabulary.error(
             "scores", f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens"
         )
+    if not all(map(isfinite, scores)):
+        raise vocabulary.error("scores", "has one that is not a number")
     charsmap = vocabulary.metadata.get(_KEY + "precompiled_charsmap", [])
     try:
         charsmap = bytes(byte % 256 for byte in charsmap)  # stored as signed or unsigned bytes
-    except TypeError:
+    except (TypeError, ValueError):
         raise vocabulary.error("precompiled_charsmap", "must be a list of bytes") from None
     model = SentencePieceModel(
         algorithm=algorithm,

@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError, pattern_of
-from jinfer.tokenizer.config import TokenizerConfig, find_named, read_vocabulary, special_ids
+from jinfer.tokenizer.base import (
+    MARK,
+    SpecialTokens,
+    Tokenizer,
+    TokenizerError,
+    library_errors,
+    valid_text,
+)
+from jinfer.tokenizer.config import (
+    MAX_TOKENS,
+    AddedToken,
+    TokenizerConfig,
+    find_named,
+    read_file,
+    read_lines,
+    read_vocabulary,
+    special_ids,
+)
 from jinfer.tokenizer.languages import languages
+from jinfer.tokenizer.pipeline import check_pipeline
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.surface import from_decoder
 
+_LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
 _PROBE = "a"  # any text that no normalizer empties
+_MAX_FRAME = 64  # tokens around a text
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with the special tokens of a model around it."""
 
     def __init__(
-        self, path: Path, backend: tokenizers.Tokenizer, special: SpecialTokens, vocab_size: int
+        self,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        vocab_size: int,
+        spelled: Mapping[int, bytes] | None = None,
     ) -> None:
-        """Takes the backend over. Raises: TokenizerError: its decoder is not supported."""
+        """Takes the backend over.
+
+        Args:
+            spelled: what tokens add to a text whose names in the backend do not say it.
+
+        Raises:
+            TokenizerError: its decoder is not supported.
+        """
         state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
         try:
             surface = from_decoder(json.loads(state))
         except (KeyError, TypeError, ValueError) as error:
             raise TokenizerError(f"{path}: decoder: {error}") from None
         super().__init__(vocab_size, special, surface)
+        self._bytes.update(spelled or {})
         self.backend = backend
-        self._control = pattern_of(special.control)
+        self._path = path
         self._literal: tokenizers.Tokenizer | None = None
+        self._marked: _Marked | None = None
         self._lock = threading.Lock()
 
     def token(self, id: int) -> str:
@@ -46,29 +82,100 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         literal = not parse_special and self._control is not None and self._control.search(text)
-        backend = self._literal_backend() if literal else self.backend
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return self._run(self._literal_backend() if literal else self.backend, text)
+
+    def _run(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        with library_errors(self._path, "cannot encode this text"):
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        if ids and max(ids) >= self.vocab_size and backend is self.backend:
+            raise TokenizerError(
+                f"{self._path}: has a token of id {max(ids)}, but {self.vocab_size} tokens"
+            )
         return ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """As `Tokenizer.encode_marked`.
+
+        The library treats what follows a special token not always as it treats a beginning. So
+        the text stays whole, and the special tokens that count are given other names.
+        """
+        text = valid_text(text)
+        if self._control is None or MARK not in text:
+            return self._encode(text, True)
+        marked, whole, place = self._marked_backend(), list[str](), 0
+        for found in self._control.finditer(text):
+            whole += [text[place : found.start()].replace(MARK, ""), MARK, found[0]]
+            place = found.end()
+        whole.append(text[place:].replace(MARK, ""))
+        ids = self._run(marked.backend, "".join(whole))
+        if self._control_ids & set(ids):  # a vocabulary that spells them without being asked
+            pieces = (piece for part in self.split_special(text) for piece in _pieces(part))
+            return self.encode_parts(list(pieces))
+        return [marked.ids.get(id, id) for id in ids]
+
+    def _marked_backend(self) -> _Marked:
+        with self._lock, library_errors(self._path, "cannot be copied"):
+            if self._marked is None:
+                self._marked = _with_marks(self.backend)
+            return self._marked
 
     def _literal_backend(self) -> tokenizers.Tokenizer:
         # A copy, made when first needed: the switch is on the backend, which other threads use.
-        with self._lock:
+        with self._lock, library_errors(self._path, "cannot be copied"):
             if self._literal is None:
                 self._literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
                 self._literal.encode_special_tokens = True
             return self._literal
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        encoded = self.backend.encode(first, second)
+        with library_errors(self._path, "cannot encode these texts"):
+            encoded = self.backend.encode(valid_text(first), valid_text(second))
         return encoded.ids, encoded.type_ids
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A backend whose special tokens are called by their names after `MARK` alone.
+
+    Attributes:
+        ids: its ids of these -> those of the tokenizer.
+    """
+
+    backend: tokenizers.Tokenizer
+    ids: Mapping[int, int]
+
+
+def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
+    described = json.loads(backend.to_str())
+    described["post_processor"] = None  # which may know the tokens by their names
+    original: dict[str, int] = {}
+    for token in described["added_tokens"]:
+        if token["special"]:
+            name = MARK + token["content"]
+            original[name] = token["id"]
+            token.update(content=name, normalized=False)
+    marked = tokenizers.Tokenizer.from_str(json.dumps(described))
+    ids = {id: marked.token_to_id(name) for name, id in original.items()}
+    return _Marked(marked, {new: id for id, new in ids.items() if new is not None})
+
+
+def _pieces(part: int | str) -> list[int | str]:
+    """A part of a text, cut where a name is hidden."""
+    return [part] if isinstance(part, int) else [piece for piece in part.split(MARK) if piece]
 
 
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
     """Reads a tokenizer.json. Raises: TokenizerError."""
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain `Exception`
-        raise TokenizerError(f"{path}: not a tokenizer.json: {str(error)[:200]}") from None
+    data = read_file(path)
+    with library_errors(path, "not a tokenizer.json"):
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    # All ids are looked at only where one may be too high: of 100,000 that takes a tenth of a
+    # second. One of 2^31 makes the library go through all numbers up to it when it writes them.
+    if _LARGE_NUMBER.search(data) and _highest_id(backend) >= MAX_TOKENS:
+        raise TokenizerError(
+            f"{path}: has a token of id {_highest_id(backend)}, which no model has"
+        )
+    del data
     backend.no_padding()  # sentence encoders store the padding and cutting of their training
     backend.no_truncation()
     return _finish(path, backend, config)
@@ -77,22 +184,17 @@ def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceToken
 def load_vocab_merges(folder: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
     """Byte-level BPE from vocab.json and merges.txt (GPT-2's). Raises: TokenizerError."""
     file = folder / "merges.txt"
-    try:
-        lines = file.read_text("utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file}: {error}") from None
     merges = []
-    for number, line in enumerate(lines, 1):
-        pair = line.rstrip("\r").split(" ")
+    for number, line in enumerate(read_lines(file), 1):
+        pair = line.split(" ")
         if pair == [""] or (number == 1 and line.startswith("#version")):
             continue
         if len(pair) != 2:
             raise TokenizerError(f"{file}, line {number}: a merge is two tokens, not {line[:80]!r}")
         merges.append((pair[0], pair[1]))
-    try:
-        bpe = models.BPE(vocab=read_vocabulary(folder / "vocab.json"), merges=merges)
-    except Exception as error:  # the library raises plain `Exception`
-        raise TokenizerError(f"{file}: {str(error)[:200]}") from None
+    vocabulary = read_vocabulary(folder / "vocab.json")
+    with library_errors(file, "its merges do not fit vocab.json"):
+        bpe = models.BPE(vocab=vocabulary, merges=merges)
     backend = tokenizers.Tokenizer(bpe)
     rule = PRE_TOKENIZERS["qwen2" if config.kind == "Qwen2Tokenizer" else "gpt-2"]
     backend.normalizer = normalizers.NFC() if rule.nfc else None
@@ -119,16 +221,14 @@ def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
 
 def load_vocab_txt(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
     """WordPiece from vocab.txt (BERT's): line n is the token of id n. Raises: TokenizerError."""
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: {error}") from None
-    tokens = [line.rstrip("\r") for line in lines]
+    tokens = read_lines(path)
     if tokens[-1] == "":
         tokens.pop()
     lowercase = config.flag("do_lower_case")
     if lowercase is None:  # transformers takes true, which is wrong for old cased models
-        lowercase = not any(token != token.lower() and token[0] != "[" for token in tokens)
+        lowercase = not any(
+            token != token.lower() and not token.startswith("[") for token in tokens
+        )
     chinese = config.flag("tokenize_chinese_chars")
     backend = word_piece(
         path,
@@ -178,10 +278,15 @@ def _finish(
 ) -> HuggingFaceTokenizer:
     """Adds the configuration's tokens, and finds what the model wants around a text."""
     _add_tokens(path, backend, config)
+    check_pipeline(path, backend)
     added = backend.get_added_tokens_decoder()
-    size = max([backend.get_vocab_size(with_added_tokens=True), *(id + 1 for id in added)])
+    size = _vocab_size(backend, added)
+    if size > MAX_TOKENS:
+        raise TokenizerError(f"{path}: has a token of id {size - 1}, which no model has")
     special = special_ids(config, backend.token_to_id)
     prefix, suffix = _frame(backend, config, special)
+    if len(prefix) + len(suffix) > _MAX_FRAME or max((*prefix, *suffix), default=0) >= size:
+        raise TokenizerError(f"{path}: post_processor: puts other tokens around a text than it has")
     bos = special.bos
     if bos is None and len(prefix) == 1 and not suffix:
         bos = prefix[0]  # no configuration names it, but every text starts with it
@@ -197,25 +302,51 @@ def _finish(
     return HuggingFaceTokenizer(path, backend, special, size)
 
 
+def _vocab_size(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> int:
+    """One more than the highest id."""
+    count: int = backend.get_vocab_size(with_added_tokens=True)
+    if count == 0 or backend.id_to_token(count - 1) is not None:
+        return max([count, *(id + 1 for id in added)])
+    return _highest_id(backend) + 1  # there are gaps
+
+
+def _highest_id(backend: tokenizers.Tokenizer) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
 def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [token for token in config.added if token.content and token.content not in known]
+    new: list[AddedToken] = []
     for token in sorted(missing, key=lambda token: token.id if token.id is not None else -1):
         id = backend.token_to_id(token.content)
         if id is None and token.id is None:
             continue  # a name only: the model has no row for it
-        if None not in (id, token.id) and id != token.id:
-            said = f"{config.path.name} says {token.id}"
-            raise TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
-        made = tokenizers.AddedToken(
-            token.content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized,
-            special=token.special,
-        )
-        (backend.add_special_tokens if token.special else backend.add_tokens)([made])
+        _check_id(path, config, token, id)
+        new.append(token)
+    # Together, because the library looks at all of its tokens each time that some are added.
+    for special, tokens in groupby(new, key=lambda token: token.special):
+        made = [_made(token) for token in tokens]
+        (backend.add_special_tokens if special else backend.add_tokens)(made)
+    for token in new:
+        _check_id(path, config, token, backend.token_to_id(token.content))
+
+
+def _made(token: AddedToken) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _check_id(path: Path, config: TokenizerConfig, token: AddedToken, id: int | None) -> None:
+    if None not in (id, token.id) and id != token.id:
+        said = f"{config.path.name} says {token.id}"
+        raise TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
 
 
 def _frame(

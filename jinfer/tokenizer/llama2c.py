@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError
+from jinfer.tokenizer.config import read_file
 from jinfer.tokenizer.surface import marked_spaces
 
 _UNK, _BOS, _EOS, _FIRST_BYTE = 0, 1, 2, 3  # ids run.c takes for granted
@@ -100,10 +101,7 @@ def load_llama2c(path: Path, vocab_size: int | None) -> Llama2cTokenizer:
     Raises:
         TokenizerError: the file is cut short or holds impossible lengths.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{path}: {error}") from None
+    data = read_file(path)
     pieces: list[bytes] = []
     scores: list[float] = []
     at = 4

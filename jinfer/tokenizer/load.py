@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.tokenizer.base import Tokenizer
-from jinfer.tokenizer.config import read_config
+from jinfer.guard.files import is_there
+from jinfer.tokenizer.base import Tokenizer, library_errors
+from jinfer.tokenizer.config import read_config, read_file
 from jinfer.tokenizer.gguf import from_gguf
 from jinfer.tokenizer.huggingface import load_tokenizer_json, load_vocab_merges, load_vocab_txt
 from jinfer.tokenizer.llama2c import load_llama2c
+from jinfer.tokenizer.pipeline import is_usual
 from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
+from jinfer.tokenizer.vetting import vet
 
 _SENTENCEPIECE = (
     "tokenizer.model",
@@ -27,6 +30,7 @@ def load_tokenizer(
     *,
     metadata: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
+    trust: bool | None = None,
 ) -> Tokenizer | None:
     """The tokenizer of a checkpoint; None where it has none.
 
@@ -40,30 +44,42 @@ def load_tokenizer(
             beside it), or another file of a folder.
         metadata: the keys and values of a GGUF file, which then are the only source.
         vocab_size: the vocabulary size in a llama2.c model's header.
+        trust: False: the tokenizer is tried out in a process with bounds before it is read here;
+            None: only where a tokenizer.json has regular expressions that are not known; True:
+            never.
 
     Raises:
         TokenizerError: a file that cannot be used, with its name and what is wrong.
     """
-    if metadata is not None:
-        return from_gguf(metadata, path)
-    folder = path if path.is_dir() else path.parent
-    if path.suffix == ".bin" and path.is_file() and vocab_size is not None:
-        file = folder / "tokenizer.bin"
-        return load_llama2c(file, vocab_size) if file.exists() else None
-    return _load_folder(folder, vocab_size)
+    if trust is False or (trust is None and metadata is None and not _is_usual(path)):
+        vet(path, metadata, vocab_size)
+    with library_errors(path, "its tokenizer cannot be used"):
+        if metadata is not None:
+            return from_gguf(metadata, path)
+        folder = path if path.is_dir() else path.parent
+        if path.suffix == ".bin" and path.is_file() and vocab_size is not None:
+            file = folder / "tokenizer.bin"
+            return load_llama2c(file, vocab_size) if is_there(file) else None
+        return _load_folder(folder, vocab_size)
+
+
+def _is_usual(path: Path) -> bool:
+    """Whether a tokenizer.json, if there is one, has nothing that must be tried out."""
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return not is_there(file) or is_usual(read_file(file))
 
 
 def _load_folder(folder: Path, vocab_size: int | None) -> Tokenizer | None:
     config = read_config(folder)
-    if (folder / "tokenizer.json").exists():
+    if is_there(folder / "tokenizer.json"):
         return load_tokenizer_json(folder / "tokenizer.json", config)
     for name in _SENTENCEPIECE:
-        if (folder / name).exists():
+        if is_there(folder / name):
             return load_sentencepiece(folder / name, config)
-    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+    if is_there(folder / "vocab.json") and is_there(folder / "merges.txt"):
         return load_vocab_merges(folder, config)
-    if (folder / "vocab.txt").exists():
+    if is_there(folder / "vocab.txt"):
         return load_vocab_txt(folder / "vocab.txt", config)
-    if (folder / "tokenizer.bin").exists():
+    if is_there(folder / "tokenizer.bin"):
         return load_llama2c(folder / "tokenizer.bin", vocab_size)
     return None

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import sentencepiece
 
+from jinfer.guard.files import is_there
 from jinfer.tokenizer.base import Tokenizer, TokenizerError
-from jinfer.tokenizer.config import TokenizerConfig, read_vocabulary, special_ids
+from jinfer.tokenizer.config import TokenizerConfig, read_file, read_vocabulary, special_ids
 from jinfer.tokenizer.languages import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
 from jinfer.tokenizer.sentencepiece_model import load
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_MOST_GAPS = 100_000  # ids that no token has
 _FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")
 
 
@@ -38,11 +40,7 @@ class _Layout:
 
 def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
     """Reads a .model (or .spm) file and the JSON files beside it. Raises: TokenizerError."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{file}: {error}") from None
-    processor = load(data, file)
+    processor = load(read_file(file), file)
     pieces: list[str] = processor.id_to_piece(list(range(processor.vocab_size())))
     layout = _with_added(_layout(file, pieces, processor, config), config)
     ids = {name: id for id, name in reversed(list(enumerate(layout.names))) if name}
@@ -86,7 +84,7 @@ def _layout(
 ) -> _Layout:
     kind = config.kind
     vocabulary = file.with_name("vocab.json")
-    if vocabulary.exists():
+    if is_there(vocabulary):
         return _looked_up(vocabulary, pieces, config)
     if kind.startswith(("XLMRoberta", "MBart", "Nllb")):
         return _fairseq(pieces, config)
@@ -119,7 +117,8 @@ def _t5(pieces: list[str], config: TokenizerConfig) -> _Layout:
     """The sentinels come after the pieces, the last one first; EOS after a text."""
     count = config.number("extra_ids", 100 if config.kind in ("", "T5Tokenizer") else 0)
     sentinels = [f"<extra_id_{number}>" for number in reversed(range(count))]
-    sentinels = [name for name in sentinels if name not in set(pieces)]
+    known = set(pieces)
+    sentinels = [name for name in sentinels if name not in known]
     eos = config.text("eos_token") or "</s>"
     return _Layout([*pieces, *sentinels], suffix=(eos,), control=frozenset(sentinels))
 
@@ -141,10 +140,12 @@ def _fairseq(pieces: list[str], config: TokenizerConfig) -> _Layout:
 def _looked_up(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layout:
     """M2M100 and Marian: the ids of pieces are in vocab.json; M2M100's languages come after."""
     vocabulary = read_vocabulary(file)
-    names = [""] * (max(vocabulary.values(), default=-1) + 1) if len(vocabulary) < 10**7 else []
+    names = [""] * (max(vocabulary.values(), default=-1) + 1)
+    if len(names) > len(vocabulary) + _MOST_GAPS:
+        raise TokenizerError(
+            f"{file}: has an id of {len(names) - 1} among {len(vocabulary)} tokens"
+        )
     for name, id in vocabulary.items():
-        if id >= len(names):
-            raise TokenizerError(f"{file}: token {name[:50]!r} has id {id}, far above the others")
         names[id] = name
     unk = vocabulary.get(config.text("unk_token") or "<unk>")
     if unk is None:
@@ -166,7 +167,7 @@ def _with_added(layout: _Layout, config: TokenizerConfig) -> _Layout:
     """The layout with the configuration's tokens at their ids."""
     names, control = list(layout.names), set(layout.control)
     for token in config.added:
-        if token.id is not None and token.id >= len(names) + 100_000:
+        if token.id is not None and token.id >= len(names) + _MOST_GAPS:
             raise TokenizerError(f"{config.path}: token {token.content!r} has id {token.id}")
         if token.id is not None and token.content:
             names += [""] * (token.id + 1 - len(names))

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import sentencepiece
 
-from jinfer.tokenizer.base import TokenizerError
+from jinfer.tokenizer.base import TokenizerError, library_errors
 
 
 class PieceType(IntEnum):
@@ -64,10 +64,8 @@ def load(data: bytes, source: Path) -> sentencepiece.SentencePieceProcessor:
     """A processor for the bytes of a .model file. Raises: TokenizerError."""
     if not data:  # which the library takes for "load nothing"
         raise TokenizerError(f"{source}: not a sentencepiece model: the file is empty")
-    try:
+    with library_errors(source, "not a sentencepiece model"):
         return sentencepiece.SentencePieceProcessor(model_proto=data)
-    except Exception as error:  # the library raises several kinds
-        raise TokenizerError(f"{source}: not a sentencepiece model: {str(error)[:200]}") from None
 
 
 def serialize(model: SentencePieceModel) -> bytes:
@@ -99,7 +97,8 @@ def _pieces(model: SentencePieceModel, byte_fallback: bool) -> Iterator[bytes]:
         zip(model.pieces, model.scores, model.types, strict=True)
     ):
         name = piece.encode("utf-8", "replace")
-        if not piece or piece in seen or b"\0" in name:
+        # Two pieces that are not UTF-8 would be the same one.
+        if not piece or piece in seen or b"\0" in name or name.decode() != piece:
             name, kind = f"\ue000{id}\ue001".encode(), PieceType.UNUSED
         seen.add(piece)
         if kind == PieceType.BYTE and not byte_fallback:

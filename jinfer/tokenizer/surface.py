@@ -31,6 +31,17 @@ class Surface:
     strip_space: bool = False
 
 
+def plain(name: str) -> bytes:
+    """The bytes of a name that is written as it is.
+
+    Bytes that are not UTF-8 come as "surrogateescape"; JSON may hold other lone surrogates.
+    """
+    try:
+        return name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "replace")
+
+
 @cache
 def byte_alphabet() -> dict[str, int]:
     """The 256 letters byte-level BPE writes bytes with (GPT-2, `bytes_to_unicode`).
@@ -52,7 +63,7 @@ def byte_level() -> Surface:
         try:
             return bytes([letters[letter] for letter in name])
         except KeyError:
-            return name.encode("utf-8", "surrogateescape")
+            return plain(name)
 
     return Surface(to_bytes)
 
@@ -64,7 +75,7 @@ def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:
         byte = _BYTE_TOKEN.fullmatch(name)
         if byte:
             return bytes([int(byte[1], 16)])
-        return name.replace(mark, " ").encode("utf-8", "surrogateescape")
+        return plain(name.replace(mark, " "))
 
     return Surface(to_bytes, strip_space)
 
@@ -83,14 +94,14 @@ def word_pieces(prefix: str = "##", cleanup: bool = True) -> Surface:
         elif cleanup:
             for spaced, joined in _ENGLISH_SPACING:
                 text = text.replace(spaced, joined)
-        return text.encode()
+        return plain(text)
 
     return Surface(to_bytes, strip_space=True)
 
 
 def spaced_words() -> Surface:
     """Tokens are whole words: a tokenizer without a decoder joins them with spaces."""
-    return Surface(lambda name: (" " + name).encode(), strip_space=True)
+    return Surface(lambda name: plain(" " + name), strip_space=True)
 
 
 def from_decoder(decoder: Mapping[str, Any] | None) -> Surface:

@@ -192,7 +192,7 @@ def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activa
     """A parameter, with arrays or without, as this machine's kernels want it."""
     if isinstance(tensor, OutlierTensor):
         return replace(tensor, rounded=_as_here(tensor.rounded, activations))
-    columns = columns_here(tensor.format) or tensor.columns
+    columns = columns_here(tensor.format)
     if columns != tensor.columns:
         is_abstract = isinstance(tensor.words, jax.ShapeDtypeStruct)
         tensor = (

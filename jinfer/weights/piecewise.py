@@ -10,16 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.ggml import BLOCKS, PLAIN, decode
-from jinfer.checkpoint.mapped import release
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
 from jinfer.quant.tensor import empty
 from jinfer.weights.mapping import Origin, Shapes
+from jinfer.weights.rows import PIECE as _PIECE
+from jinfer.weights.rows import row_reader
 from jinfer.weights.storage import Storage
-
-_PIECE = 1 << 20  # weights
 
 # Called with each piece, and the values that it was quantized from.
 type Watch = Callable[
@@ -56,7 +53,7 @@ def quantize_in_pieces(
     numbers = origin.rows(shapes)
     for e, file in enumerate(origin.files):
         outer = (e,) if origin.stacked else ()
-        read = _reader(file)
+        read = row_reader(file)
         for index in np.ndindex(*file.shape[:-2]):
             matrix = result[(*outer, *index) or ...]
             for begin in range(0, matrix.outputs, height):
@@ -79,28 +76,3 @@ def of_matrix(inputs: Inputs | None, index: tuple[int, ...]) -> Inputs | None:
     if inputs is None or not inputs.rows.ndim:
         return inputs
     return Inputs(inputs.mean[index], inputs.rows[index])
-
-
-def _reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
-    """What gives the values of some rows of a matrix of a stack, float32."""
-    *stack, outputs, inputs = file.shape
-    block = BLOCKS.get(file.type)
-    if block is None or file.type in PLAIN or file.nbytes % block.bytes:
-        values = file.read()
-
-        def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
-            part = values[index][rows]
-            numbers = part.astype(np.float32)
-            release(part)
-            return numbers
-
-        return cut
-    raw = file.raw().reshape(*stack, outputs, -1)
-
-    def decoded(index: tuple[int, ...], rows: Any) -> np.ndarray:
-        part = raw[index][rows]
-        numbers = decode(file.type, part, (len(part), inputs))
-        release(part)
-        return numbers
-
-    return decoded

@@ -9,6 +9,7 @@ from math import prod
 
 from jinfer.model import AbstractModel, build
 from jinfer.nn.parameter import Role
+from jinfer.ops.cache import ENCODER
 from jinfer.quant import parse_format
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import QuantizationSpec
@@ -78,16 +79,16 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
         if source not in seen:
             seen.add(source)
             counts[role] += prod(parameter.shape)
-    cache = {"decoder": 0, "encoder": 0}
+    cache = Counter[bool]()
     for shape in model.caches.values():
-        cache[shape.of] += 2 * shape.heads * (shape.key_dim + shape.value_dim)
+        cache[shape.group == ENCODER] += 2 * shape.heads * (shape.key_dim + shape.value_dim)
     return Sizes(
         embeddings=counts["table"],
         matrices=counts["matrix"],
         heads=counts["head"],
         plain=counts["plain"],
-        cache_per_token=cache["decoder"],
-        cross_per_token=cache["encoder"],
+        cache_per_token=cache[False],
+        cross_per_token=cache[True],
     )
 
 

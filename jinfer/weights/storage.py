@@ -27,7 +27,7 @@ from jinfer.quant.calibration import Inputs
 from jinfer.quant.ggml import kept_format, quantized_tensor
 from jinfer.quant.quantize import Method
 from jinfer.quant.sparse import abstract_outliers
-from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract
+from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, RuleSpec
 from jinfer.weights.mapping import Origin, Shapes
@@ -36,9 +36,14 @@ _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 _TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
 
 
-def columns_here(format: QuantFormat) -> int | None:
-    """What the GPU's kernels read, whole superblocks of 1,024 weights; None: as it comes."""
-    return MOST_COLUMNS // format.per_code if jax.default_backend() == "gpu" else None
+def columns_here(format: QuantFormat) -> int:
+    """Columns of a superblock: what this machine's kernels read.
+
+    The GPU's read whole superblocks of 1,024 weights.
+    """
+    if jax.default_backend() == "gpu":
+        return MOST_COLUMNS // format.per_code
+    return columns_of(format)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Storage:
     activations: Activations
 
     @property
-    def columns(self) -> int | None:
+    def columns(self) -> int:
         """See `columns_here`."""
         return columns_here(self.format)
 

@@ -1,14 +1,20 @@
 """How the custom calls are compiled and found."""
 
+import _ctypes
 import logging
 import os
+import shutil
+import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from jinfer.cpu import build
+from jinfer.cpu import build, library_cache
+
+built = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -19,6 +25,40 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 _ASK = "from jinfer.cpu import build; print(build.available(), build.available())"
+
+
+@pytest.fixture(autouse=True)
+def _no_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of this process may have been made by another test."""
+    monkeypatch.setattr(library_cache, "_private", [])
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """The library in a cache folder of its own."""
+    real = build.library_path()
+    folder = tmp_path / "custom_calls" / real.parent.name
+    shutil.copytree(real.parent, folder)
+    for path in (folder.parent, folder, folder / real.name):
+        path.chmod(0o700)
+    return folder / real.name
+
+
+@pytest.fixture
+def copier(tmp_path: Path) -> str:
+    """A compiler that takes no time: what it links is the library that there is."""
+    script = tmp_path / "copier"
+    script.write_text(
+        f"""#!{sys.executable}
+import shutil, sys
+to = sys.argv[sys.argv.index("-o") + 1]
+open(to, "w").close()
+if "-shared" in sys.argv:
+    shutil.copy({str(build.library_path())!r}, to)
+"""
+    )
+    script.chmod(0o700)
+    return str(script)
 
 
 def test_without_a_compiler_one_line_says_what_is_lost(tmp_path: Path) -> None:
@@ -40,10 +80,22 @@ def test_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
     with pytest.raises(build.BuildError, match="false fails"):
         build.library_path()
-    assert not list(tmp_path.rglob("*.so"))
+    assert not list((tmp_path / "custom_calls").iterdir())
 
 
-@pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["/usr/bin/ld: cannot find -lstdc++", "collect2: error: ld returned 1"], "cannot find"),
+        (["In file included", "a.h:1: error: no", "a.h:2: error: more"], "a.h:1: error: no"),
+        (["Killed"], "Killed"),
+    ],
+)
+def test_the_reason_is_told(lines: list[str], reason: str) -> None:
+    assert reason in build._reason(lines)
+
+
+@built
 def test_is_found_again() -> None:
     path = build.library_path()
     written = path.stat().st_mtime_ns
@@ -51,7 +103,105 @@ def test_is_found_again() -> None:
     assert path.stat().st_mtime_ns == written
 
 
-@pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+@built
+def test_no_compiler_and_nothing_to_write_to(kept: Path) -> None:
+    """As in a container image; nor is a temporary folder made."""
+    for path in (kept, kept.parent, kept.parent.parent):
+        path.chmod(0o500)
+    code = f"import tempfile; tempfile.mkdtemp = None; {_ASK}"
+    done = run(code, CXX="no-such-compiler", JINFER_CACHE=str(kept.parents[2]))
+    assert done.stdout.split() == ["True", "True"]
+    assert done.stderr == ""
+    for path in (kept.parent.parent, kept.parent):
+        path.chmod(0o700)
+
+
+@built
+@pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
+def test_what_is_damaged_is_built_anew(kept: Path, copier: str, damage: str) -> None:
+    whole = kept.read_bytes()
+    if damage == "foreign":
+        shutil.copy(_ctypes.__file__, kept)
+    else:
+        kept.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"")
+    done = run(_ASK, CXX=copier, JINFER_CACHE=str(kept.parents[2]))
+    assert done.stdout.split() == ["True", "True"]
+    assert "compiling custom calls" in done.stderr
+    assert kept.read_bytes() == whole
+    assert [path.name for path in kept.parent.parent.iterdir()] == [kept.parent.name]
+
+
+@built
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_others_can_write_is_not_loaded(
+    kept: Path, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JINFER_CACHE", str(kept.parents[2]))
+    assert library_cache.find(kept.parent.name) == kept
+    part = (kept, *kept.parents)[which]
+    part.chmod(0o777)
+    assert library_cache.find(kept.parent.name) is None
+
+
+@built
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_belongs_to_another_user_is_not_loaded(
+    kept: Path, which: int, copier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JINFER_CACHE", str(kept.parents[2]))
+    monkeypatch.setenv("CXX", copier)
+    os.chown((kept, *kept.parents)[which], 1234, 1234)
+    assert library_cache.find(kept.parent.name) is None
+    again = build.library_path()
+    assert again.stat().st_uid == os.geteuid()
+    assert library_cache._is_ours(again)
+
+
+@built
+def test_folders_are_closed_to_others(
+    tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was there already, and what a killed build has left in it is removed."""
+    folder = tmp_path / "cache" / "custom_calls"
+    left = folder / "building-left"
+    left.mkdir(parents=True)
+    folder.chmod(0o777)
+    os.utime(left, (time.time() - 7200, time.time() - 7200))
+    monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", copier)
+    path = build.library_path()
+    assert path.parent.parent == folder
+    for each in (folder, path.parent):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+    assert [each.name for each in folder.iterdir()] == [path.parent.name]
+
+
+@built
+def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("JINFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", copier)
+    path = build.library_path()
+    assert path.exists()
+    assert build.library_path() == path
+
+
+def test_more_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = build._key()
+    monkeypatch.setenv(build.FLAGS, "-fsanitize=address")
+    build._key.cache_clear()
+    assert build._key() != usual
+    monkeypatch.delenv(build.FLAGS)
+    build._key.cache_clear()
+    assert build._key() == usual
+
+
+@built
 def test_instructions_can_be_lowered(caplog: pytest.LogCaptureFixture) -> None:
     best = build.isa()
     with build.lowered_isa("portable"):

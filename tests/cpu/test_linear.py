@@ -23,7 +23,13 @@ pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TWO_LEVEL = (("2", 16, False), ("3", 16, True), ("4", 32, False), ("5", 32, False), ("6", 16, True))
+TWO_LEVEL: tuple[tuple[Width, int, bool], ...] = (
+    ("2", 16, False),
+    ("3", 16, True),
+    ("4", 32, False),
+    ("5", 32, False),
+    ("6", 16, True),
+)
 
 
 def matrix(
@@ -126,10 +132,9 @@ def test_widths(width: Width, symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize(("width", "block", "symmetric"), TWO_LEVEL)
-@pytest.mark.parametrize("columns", [8, 16, 32])
-def test_two_level_formats(width: Width, block: int, symmetric: bool, columns: int) -> None:
+def test_two_level_formats(width: Width, block: int, symmetric: bool) -> None:
     format = QuantFormat(width, block, symmetric, two_level=True)
-    check(matrix(format, 21, 768, columns=columns), 5)
+    check(matrix(format, 21, 768), 5)
 
 
 def test_codebook() -> None:
@@ -147,7 +152,7 @@ def test_codebook() -> None:
     symmetric=st.booleans(),
     outputs=st.integers(1, 70),
     inputs=st.integers(1, 700),
-    columns=st.sampled_from((None, 1, 2, 4, 8, 16, 32)),
+    columns=st.sampled_from((None, 2, 4, 8)),
     rows=st.sampled_from((1, 2, 3, 7, 8, 15, 33)),
 )
 def test_any_shape(
@@ -161,7 +166,7 @@ def test_any_shape(
 ) -> None:
     format = QuantFormat(width, block, symmetric)
     if columns is not None:  # a block never reaches over the end of a superblock
-        columns = max(columns, block // (32 * format.per_code), 1)
+        columns = max(columns, block // (32 * format.per_code))
     check(matrix(format, outputs, inputs, columns=columns), rows)
 
 

@@ -49,7 +49,7 @@ def electra(t: Tensors, text: list[int], types: list[int]) -> Floats:
 
 @pytest.mark.parametrize("width", [HIDDEN, 16])
 def test_electra_generator(tmp_path: Path, width: int) -> None:
-    """Embeddings may be narrower than the layers; the head gives logits over them."""
+    """Embeddings may be narrower than the layers; here the head is not their table."""
     head = ("generator_predictions.dense", "generator_predictions.LayerNorm")
     shapes = embedding_shapes("electra.", width) | bert_shapes("electra.")
     shapes |= linear(head[0], width, HIDDEN) | norm(head[1], width)
@@ -68,8 +68,7 @@ def test_electra_generator(tmp_path: Path, width: int) -> None:
     for hidden, logits, text, types in got:
         x = electra(t, text, types)
         close(hidden, x)
-        words = t["electra.embeddings.word_embeddings.weight"]
-        close(logits, masked(x, t, head) @ words.T + t["generator_lm_head.bias"])
+        close(logits, dense(masked(x, t, head), t, "generator_lm_head"))
 
 
 def test_electra_discriminator(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_electra_discriminator(tmp_path: Path) -> None:
 
 
 def test_xlm_roberta(tmp_path: Path) -> None:
-    """Positions are counted from after the padding's id on; one type."""
+    """Positions are counted from after the padding's id on; one type; a head of its own."""
     shapes = embedding_shapes("roberta.", types=1, rows=66) | bert_shapes("roberta.")
     shapes |= linear("lm_head.dense", HIDDEN, HIDDEN) | norm("lm_head.layer_norm")
     shapes |= linear("lm_head.decoder", VOCAB, HIDDEN) | {"lm_head.bias": (VOCAB,)}
@@ -105,7 +104,7 @@ def test_xlm_roberta(tmp_path: Path) -> None:
         for layer in layers_of(inside, "encoder.layer."):
             x = bert_layer(x, attend(x, layer, NAMES, causal=False), layer, 1e-5)
         out = masked(x, t, ("lm_head.dense", "lm_head.layer_norm"), 1e-5)
-        close(logits, out @ inside["embeddings.word_embeddings.weight"].T + t["lm_head.bias"])
+        close(logits, out @ t["lm_head.decoder.weight"].T + t["lm_head.bias"])
 
 
 ALBERT_LAYER = "encoder.albert_layer_groups.0.albert_layers.0."
@@ -148,12 +147,12 @@ def test_albert(tmp_path: Path) -> None:
             x = centre(x + inner, layer, "full_layer_layer_norm", EPS)
         close(first, np.tanh(dense(x[:1], inside, "pooler"))[0])
         out = centre(gelu_tanh(dense(x, t, "predictions.dense")), t, "predictions.LayerNorm", EPS)
-        close(logits, out @ inside["embeddings.word_embeddings.weight"].T + t["predictions.bias"])
+        close(logits, out @ t["predictions.decoder.weight"].T + t["predictions.bias"])
 
 
 def test_shared_weights_are_loaded_once(tmp_path: Path) -> None:
     engine = albert(tmp_path)[0]._engine
-    arrays = dict(zip(engine.model.names, engine.leaves, strict=True))
+    arrays = dict(zip(engine.model.names, engine.parameters, strict=True))
     for part in ("attn.q.weight", "ffn.up.bias", "ffn_norm.weight"):
         assert len({id(arrays[f"encoder.{i}.{part}"]) for i in range(3)}) == 1
     assert arrays["encoder.0.attn.q.weight"] is not arrays["encoder.0.attn.k.weight"]

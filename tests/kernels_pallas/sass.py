@@ -1,7 +1,7 @@
 """Compiles kernels for an H200 without one and counts their instructions.
 
 Run as a program, because JAX must be told of the platform before it starts:
-`python -m tests.kernels_pallas.sass NAME...` prints JSON, target -> `Code`.
+`python -m tests.kernels_pallas.sass NAME...` prints JSON, target -> the `Code` of its kernels.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Code:
     """A kernel's machine code.
 
     Attributes:
+        name: of the kernel.
         registers, spilled: registers of a thread, and bytes that did not fit into them.
         loop: instructions of its longest loop, or of all where there is none.
         counts: of the loop's instructions by name.
         copies: operations of the program around it that copy or convert an array.
     """
 
+    name: str
     registers: int
     spilled: int
     loop: int
@@ -89,8 +91,8 @@ def name_of(instruction: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
 
 
-def compile_target(target: Any, folder: Path) -> Code:
-    """Compiles one target whose program has one kernel."""
+def compile_target(target: Any, folder: Path) -> list[Code]:
+    """Compiles one target; the code of its kernels."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
@@ -112,13 +114,17 @@ def compile_target(target: Any, folder: Path) -> Code:
         for line in compiled.as_text().splitlines()
         if re.search(r"= \S+ (copy|dynamic-slice|fusion)\(", line) and _bytes(line) > weights // 16
     ]
+    return [
+        _code(ptx, name[1], copies)
+        for ptx in sorted(folder.glob("*.ptx"))
+        if (name := re.search(r"\.entry ((packed_product|\w+_attention)\w*)", ptx.read_text()))
+    ]
+
+
+def _code(ptx: Path, name: str, copies: list[str]) -> Code:
+    """What the assembler makes of a kernel."""
     found = tools()
     assert found is not None
-    (ptx,) = [
-        path
-        for path in folder.glob("*.ptx")
-        if re.search(r"\.entry (packed_product|decode_attention)", path.read_text())
-    ]
     cubin = ptx.with_suffix(".cubin")
     log = subprocess.run(
         [found[0], "-v", "-arch=sm_90a", ptx, "-o", cubin],
@@ -133,7 +139,7 @@ def compile_target(target: Any, folder: Path) -> Code:
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     (registers,) = re.findall(r"Used (\d+) registers", log)
     counts = Counter(name_of(text) for text in loop)
-    return Code(int(registers), spilled, len(loop), dict(counts), copies)
+    return Code(name, int(registers), spilled, len(loop), dict(counts), copies)
 
 
 def _bytes(line: str) -> int:
@@ -157,7 +163,8 @@ def main() -> None:
     from tests.kernels_pallas.targets import compiled_targets
 
     chosen = [target for target in compiled_targets() if target.name in sys.argv[1:]]
-    print(json.dumps({target.name: asdict(compile_target(target, folder)) for target in chosen}))
+    codes = {target.name: compile_target(target, folder) for target in chosen}
+    print(json.dumps({name: list(map(asdict, each)) for name, each in codes.items()}))
 
 
 if __name__ == "__main__":

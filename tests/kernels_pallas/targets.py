@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
-from kernels_pallas.attention import Alibi, attend
+from kernels_pallas.attention import Queries, Scores, attend
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
@@ -89,38 +89,41 @@ def attention(
     dim: int = 128,
     *,
     heads: tuple[int, int] = (32, 8),
-    tree: bool = False,
-    alibi: bool = False,
+    rows: int = 16,
+    changed: bool = False,
     shared: bool = False,
     name: str = "",
     **options: Any,
 ) -> Target:
-    """Queries over 8,192 tokens.
+    """Queries over up to 8,192 tokens of each sequence.
 
     Args:
         heads: of queries and of keys.
+        rows: sequences that there are at most.
+        changed: scores are changed in every way that there is.
         shared: the keys are the values too.
+        options: of `Scores`.
     """
-    lead = (4, heads[1], 8192)
+    lead = (rows * 128, heads[1], 64)
 
     def kept() -> Kept:
         if kind in PLAIN:
             return Kept(Shape((*lead, dim), PLAIN[kind]))
-        rows = jax.eval_shape(lambda: zeros((*lead, dim), FORMATS[kind]))
-        return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
+        vectors = jax.eval_shape(lambda: zeros((*lead, dim), FORMATS[kind]))
+        return Kept(vectors.words, vectors.scales, vectors.format.levels, vectors.width)
 
-    place = Shape((4, tokens), jnp.int32)
-    q = Shape((4, tokens, heads[0], dim), jnp.float32 if kind == "f32" else jnp.bfloat16)
-    args = (q, kept(), None if shared else kept(), Shape((4,), jnp.int32), place, place)
-    nodes = Shape((4, tokens, tokens), jnp.bool_) if tree else None
-    slopes = Shape((heads[0],), jnp.float32) if alibi else None
+    q = Shape((tokens, heads[0], dim), jnp.float32 if kind == "f32" else jnp.bfloat16)
+    each = Shape((tokens,), jnp.int32)
+    queries = Queries._make([each] * 4 + [Shape((rows, 128), jnp.int32)])
+    per_head = Shape((heads[0],), jnp.float32) if changed else None
+    table = Shape((heads[0], 128), jnp.float32) if changed else None
+    args = (q, kept(), None if shared else kept(), queries, per_head, table)
 
-    def function(*given: Any) -> Any:
-        *args, nodes, slopes = given
-        far = None if slopes is None else Alibi(slopes, args[-1])
-        return attend(*args, scale=0.1, tree=nodes, alibi=far, **options)
+    def function(q: Any, keys: Any, values: Any, queries: Any, per_head: Any, table: Any) -> Any:
+        scores = Scores(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
+        return attend(q, keys, values, queries, scores)
 
-    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, (*args, nodes, slopes))
+    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, args)
 
 
 def compiled_targets() -> list[Target]:
@@ -137,12 +140,16 @@ def compiled_targets() -> list[Target]:
         gated("4"),
         experts("4"),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
-        attention("bf16", 64, heads=(8, 8)),
-        attention("q4", 64, heads=(8, 8)),
-        attention("q8", tokens=5, tree=True, alibi=True, softcap=30.0, name="all"),
+        attention("bf16", 128),
+        attention("bf16", 512),
+        attention("q4", 512),
+        attention("bf16", 512, heads=(8, 8), name="alone"),
+        attention("q8", tokens=5, changed=True, softcap=30.0, name="all"),
         attention("q4", dim=80),
         attention("q4", dim=256),
+        attention("bf16", 512, dim=256),
         attention("bf16", dim=576, heads=(128, 1), shared=True, name="latent"),
+        attention("bf16", 512, dim=576, heads=(128, 1), shared=True, name="latent_many"),
         attention("f32", dim=256),
         attention("bf16", dim=640),
         attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.ops.attention import _route, attend_reference, extend
-from jinfer.ops.cache import CacheShape, LayerCache, empty
+from jinfer.ops.attention import _route, extend
+from jinfer.ops.cache import LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import QuantFormat
-from jinfer.quant.kind import parse_kind
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import matmul
 from tests.kernels_pallas.helpers import KINDS, WIDTHS, assert_near, random_matrix, random_rows
-from tests.kernels_pallas.test_attention import check as check_attention
+from tests.kernels_pallas.test_attention import MIXED, Case
+from tests.ops.paged import Run, filled, placed, random, sequences, tables_of
+from tests.ops.paged import expected as expected_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,8 +30,10 @@ pytestmark = [
 ]
 run = functools.partial(jax.jit, static_argnames=("backend", "gated"))(matmul)
 run_experts = functools.partial(jax.jit, static_argnames=("backend", "gated"))(expert_matmul)
-check = functools.partial(check_attention, interpret=False)
-LONG: dict[str, Any] = {"length": 3000, "ends": (3000, 17, 1234)}
+LONG: dict[str, Any] = {"length": 3008, "blocks": 200}
+DECODING = ((0, 2999, 1), (2, 16, 1), (1, 1233, 1))
+SEVERAL = ((0, 2995, 5), (2, 12, 5), (-1, 0, 2), (1, 1229, 5))
+PROMPTS = ((1, 600, 300), (0, 2999, 1), (-1, 0, 3), (2, 0, 300), (3, 100, 4))
 FORMATS = [QuantFormat(w, b, s) for w, b, s in product(WIDTHS, (32, 64, 128), (False, True))]
 
 
@@ -85,47 +88,57 @@ def test_experts(tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 80, 128, 192])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_attention(kind: str, dim: int, tokens: int) -> None:
-    shape = {"dims": (dim, dim), "tokens": tokens, "heads": (14, 2), **LONG}
-    check((kind, kind), **shape)
-    everything: dict[str, Any] = {"window": 500, "softcap": 30.0, "alibi": True, "sinks": True}
-    check((kind, kind), **shape, **everything, tree=True)
+@pytest.mark.parametrize("runs", [DECODING, SEVERAL], ids=["one", "several"])
+def test_attention(kind: str, dim: int, runs: Any) -> None:
+    shape: dict[str, Any] = {"dims": (dim, dim), "heads": (14, 2), **LONG}
+    Case((kind, kind), runs, **shape).check(interpret=False)
+    changes: dict[str, Any] = {"softcap": 30.0, "slopes": True, "sinks": True, "by_distance": -3}
+    Case((kind, kind), runs, **shape, **changes, window=500).check(interpret=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_of_a_prompt(kind: str) -> None:
-    check((kind, kind), dims=(128, 128), tokens=300, heads=(4, 1), length=900, ends=(900, 300))
+def test_attention_of_prompts_and_decoding(kind: str) -> None:
+    case = Case((kind, kind), PROMPTS, dims=(128, 128), heads=(4, 1), rows=4, **LONG)
+    case.check(interpret=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "f32"])
 def test_latent_attention(kind: str) -> None:
-    check((kind, None), dims=(576, 576), tokens=2, heads=(128, 1), **LONG)
+    case = Case((kind, None), SEVERAL, dims=(576, 576), heads=(128, 1), **LONG)
+    case.check(interpret=False)
 
 
 @pytest.mark.parametrize("kinds", [("f16", "q8"), ("q3.5", "bf16"), ("q2", "q6")])
 def test_attention_over_other_values(kinds: tuple[str, str]) -> None:
-    check(kinds, dims=(192, 128), tokens=3, heads=(12, 3), **LONG)
+    Case(kinds, SEVERAL, dims=(192, 128), heads=(12, 3), **LONG).check(interpret=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("runs", [DECODING, MIXED, PROMPTS], ids=["one", "mixed", "prompts"])
+@pytest.mark.parametrize("heads", [(4, 1), (32, 8)])
+def test_the_same_bits_in_any_company(kind: str, runs: Any, heads: tuple[int, int]) -> None:
+    """By tiles of other sizes, in programs of one split or of all."""
+    case = Case((kind, kind), runs, dims=(128, 128), heads=heads, rows=4, **LONG)
+    case.check_alone(interpret=False, every=37)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_in_jinfer(kind: str) -> None:
     """New tokens written by XLA are what the kernel reads."""
-    rng = np.random.default_rng(0)
-    shape = CacheShape(2, 64, 64)
-    cache = empty({"a": shape}, 3, 500, 0, parse_kind(kind))["a"]
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((2, 400, heads, 64)), jnp.float32) for heads in (8, 2, 2)
-    )
-    at = jnp.broadcast_to(jnp.arange(400, dtype=jnp.int32), (2, 400))
-    slot, rules = jnp.int32(1), ScoreRules(0.125)
+    runs, tables = [Run(1, 0, 400), Run(-1, 0, 3), Run(0, 499)], tables_of([500, 400])
+    keys, values = ([random(s + n, n, 2, 64) for n in (500, 400)] for s in (1, 2))
+    cache = filled(kind, keys, values, tables)
+    q, k, v = (jnp.asarray(random(3, 404, heads, 64), jnp.float32) for heads in (8, 2, 2))
+    rules = ScoreRules(0.125)
     assert _route(q, cache.keys, cache.values, rules) == "gpu"
 
     @jax.jit
-    def step(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return extend(q, k, v, cache, at, slot, rules)
+    def step(
+        q: Array, k: Array, v: Array, cache: LayerCache, at: Placement
+    ) -> tuple[Array, LayerCache]:
+        return extend(q, k, v, cache, at, rules)
 
-    got, cache = step(q, k, v, cache)
-    with jax.default_matmul_precision("highest"):
-        wanted = attend_reference(q, cache.keys, cache.values, at, at, slot, rules)
+    got, cache = step(q, k, v, cache, placed(runs, tables))
+    k64, v64 = (sequences(part, tables, [500, 400]) for part in cache)
+    wanted = expected_attention(np.asarray(q, np.float64), k64, v64, runs, scale=0.125)
     np.testing.assert_allclose(got, wanted, atol=2e-2 if kind == "bf16" else 5e-3)

@@ -25,7 +25,7 @@ TARGETS = [
     experts("4"),
     *(attention(kind) for kind in KINDS),
     attention("bf16", dim=96, softcap=30.0, name="softcap"),
-    attention("q8", tokens=5, tree=True, alibi=True, softcap=30.0, name="all"),
+    attention("q8", tokens=5, changed=True, softcap=30.0, name="all"),
     attention("q3", tokens=200, dim=192),
     attention("q3.5", dim=40),
     attention("q6", dim=576, heads=(128, 1), shared=True, name="latent"),

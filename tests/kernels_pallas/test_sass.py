@@ -18,8 +18,9 @@ NAMES = [target.name for target in compiled_targets()]
 # Instructions of a thread for a weight. The memory would allow 2.6 at 2 bits, 3.9 at 3.5 bits and
 # 4.3 at 4 bits.
 BUDGET = {"q2": 2.6, "q3": 3.2, "q3.5": 3.9, "q4": 2.9, "q5": 3.8, "q6": 3.8, "q8": 3.7}
-# The same for a number of keys and values, of which 16 rows of queries take no more than one does.
-ATTENTION_BUDGET = {"plain": 3.0, "codes": 6.0}
+# The same for a number of keys and values, of which 16 rows of queries take no more than one does;
+# about 1.2 of them write a split's sums, which most rounds of the loop pass over.
+ATTENTION_BUDGET = {"plain": 4.3, "codes": 7.2}
 
 
 def test_longest_loop_is_found() -> None:
@@ -41,14 +42,24 @@ def test_longest_loop_is_found() -> None:
 def test_code(name: str) -> None:
     program = [sys.executable, "-W", "ignore", "-m", "tests.kernels_pallas.sass", name]
     out = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-    code: dict[str, Any] = json.loads(out.splitlines()[-1])[name]
-    counts = code["counts"]
-    assert code["spilled"] == 0
-    assert code["copies"] == []
+    codes: list[dict[str, Any]] = json.loads(out.splitlines()[-1])[name]
+    assert all(code["spilled"] == 0 for code in codes)
+    assert all(code["copies"] == [] for code in codes)
     kind, width, *rest = name.split("-")
     width = width.partition("_")[0]
+    kernels = [code for code in codes if not code["name"].startswith("merge")]
+    assert len(kernels) == (2 if rest[0] in ("128", "512", "alone") else 1)
+    for code in kernels:
+        check(code, kind, width, rest)
+
+
+def check(code: dict[str, Any], kind: str, width: str, rest: list[str]) -> None:
+    """The kernel uses tensor cores and wide loads, and its loop is short."""
+    counts = code["counts"]
     if width != "f32":
         assert any(op.startswith(("HGMMA", "HMMA")) for op in counts)
+    if kind == "attention" and width != "f32":  # one instruction for every tile: one order of sums
+        assert not any(op.startswith("HGMMA") for op in counts)
     if kind == "attention" and width in FORMATS:  # words stand apart; copied while others are used
         assert any(op.startswith("LDGSTS.E") for op in counts), counts
     else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.nn.ffn import MLP, Activation, GatedMLP, activate, gated
+from jinfer.nn.ffn import MLP, Activation, GatedMLP, Gating, activate
 from jinfer.nn.linear import Linear
 from jinfer.spec import blocks
 from tests.reference import numpy_blocks
@@ -49,14 +49,23 @@ def test_activation_of_bfloat16_is_computed_in_float32(name: str) -> None:
     assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [*DEFINITIONS, "clamped_swiglu"])
-def test_gated(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        *((name, {}) for name in [*DEFINITIONS, "clamped_swiglu"]),
+        ("clamped_swiglu", {"limit": 1.5}),
+        ("clamped_swiglu", {"alpha": 0.9, "limit": 3.0}),
+    ],
+)
+def test_gated(name: Any, keys: dict[str, Any]) -> None:
     """Over a grid of both inputs, far beyond where the clamped one cuts."""
     gate, up = (side.ravel() for side in np.meshgrid(VALUES, VALUES[::4]))
-    got = gated(name, jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
+    block = blocks.GatedMLP(kind="gated", inputs=1, width=1, activation=name, **keys)
+    assert block.check() is None
+    got = Gating.of(block)(jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
     gate, up = (np.asarray(np.float32(x), np.float64) for x in (gate, up))
     if name == "clamped_swiglu":
-        wanted = numpy_blocks.swiglu_clamped(gate, up)
+        wanted = numpy_blocks.swiglu_clamped(gate, up, **keys)
     else:
         wanted = DEFINITIONS[name](gate) * up
     assert_allclose(got, wanted, rtol=2e-5, atol=1e-4)

@@ -42,7 +42,8 @@ def scaling(kind: Any, **fields: Any) -> Scaling:
 
 
 def rotated(module: Rotary, x: Floats = X, totals: Any = (4, 302)) -> Floats:
-    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), jnp.asarray(totals))
+    each = jnp.broadcast_to(jnp.asarray(totals)[:, None], np.shape(POSITIONS))
+    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), each)
     return np.asarray(module(jnp.asarray(x, jnp.float32), cos_sin), np.float64)
 
 
@@ -63,7 +64,7 @@ def test_rope_keeps_the_type() -> None:
     """Angles are float32 whatever the type: a bfloat16 cannot tell position 300 from 301."""
     x = jnp.asarray(X, jnp.bfloat16)
     module = rotary()
-    got = module(x, module.cos_sin(jnp.asarray(POSITIONS), jnp.asarray((4, 302))))
+    got = module(x, module.cos_sin(jnp.asarray(POSITIONS), jnp.full(np.shape(POSITIONS), 302)))
     assert got.dtype == jnp.bfloat16
     assert_allclose(np.asarray(got, np.float64), expected(), atol=0.03)
 

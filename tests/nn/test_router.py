@@ -149,6 +149,8 @@ def test_router_in_float32() -> None:
     ("changes", "field"),
     [
         ({"gated": False, "activation": "clamped_swiglu"}, "activation"),
+        ({"limit": 6.0}, "limit"),
+        ({"activation": "gelu", "alpha": 1.0}, "alpha"),
         ({"groups": 5}, "groups"),
         ({"groups": 2, "top_k_groups": 3}, "top_k_groups"),
         ({"top_k": 13}, "top_k"),

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from jinfer.opening.conversation import Conversation
+from jinfer.spec.errors import SpecError
 from jinfer.spec.files import with_families
 from jinfer.spec.resolve import Facts, resolve
-from jinfer.template import TemplateError
+from jinfer.template import PromptTemplate, TemplateError
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+from jinfer.tokenizer.base import MARK
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 DIMS = {"vocab": 100, "hidden": 64, "layers": 1, "heads": 4, "kv_heads": 4, "intermediate": 64}
 USER = [{"role": "user", "content": "Hi"}]
@@ -56,6 +60,13 @@ def test_the_checkpoints_own_template_is_before_the_fallback(
     assert written(prompt, tmp_path) == (True, text)
 
 
+@pytest.mark.parametrize("template", ["[INST] [/INST]", "{bos}{{query}}", "{query}{turn}{answer}"])
+def test_a_template_without_a_place_for_the_user_is_refused(template: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"here: prompt.template: has no \{query\}: what the user"):
+        written({"template": template}, tmp_path)
+    assert written({"template": f"{template.partition('{turn}')[0]}{{_question}}"}, tmp_path)[0]
+
+
 def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
     assert written({}, tmp_path) == (False, "")
     assert written({"fallback": "fallback"}, tmp_path) == (True, "fallback")
@@ -67,3 +78,90 @@ def test_without_any_there_is_no_chat(tmp_path: Path) -> None:
     conversation = Conversation.of(resolve(tables, "here", Facts(), {}), tmp_path, {})
     with pytest.raises(TemplateError, match="the model has no chat template; set prompt"):
         conversation.encode(tokenizer(), USER)
+
+
+KINDS = ("tok_gpt2", "tok_llama3", "tok_spm_bpe", "tok_spm_unigram_t5", "tok_wordpiece")
+TEMPLATE = "{% for m in messages %}{{ m.role }}\n{{ m.content | trim }}{{ end }}\n{% endfor %}"
+
+
+def encoded(found: Tokenizer, template: str, content: str, **variables: Any) -> list[int]:
+    tables = with_families(
+        {"family": "llama", "dims": DIMS, "prompt": {"chat_template": template}}, Path("x")
+    )
+    conversation = Conversation.of(resolve(tables, "here", Facts(), {}), Path("x"), {})
+    return conversation.encode(found, [{"role": "user", "content": content}], **variables)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_in_messages_are_text(kind: str) -> None:
+    found = load_tokenizer(GOLDENS / kind)
+    assert found is not None
+    end, id = list(found.special.control.items())[-1]
+    words = f" a {end} b{end}{end} "
+    ids = encoded(found, TEMPLATE, words, end=end)
+    assert ids.count(id) == 1  # the template's own
+    counted = encoded(found, TEMPLATE, words, end=end, special=True)
+    assert counted.count(id) == 4
+    told = found.decode(ids).replace(" ", "").lower()
+    assert words.replace(" ", "").lower() in told or found.unk_id in ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_beside_a_hidden_token_keeps_its_ids(kind: str) -> None:
+    """What stands before and after the template's tokens is tokenized as without hidden ones."""
+    found = load_tokenizer(GOLDENS / kind)
+    assert found is not None
+    end, _ = list(found.special.control.items())[-1]
+    usual = encoded(found, TEMPLATE + "Hello world", "x", end=end)
+    marked = encoded(found, TEMPLATE + "Hello world", f"x {end}", end=end)
+    tail = 1 + len(found.encode("Hello world", special=False)) // 2
+    assert marked[-tail:] == usual[-tail:]
+
+
+def test_names_that_hiding_makes_and_marks_that_are_given() -> None:
+    found = tokenizer()
+    end, id = list(found.special.control.items())[-1]
+    for words in (end[:-1] + end, end[0] + end + end[1:], MARK + end, end[0] + MARK + end[1:]):
+        assert id not in encoded(found, "{{ messages[0].content }}", words)
+
+
+def test_a_template_that_looks_at_the_words_has_them_as_they_are() -> None:
+    """Where hiding would change what it says, special tokens count, as they do without hiding."""
+    found = tokenizer()
+    end, id = list(found.special.control.items())[-1]
+    template = "{{ messages[0].content|length }}{{ messages[0].content }}"
+    ids = encoded(found, template, end)
+    assert ids == found.encode(f"{len(end)}{end}", special=False)
+    assert id in ids
+
+
+def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
+    expected = json.loads((GOLDENS / "tok_chat/expected.json").read_text("utf-8"))
+    cases = [case for case in expected["cases"] if case["error"] is None]
+    assert len(cases) + sum(case["error"] is not None for case in expected["cases"]) == 186
+    for kind in KINDS:
+        found = load_tokenizer(GOLDENS / kind)
+        assert found is not None
+        for case in cases:
+            source = expected["templates"][case["template"]]
+            given = {
+                **expected["variables"],
+                "tools": expected["tools"] if case["tools"] else None,
+                "add_generation_prompt": case["add_generation_prompt"],
+            }
+            messages = expected["conversations"][case["conversation"]]
+            tables = with_families(
+                {"family": "llama", "dims": DIMS, "prompt": {"chat_template": source}}, Path("x")
+            )
+            conversation = Conversation.of(resolve(tables, "here", Facts(), {}), Path("x"), {})
+            ids = conversation.encode(found, messages, **given)
+            assert ids == found.encode(case["expected"], special=False)
+
+
+def test_a_prompt_template_has_the_same_switch() -> None:
+    found = tokenizer()
+    end, id = list(found.special.control.items())[-1]
+    template = PromptTemplate.parse("{query}")
+    message = [{"role": "user", "content": f"a{end}"}]
+    assert id not in template.encode_chat(found, message)
+    assert id in template.encode_chat(found, message, special=True)

@@ -99,3 +99,24 @@ def test_what_is_not_known(tmp_path: Path, mode: str, kind: str, function: str, 
     dense(folder / f"2_{kind}", 8, 48, function, False)
     with pytest.raises(SourceError, match=error):
         LLM(folder)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "1_Pooling/../../outside", "nul\0"])
+def test_modules_stay_in_the_folder(tmp_path: Path, path: str) -> None:
+    folder = model(tmp_path, "Pooling", "Normalize")
+    listed = json.loads((folder / "modules.json").read_text())
+    listed[1]["path"] = path
+    write(folder / "modules.json", listed)
+    with pytest.raises(SourceError, match=r"modules\.json: .* leads out of the folder"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (0, 32), (32,)])
+def test_a_dense_layer_of_another_width(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    folder = model(tmp_path, "Dense")
+    write(folder / "1_Dense" / "config.json", {"activation_function": "torch.nn.Identity"})
+    save_file(
+        {"linear.weight": np.zeros(shape, np.float32)}, folder / "1_Dense" / "model.safetensors"
+    )
+    with pytest.raises(SourceError, match=r"linear\.weight \["):
+        LLM(folder)

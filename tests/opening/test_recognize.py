@@ -1,11 +1,14 @@
 """What a user can point at: a spec, a folder, a file; with a family found, named, or unknown."""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from jinfer.checkpoint import CheckpointError
 from jinfer.opening.recognize import open_source, recognize
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
@@ -76,3 +79,68 @@ def test_a_folder_that_holds_a_gguf_file_has_its_tokenizer() -> None:
     found = open_source(GOLDENS / "gguf_llama2", {})
     assert found.tokenizer({}) == GOLDENS / "gguf_llama2" / "model.gguf"
     assert open_source(GOLDENS / "llama2", {}).tokenizer({}) == GOLDENS / "llama2"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights", "../outside"),
+        ("weights", "/etc/passwd"),
+        ("weights", "hf://owner/name"),
+        ("weights", "package://os/path"),
+        ("weights", "~/model"),
+        ("tokenizer", "sub/../../outside"),
+        ("family", "../family.toml"),
+    ],
+)
+def test_a_specification_that_nobody_named_stays_in_its_folder(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    (tmp_path / "outside").mkdir()
+    keys = {"family": "llama", "weights": ".", key: value}
+    (folder / "spec.toml").write_text("\n".join(f'{k} = "{v}"' for k, v in keys.items()))
+    with pytest.raises(SpecError, match=rf"{key}: .* leads out of the folder; give spec\.toml"):
+        recognize(folder, {})
+    if value == "../outside":  # named by the user, it may
+        with pytest.raises(CheckpointError, match="outside"):
+            recognize(folder / "spec.toml", {})
+
+
+def test_layers_that_the_file_does_not_have(tmp_path: Path) -> None:
+    """Ten thousand layers were built before the first was looked for."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10_000}))
+    begun = time.thread_time()
+    with pytest.raises(SpecError, match=r"dims\.layers: is 10000 in all, but model has only"):
+        recognize(folder, {})
+    assert time.thread_time() - begun < 5
+
+
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_a_config_that_is_no_file(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    (folder / "config.json").unlink()
+    if what == "pipe":
+        os.mkfifo(folder / "config.json")
+    else:
+        (folder / "config.json").symlink_to(what)
+    with pytest.raises(SourceError, match=r"config\.json: is not a regular file"):
+        recognize(folder, {})
+
+
+def test_who_is_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    assert recognize(folder, {}).trust is None
+    assert recognize(folder, {"trust": False}).trust is False
+    (folder / "spec.toml").write_text('family = "llama"\nweights = "."\ntrust = true')
+    assert recognize(folder, {}).trust is None  # it came with the weights
+    assert recognize(folder / "spec.toml", {}).trust is True
+    assert recognize(folder / "spec.toml", {"trust": False}).trust is False
+    with pytest.raises(SpecError, match="trust: 3 is not true or false"):
+        recognize(folder, {"trust": 3})

@@ -1,219 +1,230 @@
-"""Attention over a cache: all forms against NumPy's, whatever else the cache holds."""
+"""Attention of flat batches over a paged cache: all forms against NumPy's definition."""
 
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
 from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
-from jinfer.ops.attention import (
-    BLOCK,
-    Partial,
-    _partial,
-    attend,
-    attend_reference,
-    attend_xla,
-    merge,
-)
+from jinfer.ops import attention_xla
+from jinfer.ops.attention import attend, attend_reference
+from jinfer.ops.attention_xla import Partial, _partial, attend_xla, merge
+from jinfer.ops.cache import BLOCK
 from jinfer.ops.score_rules import ScoreRules
+from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, sequences, tables_of
+from tests.ops.paged import filled as filled_pool
 from tests.reference.numpy_blocks import Floats
-from tests.reference.numpy_blocks import attention as numpy_attention
 
-SLOTS, HEAD_DIM, SCALE = 3, 8, 0.4
-FORMS = pytest.mark.parametrize("form", [attend, attend_xla, attend_reference])
+HEAD_DIM = 8
 
 
-@partial(jax.jit, static_argnames=("form", "window"))
-def causal(
-    form: Callable[..., Array],
-    q: Array,
-    keys: Array,
-    values: Array,
-    positions: Array,
-    slot: Array,
-    window: int | None,
-    slopes: Array | None,
-) -> Array:
-    """Attention in which a token sees what stands before it, with ALiBi where slopes are given."""
-
-    def alibi(distance: Array) -> Array:
-        assert slopes is not None
-        return -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
-
-    rules = ScoreRules(SCALE, bias=None if slopes is None else alibi, window=window)
-    return form(q, keys, values, positions, positions, slot, rules)
+def attend_by_sequences(*arguments: Any) -> Any:
+    """XLA's other form, which large batches take."""
+    before, attention_xla.FEW = attention_xla.FEW, 0
+    try:
+        return attend_xla(*arguments)
+    finally:
+        attention_xla.FEW = before
 
 
-def random(seed: int, *shape: int) -> Floats:
-    return np.random.default_rng(seed).normal(size=shape)
+FAST = pytest.mark.parametrize("form", [attend, attend_xla, attend_by_sequences])
+FORMS = pytest.mark.parametrize("form", [attend, attend_xla, attend_by_sequences, attend_reference])
+
+
+def filled(lengths: list[int], heads: int = 2, dim: int = HEAD_DIM, seed: int = 1) -> Any:
+    """Keys and values of sequences, each [tokens, heads, dim], and the pool with them in it."""
+    keys = [random(seed + 100 + i, n, heads, dim) for i, n in enumerate(lengths)]
+    values = [random(seed + 200 + i, n, heads, dim) for i, n in enumerate(lengths)]
+    tables = tables_of(lengths, seed, width=max(-(-n // BLOCK) for n in lengths) + 2)
+    return keys, values, filled_pool("f32", keys, values, tables), tables
 
 
 def run(
-    form: Callable[..., Array],
+    form: Any,
     q: Floats,
-    keys: Floats,
-    values: Floats,
-    starts: list[int],
-    slot: int = 0,
-    window: int | None = None,
-    slopes: Floats | None = None,
+    cache: Any,
+    runs: list[Run],
+    tables: np.ndarray,
+    last: list[int] | None = None,
     dtype: DTypeLike = jnp.float32,
+    **rules: Any,
 ) -> Floats:
-    """Attention of q [batch, tokens, heads, dim], row b standing at starts[b] and after."""
-    positions = np.array(starts, np.int32)[:, None] + np.arange(q.shape[1], dtype=np.int32)
-    out = causal(
-        form,
-        *(jnp.asarray(x, dtype) for x in (q, keys, values)),
-        jnp.asarray(positions),
-        jnp.int32(slot),
-        window=window,
-        slopes=None if slopes is None else jnp.asarray(slopes, jnp.float32),
-    )
+    at = placed(runs, tables)
+    seen = at.positions if last is None else jnp.asarray(last, jnp.int32)
+
+    @jax.jit
+    def step(q: Any, cache: Any, at: Any, seen: Any) -> Any:
+        return form(q, *cache, at, seen, ScoreRules(SCALE, **rules))
+
+    out = step(jnp.asarray(q, dtype), cache, at, seen)
     assert out.dtype == dtype
     return np.asarray(out, np.float64)
 
 
-def expected(
-    q: Floats,
-    keys: Floats,
-    values: Floats,
-    starts: list[int],
-    slot: int = 0,
-    window: int | None = None,
-    slopes: Floats | None = None,
-) -> Floats:
-    """The same by NumPy, which sees of a row of the cache only what its queries may."""
-    rows = []
-    for b, start in enumerate(starts):
-        seen = slice(0, start + q.shape[1])
-        k, v = (x[slot + b, :, seen].swapaxes(0, 1) for x in (keys, values))
-        rows.append(numpy_attention(q[b], k, v, SCALE, window=window, slopes=slopes))
-    return np.stack(rows)
-
-
 @FORMS
 @pytest.mark.parametrize(
-    ("length", "tokens", "starts"),
+    "runs",
     [
-        (7, 7, [0]),  # a cache shorter than a block
-        (BLOCK, 1, [BLOCK - 1]),
-        (BLOCK, 5, [0, 100]),
-        (2 * BLOCK, 1, [BLOCK - 1, BLOCK]),  # a block's last key, and the next one's first
-        (2 * BLOCK, 3, [BLOCK - 2]),  # across the edge
-        (2 * BLOCK + 44, 2, [2 * BLOCK - 1, 3]),  # a last block that begins early
-        (2 * BLOCK + 44, 2, [2 * BLOCK + 42, 0]),
+        [Run(0, 0, 7)],
+        [Run(1, BLOCK - 1)],
+        [Run(0, 0, 5), Run(2, 100, 5)],
+        [Run(2, BLOCK - 1), Run(1, BLOCK)],  # a block's last key, and the next one's first
+        [Run(1, BLOCK - 2, 3)],  # across the edge
+        [Run(-1, 3, 2), Run(2, 599), Run(0, 9), Run(-1, 999_999), Run(1, 50, 20), Run(-1, -1)],
     ],
 )
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
-def test_lengths_and_positions(
-    form: Callable[..., Array],
-    heads: tuple[int, int],
-    length: int,
-    tokens: int,
-    starts: list[int],
-) -> None:
-    q = random(1, len(starts), tokens, heads[0], HEAD_DIM)
-    keys, values = random(2, 2, SLOTS, heads[1], length, HEAD_DIM)
-    slot = SLOTS - len(starts)
-    got = run(form, q, keys, values, starts, slot)
-    assert_allclose(got, expected(q, keys, values, starts, slot), atol=2e-6)
+def test_any_batch(form: Any, heads: tuple[int, int], runs: list[Run]) -> None:
+    keys, values, cache, tables = filled([10, 130, 600], heads[1])
+    q = random(1, sum(run.length for run in runs), heads[0], HEAD_DIM)
+    got = run(form, q, cache, runs, tables)
+    assert_allclose(got, expected(q, keys, values, runs), atol=2e-6)
 
 
 @FORMS
 @pytest.mark.parametrize("window", [1, 2, 50, BLOCK, BLOCK + 1, 10_000])
-def test_window(form: Callable[..., Array], window: int) -> None:
-    """Rows far apart, so that a window skips blocks for one row that another needs."""
-    q = random(3, 2, 3, 2, HEAD_DIM)
-    keys, values = random(4, 2, SLOTS, 1, 3 * BLOCK, HEAD_DIM)
-    for starts in ([0, 2 * BLOCK + 9], [BLOCK - 1, 2 * BLOCK - 3]):
-        got = run(form, q, keys, values, starts, window=window)
-        assert_allclose(got, expected(q, keys, values, starts, window=window), atol=2e-6)
+def test_window(form: Any, window: int) -> None:
+    """Sequences far apart, so that a window skips blocks for one token that another needs."""
+    keys, values, cache, tables = filled([8, 600], 1)
+    for runs in ([Run(0, 0, 3), Run(1, 590, 3)], [Run(0, 5, 2), Run(1, BLOCK - 1, 4)]):
+        q = random(3, sum(run.length for run in runs), 2, HEAD_DIM)
+        got = run(form, q, cache, runs, tables, window=window)
+        assert_allclose(got, expected(q, keys, values, runs, window=window), atol=2e-6)
 
 
 @FORMS
 @pytest.mark.parametrize("window", [None, 9])
-def test_alibi(form: Callable[..., Array], window: int | None) -> None:
-    q = random(5, 2, 2, 4, HEAD_DIM)
-    keys, values = random(6, 2, SLOTS, 2, BLOCK + 20, HEAD_DIM)
-    slopes = np.array([1.0, 0.3, 0.05, 0.001])
-    got = run(form, q, keys, values, [3, BLOCK + 2], 1, window, slopes)
-    assert_allclose(got, expected(q, keys, values, [3, BLOCK + 2], 1, window, slopes), atol=2e-6)
+def test_alibi(form: Any, window: int | None) -> None:
+    keys, values, cache, tables = filled([5, 290], 2)
+    runs = [Run(0, 3, 2), Run(1, 257, 2)]
+    q, slopes = random(5, 4, 4, HEAD_DIM), jnp.array([1.0, 0.3, 0.05, 0.001])
+    rules: dict[str, Any] = {"slopes": slopes} | ({} if window is None else {"window": window})
+    got = run(form, q, cache, runs, tables, **rules)
+    assert_allclose(got, expected(q, keys, values, runs, **rules), atol=2e-6)
 
 
 @FORMS
-@pytest.mark.parametrize("window", [None, 30])
-def test_whole_texts(form: Callable[..., Array], window: int | None) -> None:
-    """Where every token sees every other one, up to the end of its own text."""
-    lengths, most = [BLOCK + 5, 40], BLOCK + 5
-    q = random(19, 2, most, 2, HEAD_DIM)
-    keys, values = random(20, 2, 2, 1, most, HEAD_DIM)
-    at = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (2, most))
-    last = jnp.broadcast_to(jnp.array(lengths, jnp.int32)[:, None] - 1, at.shape)
-    rules = ScoreRules(SCALE, window=window, ahead=window)
-    whole = [jnp.asarray(x, jnp.float32) for x in (q, keys, values)]
-    got = form(*whole, at, last, jnp.int32(0), rules)
-    for b, length in enumerate(lengths):
-        k, v = (x[b, :, :length].swapaxes(0, 1) for x in (keys, values))
-        wanted = numpy_attention(q[b, :length], k, v, SCALE, causal=False, window=window)
-        assert_allclose(got[b, :length], wanted, atol=2e-6)
+def test_the_end_that_is_given_counts(form: Any) -> None:
+    """As for an encoder's tokens, of which a query at any position sees all."""
+    keys, values, cache, tables = filled([3, 150, 64], 2)
+    runs = [Run(2, 700, 2), Run(0, 0), Run(1, 5, 3), Run(0, 9)]
+    last = [63, 63, 2, 149, 149, 80, -1]
+    q = random(6, 7, 4, HEAD_DIM)
+    got = run(form, q, cache, runs, tables, last)
+    assert_allclose(got, expected(q, keys, values, runs, last), atol=2e-6)
+    assert not got[6].any()
 
 
 @FORMS
-@pytest.mark.parametrize("garbage", [1e30, -1e30, 3e38])
-def test_what_lies_beyond_does_not_matter(form: Callable[..., Array], garbage: float) -> None:
-    """What earlier sequences and padding left is finite, for a cache begins as zeros."""
-    starts, slot = [BLOCK + 3, 10], 1
-    q = random(7, 2, 2, 2, HEAD_DIM)
-    keys, values = random(8, 2, SLOTS, 2, 2 * BLOCK, HEAD_DIM)
-    clean = run(form, q, keys, values, starts, slot)
-    keys[0], values[0] = garbage, garbage  # another sequence's row
-    for b, start in enumerate(starts):
-        keys[slot + b, :, start + 2 :] = garbage
-        values[slot + b, :, start + 2 :] = garbage
-    assert np.array_equal(run(form, q, keys, values, starts, slot), clean)
+def test_sequences_may_share_blocks(form: Any) -> None:
+    keys, values, cache, tables = filled([128, 64, 130], 2)
+    tables[1, :2] = tables[0, 0], tables[1, 0]
+    keys[1] = np.concatenate([keys[0][:BLOCK], keys[1]])
+    values[1] = np.concatenate([values[0][:BLOCK], values[1]])
+    runs = [Run(1, 120, 8), Run(0, 120, 8), Run(2, 128)]
+    q = random(7, 17, 2, HEAD_DIM)
+    got = run(form, q, cache, runs, tables)
+    assert_allclose(got, expected(q, keys, values, runs), atol=2e-6)
+
+
+@FAST
+def test_blocks_before_the_window_may_have_been_given_back(form: Any) -> None:
+    """Nothing is read through entries that no token needs, or by whom it is not seen."""
+    keys, values, cache, tables = filled([600, 300], 1)
+    runs, q = [Run(0, 590, 4), Run(1, 299)], random(8, 5, 2, HEAD_DIM)
+    wanted = run(form, q, cache, runs, tables, window=100)
+    nan = jax.tree.map(lambda x: x.at[tables[0, :7]].set(jnp.nan), cache)
+    assert np.array_equal(run(form, q, nan, runs, tables, window=100), wanted)
+    tables[0, :7], tables[0, 10:] = 1_000_000, 1_000_000
+    assert np.array_equal(run(form, q, cache, runs, tables, window=100), wanted)
+    assert_allclose(wanted, expected(q, keys, values, runs, window=100), atol=2e-6)
 
 
 @FORMS
-def test_large_scores_do_not_overflow(form: Callable[..., Array]) -> None:
-    q = 300 * random(9, 1, 4, 2, HEAD_DIM)
-    keys, values = 300 * random(10, 2, 1, 2, BLOCK + 8, HEAD_DIM)
-    got = run(form, q, keys, values, [BLOCK])
-    assert_allclose(got, expected(q, keys, values, [BLOCK]), rtol=1e-5)
+@pytest.mark.parametrize("garbage", [1e30, -1e30, 3e38, np.nan, np.inf])
+def test_what_lies_beyond_does_not_matter(form: Any, garbage: float) -> None:
+    """What other sequences hold, and what was before in the rest of one's own blocks."""
+    _, _, cache, tables = filled([300, 100, 100], 2)
+    runs, q = [Run(0, 259, 2), Run(2, 10, 2)], random(9, 4, 2, HEAD_DIM)
+    clean = run(form, q, cache, runs, tables)
+
+    def spoil(x: Any) -> Any:
+        x = x.at[tables[1, :2]].set(garbage)  # another sequence's blocks
+        x = x.at[tables[0, 4], :, 5:].set(garbage)
+        return x.at[tables[2, 0], :, 12:].set(garbage).at[tables[2, 1]].set(garbage)
+
+    assert np.array_equal(run(form, q, jax.tree.map(spoil, cache), runs, tables), clean)
 
 
 @FORMS
-def test_bfloat16(form: Callable[..., Array]) -> None:
-    """As good as the type: its relative step is 2^-8, over weights and over the result."""
-    shape = (SLOTS, 2, 2 * BLOCK, HEAD_DIM)
-    q, keys, values = (
-        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
-        for x in (random(11, 2, 3, 4, HEAD_DIM), random(12, *shape), random(13, *shape))
+def test_what_is_broken_shows(form: Any) -> None:
+    """A NaN in a query, in a key or in a value makes all that see it NaN, and nothing else."""
+    _, _, cache, tables = filled([300, 100], 1)
+    runs = [Run(0, 250), Run(1, 20), Run(0, 270), Run(1, 99), Run(-1, 0)]
+    q = random(10, 5, 2, HEAD_DIM)
+    q[2, 1, 3] = np.nan
+    got = np.isnan(run(form, q, cache, runs, tables)).all(axis=2)
+    assert got.tolist() == [[False] * 2, [False] * 2, [False, True], [False] * 2, [False] * 2]
+    q = random(10, 5, 2, HEAD_DIM)
+    for part in (0, 1):
+        broken = list(cache)
+        broken[part] = broken[part].at[tables[1, 0], 0, 50, 1].set(jnp.nan)
+        got = np.isnan(run(form, q, tuple(broken), runs, tables)).any(axis=2)
+        assert got.tolist() == [[False] * 2] * 3 + [[True] * 2] + [[False] * 2]
+    nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+    assert np.isnan(run(form, q, nothing, runs, tables)[:4]).all()
+
+
+@FORMS
+def test_large_scores_do_not_overflow(form: Any) -> None:
+    keys, values, cache, tables = filled([264], 2, seed=7)
+    keys, values, cache = (jax.tree.map(lambda x: 300 * x, y) for y in (keys, values, cache))
+    q, runs = 300 * random(9, 4, 2, HEAD_DIM), [Run(0, 256, 4)]
+    assert_allclose(
+        run(form, q, cache, runs, tables), expected(q, keys, values, runs), rtol=1e-5, atol=1e-30
     )
-    got = run(form, q, keys, values, [BLOCK - 1, 300], dtype=jnp.bfloat16)
-    assert_allclose(got, expected(q, keys, values, [BLOCK - 1, 300]), atol=0.02)
+
+
+@FORMS
+def test_bfloat16(form: Any) -> None:
+    """As good as the type: its relative step is 2^-8, over weights and over the result."""
+    lengths, runs = [64, 310], [Run(0, 61, 3), Run(1, 300, 3)]
+    _, _, cache, tables = filled(lengths, 2)
+    cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), cache)
+    keys, values = (sequences(part, tables, lengths) for part in cache)
+    q = np.asarray(jnp.asarray(random(11, 6, 4, HEAD_DIM), jnp.bfloat16), np.float64)
+    got = run(form, q, cache, runs, tables, dtype=jnp.bfloat16)
+    assert_allclose(got, expected(q, keys, values, runs), atol=0.02)
+
+
+@FAST
+def test_cost_follows_the_tokens_that_are_there(form: Any) -> None:
+    """A table for a million tokens costs what one for a few does: nobody walks over it."""
+    _, _, cache, tables = filled([70], 1)
+    wide = np.full((1, 1 << 14), 1_000_000, np.int32)
+    wide[0, :2] = tables[0, :2]
+    q = random(12, 1, 2, HEAD_DIM)
+    wanted = run(form, q, cache, [Run(0, 69)], tables)
+    assert np.array_equal(run(form, q, cache, [Run(0, 69)], wide), wanted)
 
 
 @pytest.mark.parametrize("cuts", [[0, 40], [0, 1, 40], [0, 13, 14, 30, 40]])
 @pytest.mark.parametrize("window", [None, 5])
 def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None:
     """Wherever the keys are cut, in whatever order the parts come, also where a row sees none."""
-    rows = jnp.asarray(random(13, 2, 2, 6, HEAD_DIM), jnp.float32)
+    q = jnp.asarray(random(13, 2, 3, 4, HEAD_DIM), jnp.float32)
     keys, values = jnp.asarray(random(14, 2, 2, 2, 40, HEAD_DIM), jnp.float32)
     positions = jnp.asarray([[7, 8, 9], [37, 38, 39]], jnp.int32)
 
     def part(first: int, last: int) -> Partial:
-        at = jnp.arange(first, last, dtype=jnp.int32)
+        at = jnp.arange(first, last, dtype=jnp.int32)[None]
         k, v = keys[:, :, first:last], values[:, :, first:last]
-        fresh = jnp.ones(last - first, jnp.bool_)
-        return _partial(
-            rows, k, v, positions, positions, at, fresh, ScoreRules(SCALE, window=window)
-        )
+        rules = ScoreRules(SCALE, window=window)
+        return _partial(q, k, v, positions, positions, at, jnp.bool_(True), rules)
 
     whole = part(0, 40)
     parts = [part(first, last) for first, last in pairwise(cuts)]
@@ -234,26 +245,9 @@ def test_nothing_merged_with_nothing_is_nothing() -> None:
     assert merged.highest.item() == -np.inf
 
 
-@pytest.mark.parametrize("form", [attend, attend_xla])
-def test_cost_follows_the_tokens_that_are_there(form: Callable[..., Array]) -> None:
-    """NaN in every block that nobody needs: neither beyond the last position nor before a window
-    is anything read."""
-    q = random(15, 1, 1, 1, HEAD_DIM)
-    keys, values = random(16, 2, 1, 1, 5 * BLOCK, HEAD_DIM)
-    for x in (keys, values):
-        x[:, :, : 2 * BLOCK] = np.nan
-        x[:, :, 3 * BLOCK :] = np.nan
-    got = run(form, q, keys, values, [3 * BLOCK - 1], window=20)
-    assert np.isfinite(got).all()
-
-
-@pytest.mark.parametrize("form", [attend, attend_xla])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_row_does_not_depend_on_its_neighbours(form: Callable[..., Array], tokens: int) -> None:
-    """To the bit, for the same request gives the same tokens whoever shares its batch."""
-    q = random(17, 3, tokens, 4, HEAD_DIM)
-    keys, values = random(18, 2, SLOTS, 2, 2 * BLOCK, HEAD_DIM)
-    step = partial(run, form, keys=keys, values=values)
-    together = step(q, starts=[20, 40, 5])  # one block
-    neighbours = step(np.stack([q[2], q[1], q[0]]), starts=[400, 40, 300])  # two
-    assert np.array_equal(together[1], neighbours[1])
+def test_blocks_are_handed_out_once() -> None:
+    """Of the helper: a table's needed entries name every block of the pool once."""
+    lengths = [3, 0, 200, 64]
+    tables = tables_of(lengths, width=9)
+    needed = np.concatenate([tables[row, : -(-n // BLOCK)] for row, n in enumerate(lengths)])
+    assert sorted(needed) == list(range(blocks_of(lengths)))

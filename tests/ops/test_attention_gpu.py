@@ -12,16 +12,19 @@ from jax import Array
 from numpy.testing import assert_allclose
 
 from jinfer.ops import attention, attention_gpu
-from jinfer.ops.attention import attend, attend_reference, extend, extend_xla
-from jinfer.ops.cache import CacheShape, LayerCache, empty, write
+from jinfer.ops.attention import attend, attend_text, extend
+from jinfer.ops.attention_xla import extend_xla
+from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
 from jinfer.quant.kind import parse_kind
 from jinfer.quant.vectors import zeros
 from tests.kernels_pallas.helpers import H200
+from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of
+from tests.ops.paged import filled as filled_pool
 
 KINDS = ["f32", "bf16", "f16", *FORMATS]
-SCALE = 0.3
+LENGTHS = [300, 40, 130]
 
 
 @pytest.fixture
@@ -37,37 +40,28 @@ def _interpreted(_on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attend_gpu", interpreted)
 
 
-def random(seed: int, *shape: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def positions(starts: list[int], tokens: int) -> Array:
-    return jnp.asarray(np.array(starts)[:, None] + np.arange(tokens), jnp.int32)
-
-
-def filled(kind: str, dims: tuple[int, int], kv_heads: int = 2, length: int = 300) -> LayerCache:
-    """A cache of three slots full of random numbers, and NaN where slot 0's numbers are."""
-    cache = empty({"a": CacheShape(kv_heads, *dims)}, 3, length, 0, parse_kind(kind))["a"]
-    k, v = (random(seed, 3, length, kv_heads, dim) for seed, dim in enumerate(dims))
-    cache = jax.jit(write)(cache, k, v, jnp.zeros(3, jnp.int32), jnp.int32(0))
-    spoil = lambda a: a if a.dtype == jnp.uint32 else a.at[0].set(jnp.nan)  # noqa: E731
-    return jax.tree.map(spoil, cache)
-
-
-SIGHTS: dict[str, dict[str, Any]] = {
+TABLE = jnp.asarray(random(9, 4, 30), jnp.float32)
+RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 37},
     "around": {"window": 20, "ahead": 20},
     "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": random(7, 4)},
-    "alibi": {"slopes": jnp.abs(random(8, 4)) / 10},
+    "sinks": {"sinks": random(7, 4).astype(np.float32)},
+    "alibi": {"slopes": np.abs(random(8, 4)).astype(np.float32) / 10},
+    "by distance": {"by_distance": TABLE, "lowest": -2},
     "all": {
         "window": 50,
         "softcap": 5.0,
-        "sinks": random(7, 4),
-        "slopes": jnp.abs(random(8, 4)) / 10,
+        "sinks": random(7, 4).astype(np.float32),
+        "slopes": np.abs(random(8, 4)).astype(np.float32) / 10,
+        "by_distance": TABLE,
     },
 }
+
+
+def jitted(form: Callable[..., Any], rules: dict[str, Any]) -> Callable[..., Any]:
+    rules = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in rules.items()}
+    return jax.jit(lambda *arguments: form(*arguments, ScoreRules(SCALE, **rules)))
 
 
 @pytest.mark.usefixtures("_interpreted")
@@ -77,25 +71,31 @@ def test_every_kind_of_cache(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_interpreted")
-@pytest.mark.parametrize("name", SIGHTS)
-def test_every_sight(name: str) -> None:
-    check("f16", name, 1)
-    check("q8", name, 40)
-
-
-def jitted(form: Callable[..., Any], rules: ScoreRules) -> Callable[..., Any]:
-    return jax.jit(lambda *arguments: form(*arguments, rules))
+@pytest.mark.parametrize("name", RULES)
+def test_all_rules(name: str) -> None:
+    check("f16", name)
+    check("q8", name, 70)
 
 
 def check(kind: str, name: str, tokens: int = 3) -> None:
     """New tokens by the kernel, and by the definition over what is then in the cache."""
-    q, k, v = (random(seed, 2, tokens, heads, 48) for seed, heads in ((3, 4), (4, 2), (5, 2)))
-    at, slot, rules = positions([250, 7], tokens), jnp.int32(1), ScoreRules(SCALE, **SIGHTS[name])
-    got, cache = jitted(extend, rules)(q, k, v, filled(kind, (48, 48)), at, slot)
-    _, same = jitted(extend_xla, rules)(q, k, v, filled(kind, (48, 48)), at, slot)
+    runs = [Run(0, 297), Run(-1, 5, 2), Run(2, 128 - tokens, tokens), Run(1, 37, 3)]
+    count = sum(run.length for run in runs)
+    tables = tables_of(LENGTHS)
+    keys, values = ([random(s + i, n, 2, 48) for i, n in enumerate(LENGTHS)] for s in (10, 20))
+    cache = filled_pool(kind, keys, values, tables)
+    q, k, v = (
+        jnp.asarray(random(seed, count, heads, 48), jnp.float32)
+        for seed, heads in ((3, 4), (4, 2), (5, 2))
+    )
+    at, rules = placed(runs, tables), RULES[name]
+    _, same = jitted(extend_xla, rules)(q, k, v, jax.tree.map(jnp.copy, cache), at)
+    got, cache = jitted(extend, rules)(q, k, v, cache, at)
     for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(same), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    wanted = jitted(attend_reference, rules)(q, *cache, at, at, slot)
+    ends = [298, 40, 128]
+    k64, v64 = (sequences(part, tables, ends) for part in cache)
+    wanted = expected(np.asarray(q, np.float64), k64, v64, runs, **rules)
     assert got.dtype == q.dtype
     assert_allclose(got, wanted, atol={"f32": 1e-5, "bf16": 1e-2}.get(kind, 4e-3))
 
@@ -104,30 +104,44 @@ def check(kind: str, name: str, tokens: int = 3) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "q4"])
 def test_keys_that_are_the_values_too(kind: str) -> None:
     """As latent attention has it: a cache without values."""
-    q, k = random(3, 1, 2, 8, 80), random(4, 1, 2, 1, 80)
-    at, slot = positions([200], 2), jnp.int32(2)
-    rules = ScoreRules(SCALE)
-    got, cache = jitted(extend, rules)(q, k, None, filled(kind, (80, 0), 1), at, slot)
-    wanted = jitted(attend_reference, rules)(q, cache.keys, cache.keys, at, at, slot)
+    tables, runs = tables_of([100]), [Run(0, 98, 2)]
+    cache = filled_pool(kind, [random(1, 100, 1, 80)], None, tables)
+    q, k = (jnp.asarray(random(2, 2, heads, 80), jnp.float32) for heads in (8, 1))
+    got, cache = jitted(extend, {})(q, k, None, cache, placed(runs, tables))
+    kept = sequences(cache.keys, tables, [100])
+    wanted = expected(np.asarray(q, np.float64), kept, kept, runs)
     assert_allclose(got, wanted, atol=1e-2 if kind == "bf16" else 4e-3)
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_over_an_encoders_tokens() -> None:
+    """Cross-attention: pools as they are, of which each query sees all."""
+    tables, runs, last = tables_of([70, 9]), [Run(1, 500), Run(0, 3, 2)], [8, 69, 69]
+    keys, values = ([random(s + n, n, 2, 32) for n in (70, 9)] for s in (1, 2))
+    cache = filled_pool("f32", keys, values, tables)
+    q = random(3, 3, 4, 32)
+    ends = jnp.asarray(last, jnp.int32)
+    got = jitted(attend, {})(jnp.asarray(q, jnp.float32), *cache, placed(runs, tables), ends)
+    assert_allclose(got, expected(q, keys, values, runs, last), atol=1e-5)
 
 
 @pytest.mark.usefixtures("_interpreted")
 @pytest.mark.parametrize("window", [None, 4])
 def test_whole_texts(window: int | None) -> None:
     """Without a cache, each token seeing as far ahead as back, up to the end of its text."""
-    q, keys, values = random(1, 2, 20, 4, 32), random(2, 2, 2, 20, 32), random(3, 2, 2, 20, 16)
-    keys, values = keys.at[1, :, 12:].set(jnp.nan), values.at[1, :, 12:].set(jnp.nan)
-    last = jnp.broadcast_to(jnp.array([[19], [11]], jnp.int32), (2, 20))
-    at, slot, rules = (
-        positions([0, 0], 20),
-        jnp.int32(0),
-        ScoreRules(SCALE, window=window, ahead=window),
-    )
-    got = jitted(attend, rules)(q, keys, values, at, last, slot)
-    clean = jnp.nan_to_num(keys), jnp.nan_to_num(values)
-    wanted = jitted(attend_reference, rules)(q, *clean, at, last, slot)
-    assert_allclose(got, wanted, atol=1e-5)
+    lengths = [70, 12]
+    q, k, v = random(1, 2, 70, 4, 32), random(2, 2, 70, 2, 32), random(3, 2, 70, 2, 16)
+    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    given[1:] = (x.at[1, 12:].set(jnp.nan) for x in given[1:])
+    rules: dict[str, Any] = {} if window is None else {"window": window, "ahead": window}
+    got = np.asarray(jitted(attend_text, rules)(*given, jnp.asarray(lengths, jnp.int32)))
+    assert not got[1, 12:].any()
+    for text, length in enumerate(lengths):
+        for token in range(0, length, 5):
+            for head in range(4):
+                of = k[text, :length, head // 2], v[text, :length, head // 2]
+                wanted = attended(q[text, token, head], *of, token, length - 1, head, **rules)
+                assert_allclose(got[text, token, head], wanted, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_on_gpu")
@@ -135,29 +149,31 @@ def test_whole_texts(window: int | None) -> None:
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_lowers_for_a_gpu(kind: str) -> None:
     """A decoding step; the decoded cache, of float32 or the queries' type, is nowhere in it."""
-    cache = empty({"a": CacheShape(8, 128, 128)}, 4, 4096, 0, parse_kind(kind))["a"]
+    cache = empty({"a": CacheShape(8, 128, 128)}, 256, parse_kind(kind))["a"]
     cache = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
-    x = jax.ShapeDtypeStruct((4, 1, 32, 128), jnp.bfloat16)
-    new = jax.ShapeDtypeStruct((4, 1, 8, 128), jnp.bfloat16)
-    at = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+    x = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
+    each = jax.ShapeDtypeStruct((4,), jnp.int32)
+    at: Any = Placement(*(each, each, jax.ShapeDtypeStruct((4, 64), jnp.int32)))  # type: ignore[arg-type]
 
-    def step(q: Array, k: Array, cache: LayerCache, at: Array) -> Any:
-        return extend(q, k, k, cache, at, jnp.int32(0), ScoreRules(SCALE))
+    def step(q: Array, k: Array, cache: LayerCache, at: Placement) -> Any:
+        return extend(q, k, k, cache, at, ScoreRules(SCALE))
 
     with jax.sharding.use_abstract_mesh(H200):
         lowered = jax.jit(step).trace(x, new, cache, at).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert "xla.gpu.triton" in text
     if kind.startswith("q"):
-        assert "4x8x4096x128x" not in text
+        assert "256x8x64x128x" not in text
 
 
 def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = jnp.zeros((1, 1, 2, 24))
-    even, odd = (jnp.zeros((1, 1, 8, dim), jnp.bfloat16) for dim in (48, 24))
-    codes = zeros((1, 1, 8, 24), FORMATS["q4"])
+    q = jnp.zeros((1, 2, 24))
+    even, odd = (jnp.zeros((1, 1, BLOCK, dim), jnp.bfloat16) for dim in (48, 24))
+    codes = zeros((1, 1, BLOCK, 24), FORMATS["q4"])
     rules, bias = ScoreRules(1.0), ScoreRules(1.0, bias=lambda d: d[:, None].astype(jnp.float32))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.delenv("JINFER_NO_KERNELS", raising=False)
     route = attention._route
     assert route(q, even, even, rules) == "gpu"
     assert route(q, codes, None, rules) == "gpu"
@@ -165,5 +181,8 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route(q, odd, None, rules) == "xla"
     assert route(q, even.astype(jnp.int8), even, rules) == "xla"
     assert route(q, even, even, bias) == "xla"
+    monkeypatch.setenv("JINFER_NO_KERNELS", "1")
+    assert route(q, even, even, rules) == "xla"
+    monkeypatch.delenv("JINFER_NO_KERNELS")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert route(q, even, even, rules) == "xla"

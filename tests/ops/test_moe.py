@@ -92,7 +92,7 @@ def test_one_expert_gets_everything(function: object, rows: int) -> None:
 @BOTH
 def test_bfloat16_is_summed_in_float32(function: object) -> None:
     """A large and a small weight: the sum of the rounded parts, rounded once."""
-    gate, up, down, _ = made_up(3, True, False)
+    gate, up, down, *_ = made_up(3, True, False)
     matrices = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (gate, up, down))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(12, HIDDEN)), jnp.bfloat16)
     chosen = jnp.asarray(np.tile([2, 0], (12, 1)), jnp.int32)

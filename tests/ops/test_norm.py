@@ -1,36 +1,124 @@
-"""The norm's custom call gives what its definition in XLA's operations gives."""
+"""The custom calls of rows give what their definitions give, and each row by itself."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.cpu import norm as cpu
-from jinfer.ops.norm import rms_norm, rms_norm_reference
+from jinfer.cpu import build
+from jinfer.cpu import rows as cpu
+from jinfer.ops.norm import normalize, normalize_reference, sigmoid, softmax
+from tests.cpu.helpers import isas
+
+calls = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler here")
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler here")
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@calls
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([0.0, 1.0]), st.integers(0, 9))
-def test_the_call_agrees_with_the_definition(
-    rows: int, size: int, offset: float, seed: int
+@given(
+    st.integers(1, 70),
+    st.integers(1, 600),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([1, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_norms_against_float64(
+    rows: int, size: int, offset: float, groups: int, centered: bool, biased: bool, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.standard_normal((rows, size), np.float32) * 3)
-    weight = jnp.asarray(rng.standard_normal(size, np.float32))
-    wanted = rms_norm_reference(x, weight, 1e-5, offset)
-    given = cpu.rms_norm(x, weight, 1e-5, offset)
-    np.testing.assert_allclose(given, wanted, rtol=2e-5, atol=1e-6)
+    x = random(rows, groups, size, seed=seed) * 3 + 1
+    weight, bias = random(groups, size, seed=seed + 1), random(groups, size, seed=seed + 2)
+    wide = x.astype(np.float64)
+    if centered:
+        wide = wide - wide.mean(-1, keepdims=True)
+    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (weight + offset)
+    wanted += bias if biased else 0
+    given = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(bias) if biased else None
+
+    def check(function: Any) -> None:
+        got = np.asarray(function(*given, eps=1e-5, centered=centered, offset=offset))
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+    check(normalize_reference)
+    for isa in isas():
+        with build.lowered_isa(isa):
+            check(normalize)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100])
+def test_shares(size: int) -> None:
+    x = random(9, size) * 20
+    x[3, : size // 2] = -np.inf
+    wide = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
+    for isa in isas() or ["portable"]:
+        with build.lowered_isa(isa) if isas() else jax.named_scope(isa):
+            shares, each = np.asarray(softmax(jnp.asarray(x))), np.asarray(sigmoid(jnp.asarray(x)))
+        np.testing.assert_allclose(
+            shares, wide / wide.sum(-1, keepdims=True), rtol=2e-5, atol=1e-30
+        )
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(each, 1 / (1 + np.exp(-x.astype(np.float64))), 1e-5, 1e-37)
+
+
+def test_what_is_no_number_shows() -> None:
+    x = random(3, 40)
+    x[1, 33] = np.nan
+    for function in (softmax, sigmoid, lambda v: normalize(v, None, eps=1e-5)):
+        got = np.isnan(np.asarray(function(jnp.asarray(x))))
+        assert got[1, 33]
+        assert not got[[0, 2]].any()
+    assert np.isnan(np.asarray(softmax(jnp.asarray(x)))[1]).all()
+
+
+@calls
+@pytest.mark.parametrize("size", [1, 7, 64, 100, 576])
+def test_a_row_is_the_same_in_any_company(size: int) -> None:
+    """XLA's own sums over the last axis are not, from some thousand numbers on."""
+    x = random(600, size)
+    functions = [jax.jit(softmax), jax.jit(sigmoid)] + [
+        jax.jit(lambda v, c=centered: normalize(v, None, eps=1e-5, centered=c))
+        for centered in (False, True)
+    ]
+    for isa in isas():
+        with build.lowered_isa(isa):
+            for function in functions:
+                alone = np.concatenate([function(row[None]) for row in x[:70]])
+                for rows in (2, 3, 64, 70, 257, 600):
+                    got = np.asarray(function(x[:rows]))[:70]
+                    np.testing.assert_array_equal(got.view(np.uint32), alone[:rows].view(np.uint32))
 
 
 def test_leading_axes_and_types_stay() -> None:
     x = jnp.ones((2, 3, 40), jnp.bfloat16)
-    y = rms_norm(x, jnp.full(40, 2.0), 1e-6)
+    y = normalize(x, jnp.full(40, 2.0), eps=1e-6)
     assert y.shape == x.shape
     assert y.dtype == x.dtype
     np.testing.assert_allclose(y.astype(jnp.float32), 2.0)
 
 
 def test_nothing_in_nothing_out() -> None:
-    assert rms_norm(jnp.ones((0, 8)), jnp.ones(8), 1e-6).shape == (0, 8)
+    assert normalize(jnp.ones((0, 8)), jnp.ones(8), eps=1e-6).shape == (0, 8)
+
+
+@calls
+@pytest.mark.parametrize(
+    ("weight", "bias", "what"),
+    [((1, 7), None, "do not fit"), ((1, 8), (2, 8), "do not fit"), ((0, 8), None, "no weights")],
+)
+def test_vectors_that_do_not_fit_are_refused(
+    weight: tuple[int, ...], bias: tuple[int, ...] | None, what: str
+) -> None:
+    vectors = jnp.ones(weight), None if bias is None else jnp.ones(bias)
+    with pytest.raises(Exception, match=what):
+        jax.block_until_ready(
+            cpu.norm(jnp.ones((2, 8)), *vectors, centered=False, eps=1e-5, offset=0.0)
+        )

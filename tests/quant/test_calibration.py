@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.nn.attention import Step
+from jinfer.nn.step import Step
 from jinfer.ops import linear as ops
 from jinfer.quant import calibration
 from jinfer.quant.calibration import Kind, Recorded, tap
@@ -30,8 +30,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def linears(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Any:
         return plain(x, record(x, weights), biases)
 
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        return plain_one(x, record(x, [weight])[0], bias)
+    def linear(x: Any, weight: Any, *rest: Any) -> Any:
+        return plain_one(x, record(x, [weight])[0], *rest)
 
     monkeypatch.setattr("jinfer.nn.linear.linears", linears)
     monkeypatch.setattr("jinfer.nn.linear.linear", linear)
@@ -50,8 +50,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 
     def run(leaves: tuple[Any, ...], tokens: Any) -> Any:
         module = abstract.module(leaves)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        step = Step(positions, jnp.int32(0), lengths=jnp.array([tokens.shape[1]]))
+        step = Step.of_texts(tokens, jnp.array([tokens.shape[1]], jnp.int32))
         stack = module.stacks["decoder"]
         x = stack.embed(tokens, jnp.zeros_like(tokens), step, module.shared)
         return stack.run_layers(x, tokens, step, {}, module.shared)[0]

@@ -1,7 +1,6 @@
 """Sampling: the rules of its parameters, and its programs against NumPy's definitions."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,141 +9,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.params import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from jinfer.sampling.sampler import (
-    Sampled,
-    Sampler,
-    argmax,
-    empty_sampler,
-    filter_logits,
-    sample,
-    sampler_row,
-)
+from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.search import argmax
 from tests.reference.numpy_sampling import Floats, probabilities
-
-VOCAB = 200
-SAMPLE = jax.jit(sample, static_argnames="logprobs")
-FILTER = jax.jit(filter_logits)
-
-
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"seed": 0} | fields)
-
-
-def batch(*rows: SamplingParams, end_ids: Iterable[int] = ()) -> Sampler:
-    ends = tuple(end_ids)
-    return jax.tree.map(
-        lambda *parts: jnp.concatenate(parts), *(sampler_row(r, ends) for r in rows)
-    )
-
-
-def draw(logits: Floats, sampler: Sampler, steps: int = 1) -> np.ndarray:
-    """Tokens [steps, batch], from the same logits at each step."""
-    drawn = []
-    for _ in range(steps):
-        sampled, sampler = SAMPLE(jnp.asarray(logits, jnp.float32), sampler)
-        drawn.append(np.asarray(sampled.tokens))
-    return np.stack(drawn)
-
-
-def random_logits(seed: int, rows: int = 1) -> Floats:
-    """As a float32 has them, so that both sides see the same numbers."""
-    wide = np.random.default_rng(seed).normal(0, 3, (rows, VOCAB))
-    return wide.astype(np.float32).astype(np.float64)
-
-
-# The parameters of a request.
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"strategy": "best"}, "strategy must be one of .*'greedy'.*, not 'best'"),
-        ({"beams": 0}, "beams must be a whole number from 1 to 64, not 0"),
-        ({"temperature": -0.1}, "temperature must be from 0 to 1000000, not -0.1"),
-        ({"temperature": float("nan")}, "temperature must be"),
-        ({"temperature": float("inf")}, "temperature must be"),
-        ({"temperature": "hot"}, "temperature must be from 0 to 1000000, not 'hot'"),
-        ({"temperature": True}, "temperature must be"),
-        ({"top_k": -1}, r"top_k must be a whole number from 0 \(all\) to 2147483647, not -1"),
-        ({"top_k": 2.0}, "top_k must be"),
-        ({"top_k": 2**31}, "top_k must be"),
-        ({"top_p": 0}, "top_p must be above 0, and at most 1, not 0"),
-        ({"top_p": 1.1}, "top_p must be"),
-        ({"top_p": None}, "top_p must be"),
-        ({"min_p": -0.1}, "min_p must be from 0 to 1, not -0.1"),
-        ({"min_p": 1.1}, "min_p must be"),
-        ({"seed": -1}, "seed must be a whole number from 0 to 18446744073709551615, not -1"),
-        ({"seed": 2**64}, "seed must be"),
-        ({"seed": 0.5}, "seed must be"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647, not 0"),
-        ({"max_tokens": 2**31}, "max_tokens must be"),
-        ({"min_tokens": -1}, "min_tokens must be a whole number from 0 to 2147483647, not -1"),
-        ({"min_tokens": 2**31}, "min_tokens must be"),
-        ({"stop": ""}, r"stop must be texts, none empty, not \(''"),
-        ({"stop": ["a", ""]}, "stop must be"),
-        ({"stop": [5]}, "stop must be"),
-        ({"stop_token_ids": [-1]}, r"stop_token_ids must be at most 16 token ids, not \(-1,\)"),
-        ({"stop_token_ids": [2**31]}, "stop_token_ids must be"),
-        ({"stop_token_ids": ["</s>"]}, "stop_token_ids must be"),
-        ({"stop_token_ids": range(MAX_STOP_IDS + 1)}, "stop_token_ids must be"),
-        ({"logprobs": -1}, "logprobs must be from 0 to 20, not -1"),
-        ({"logprobs": MAX_LOGPROBS + 1}, "logprobs must be"),
-        ({"logprobs": True}, "logprobs must be"),
-        ({"strategy": "top_k"}, "top_k must be set for that strategy, not 0"),
-        ({"strategy": "top_p"}, "top_p must be set for that strategy, not 1.0"),
-        ({"strategy": "min_p", "top_k": 3}, "min_p must be set for that strategy, not 0.0"),
-    ],
-    ids=str,
-)
-def test_a_value_outside_its_range_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        SamplingParams(**fields)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0},
-        {"temperature": 1_000_000, "top_k": 2**31 - 1, "top_p": 1, "min_p": 1},
-        {"seed": 2**64 - 1, "max_tokens": None, "min_tokens": 2**31 - 1},
-        {"stop_token_ids": range(MAX_STOP_IDS), "logprobs": MAX_LOGPROBS},
-        {"strategy": "top_k", "top_k": 1},
-    ],
-    ids=str,
-)
-def test_the_ends_of_the_ranges_reach_the_device(fields: dict[str, Any]) -> None:
-    row = sampler_row(params(**fields), range(MAX_END_IDS))
-    assert all(part.shape[0] == 1 and np.isfinite(part).all() for part in row)
-
-
-def test_stop_is_a_tuple_however_it_is_given() -> None:
-    assert params(stop="END").stop == ("END",)
-    assert params(stop=["a", "b"]).stop == ("a", "b")
-    assert params(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
-    assert params(stop=["a"]) == params(stop=("a",))
-
-
-@pytest.mark.parametrize(
-    ("fields", "temperature"),
-    [
-        ({}, 0.0),
-        ({"temperature": 0.7}, 0.7),
-        ({"top_k": 5}, 1.0),
-        ({"top_p": 0.9}, 1.0),
-        ({"min_p": 0.1}, 1.0),
-        ({"top_k": 5, "temperature": 0}, 0.0),
-        ({"strategy": "greedy", "temperature": 0.7, "top_k": 5}, 0.0),
-        ({"strategy": "sample"}, 1.0),
-        ({"strategy": "sample", "temperature": 0.3}, 0.3),
-        ({"strategy": "sample", "temperature": 0}, 0.0),
-        ({"strategy": "top_p", "top_p": 0.5}, 1.0),
-    ],
-    ids=str,
-)
-def test_drawing_temperature(fields: dict[str, Any], temperature: float) -> None:
-    assert params(**fields).drawing_temperature == temperature
-
+from tests.sampling.batches import SAMPLE, VOCAB, batch, call, draw, left, params, random_logits
 
 # Filters.
 
@@ -194,25 +63,25 @@ def test_filters_are_those_of_sorting(kind: str, seed: int) -> None:
     elif kind == "flat":
         logits[:] = -2.5
     rows = np.tile(logits, (len(FILTERS), 1))
-    got = np.asarray(FILTER(jnp.asarray(rows, jnp.float32), batch(*FILTERS)))
+    got = left(rows, batch(*FILTERS))
     for row, p in zip(got, FILTERS, strict=True):
         kept = kept_by_sorting(logits, p)
         assert np.array_equal(row > -np.inf, kept), p
-        assert np.array_equal(row[kept], logits[kept])
+        most = logits.max() if p.draws else 0.0  # the temperature's stage takes it away
+        assert_allclose(row[kept], logits[kept] - most, atol=1e-6)
 
 
 def test_filters_take_turns_on_what_is_left() -> None:
     """top_p counts the mass of the two that top_k left, in which the first alone has 0.6."""
-    scaled = jnp.log(jnp.array([[0.3, 0.2, 0.17, 0.17, 0.16]]))
-    both = FILTER(scaled, batch(params(top_k=2, top_p=0.55)))
+    logits = np.log([[0.3, 0.2, 0.17, 0.17, 0.16]])
+    both = left(logits, batch(params(top_k=2, top_p=0.55)))
     assert np.flatnonzero(both[0] > -np.inf).tolist() == [0]
-    alone = FILTER(scaled, batch(params(top_p=0.45)))
+    alone = left(logits, batch(params(top_p=0.45)))
     assert np.flatnonzero(alone[0] > -np.inf).tolist() == [0, 1]
 
 
 def test_zero_and_minus_zero_are_equal() -> None:
-    logits = jnp.array([[-1.0, 0.0, -0.0, -2.0]])
-    kept = FILTER(logits, batch(params(top_k=1)))
+    kept = left(np.array([[-1.0, 0.0, -0.0, -2.0]]), batch(params(top_k=1)))
     assert np.flatnonzero(kept[0] > -np.inf).tolist() == [1, 2]
 
 
@@ -324,9 +193,9 @@ def test_frequencies(p: SamplingParams) -> None:
     """
     count = 20_000
     logits = np.random.default_rng(9).normal(0, 1.2, 12)
-    row = sampler_row(p, ())
-    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), row)
-    many = many._replace(drawn=jnp.arange(count, dtype=jnp.int32))
+    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), batch(p, vocab=12))
+    drawn = jnp.arange(count, dtype=jnp.int32)
+    many = many.with_progress(many.progress._replace(drawn=drawn))
     tokens = draw(np.tile(logits, (count, 1)), many)[0]
     observed = np.bincount(tokens, minlength=12)
     scaled = logits / p.drawing_temperature
@@ -365,7 +234,7 @@ def test_every_end_is_forbidden_however_many_there_are() -> None:
     row = batch(params(min_tokens=1, stop_token_ids=stops), end_ids=ends)
     assert draw(logits, row).item() == MAX_STOP_IDS
     with pytest.raises(ValueError, match=f"^{MAX_END_IDS + 1} ids end a sequence; at most"):
-        sampler_row(params(), range(MAX_END_IDS + 1))
+        batch(params(), end_ids=range(MAX_END_IDS + 1))
 
 
 def test_ids_that_the_vocabulary_lacks_forbid_nothing() -> None:
@@ -384,10 +253,11 @@ def test_logprobs(vocab: int) -> None:
         params(temperature=3.0, top_k=4),
         params(min_tokens=2, stop_token_ids=(int(logits[2].argmax()),)),
     ]
-    sampled, _ = SAMPLE(jnp.asarray(logits, jnp.float32), batch(*rows), logprobs=True)
+    sampled, _ = call(logits, batch(*rows), logprobs=True)
     wanted = np.log([probabilities(row) for row in logits])
     assert sampled.logprob is not None
     assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
     tokens = np.asarray(sampled.tokens)
     assert tokens[2] != logits[2].argmax()
     assert_allclose(sampled.logprob, wanted[np.arange(3), tokens], atol=2e-6)
@@ -398,44 +268,36 @@ def test_logprobs(vocab: int) -> None:
 
 
 def test_logprobs_do_not_change_the_tokens() -> None:
-    logits = jnp.asarray(random_logits(11, len(MIXED)), jnp.float32)
-    plain, _ = SAMPLE(logits, batch(*MIXED))
-    with_logprobs, _ = SAMPLE(logits, batch(*MIXED), logprobs=True)
+    logits = random_logits(11, len(MIXED))
+    plain, _ = call(logits, batch(*MIXED))
+    with_logprobs, _ = call(logits, batch(*MIXED), logprobs=True)
     assert np.array_equal(plain.tokens, with_logprobs.tokens)
     assert plain.logprob is plain.top_ids is plain.top_logprobs is None
 
 
-def sorts(lowered: jax.stages.Lowered) -> bool:
-    """Whether the compiled program sorts anything."""
-    return re.search(r"\bsort\(", lowered.compile().as_text() or "") is not None
+def test_bfloat16_logits_are_chosen_from_in_float32() -> None:
+    """Noise added to rounded numbers, and sums of them, would be rounded too."""
+    rounded = jnp.asarray(random_logits(12, len(MIXED)), jnp.bfloat16)
+    wide = SAMPLE(rounded.astype(jnp.float32), *batch(*MIXED))
+    narrow = SAMPLE(rounded, *batch(*MIXED))
+    assert jax.tree.all(jax.tree.map(np.array_equal, narrow, wide))
+
+
+def sorts(lowered: jax.stages.Lowered) -> int:
+    """How many sorts the compiled program has."""
+    return len(re.findall(r"\bsort\(", lowered.compile().as_text() or ""))
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_nothing_is_sorted(logprobs: bool) -> None:
+def test_only_tail_free_sampling_sorts(logprobs: bool) -> None:
     """A sort takes as long as a small model's whole step, at a real vocabulary's size."""
     logits = jax.ShapeDtypeStruct((2, 49152), jnp.float32)
-    lowered = SAMPLE.lower(logits, empty_sampler(2), logprobs=logprobs)
-    assert not sorts(lowered)
+    lowered = SAMPLE.lower(logits, *batch(params(), params()), logprobs=logprobs)
+    assert sorts(lowered) == 1
 
 
 def test_the_search_for_sorts_finds_one() -> None:
-    assert sorts(jax.jit(jnp.sort).lower(jnp.zeros(1000)))
-
-
-def test_one_program_serves_all_parameters() -> None:
-    traces = 0
-
-    def counted(logits: jax.Array, sampler: Sampler) -> tuple[Sampled, Sampler]:
-        nonlocal traces
-        traces += 1
-        return sample(logits, sampler)
-
-    program = jax.jit(counted)
-    sampler = empty_sampler(1)
-    for p in (*FILTERS, *MIXED, params(min_tokens=9, stop_token_ids=(4, 5), seed=2**40)):
-        _, sampler = program(jnp.zeros((1, VOCAB)), sampler_row(p, (1, 2)))
-        program(jnp.zeros((1, VOCAB)), sampler)
-    assert traces == 1
+    assert sorts(jax.jit(jnp.sort).lower(jnp.zeros(1000))) == 1
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])

@@ -89,6 +89,9 @@ GGUF = {
     "feed_forward_length": 128, "context_length": 256, "attention.layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 GGUF_MOE = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
+GGUF_LATENT = {
+    "attention.kv_lora_rank": 16, "attention.key_length": 24, "rope.dimension_count": 8,
+}  # fmt: skip
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
     "max_seq_len": 256, "shared_classifier": True,
@@ -145,6 +148,7 @@ def gguf_cases() -> Iterator[Case]:
         table = read_toml(path)
         for architecture in table["match"].get("gguf", []):
             more = GGUF_MOE if "experts" in table.get("dims", {}) else {}
+            more = more | (GGUF_LATENT if "latent_rank" in table.get("dims", {}) else {})
             known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))
 

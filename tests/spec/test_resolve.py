@@ -148,7 +148,7 @@ def test_dims_may_be_used_by_anything() -> None:
 def test_another_block_may_leave_sizes_of_a_family_unused() -> None:
     family = model(dims__theta=5e5, decoder__modules__attn__position__theta="theta")
     sizes = {"latent_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-    rope = {"kind": "rope", "dim": "rope_dim"}
+    rope = {"kind": "rope", "dim": "rope_dim", "theta": 1e4}
     attn = {"kind": "latent_attention", "position": rope}
     over = {"dims": sizes, "decoder": {"modules": {"attn": attn}}}
     assert not {"theta", "kv_heads"} & resolve([family, over], PATH, Facts(), {}).dims.keys()
@@ -159,6 +159,67 @@ def test_another_block_may_leave_sizes_of_a_family_unused() -> None:
         ):
             with pytest.raises(SpecError, match=r"dims\.(thet|latent_rnk): is used nowhere"):
                 resolve(tables, PATH, Facts(), {})
+
+
+LATENT: Any = {
+    "dims": {"latent_rank": 8, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+    "decoder": {
+        "modules": {
+            "attn": {"kind": "latent_attention", "position": {"kind": "rope", "dim": "rope_dim"}}
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "reason"),
+    [
+        (
+            {"gguf__decoder__modules__attn__position__pairs": "adjacent"},
+            {"position": {"pairs": "halves"}},
+            "decoder.modules.attn.position.pairs: was 'adjacent', but kind = 'latent_attention' "
+            "replaces the module and leaves it behind, so it would be 'halves'; say which it is",
+        ),
+        (
+            {"decoder__modules__attn__position__theta": "100 * context"},
+            {"position": {"theta": 5}},
+            "decoder.modules.attn.position.theta: was 12800.0, but",
+        ),
+        ({"decoder__modules__attn__bias": True}, {"bias": False}, "decoder.modules.attn.bias: was"),
+        (
+            {"decoder__modules__attn__position__scaling": {"rope_type": "linear", "factor": 2}},
+            {"position": {"scaling": "none"}},
+            "decoder.modules.attn.position.scaling: was Scaling(rope_type='linear'",
+        ),
+    ],
+)
+def test_a_key_that_another_kind_leaves_behind(
+    family: dict[str, Any], said: dict[str, Any], reason: str
+) -> None:
+    """What a family says of a module is not lost without a word where another kind replaces it."""
+    known, base = Facts("gguf"), model(**family)
+    with pytest.raises(SpecError) as caught:
+        resolve([base, LATENT], PATH, known, {})
+    assert one_line(caught.value).startswith(reason)
+    over = merge(LATENT, {"decoder": {"modules": {"attn": said}}})
+    assert resolve([base, over], PATH, known, {}).decoder is not None
+    # Also where a third table says it.
+    third = {"decoder": {"modules": {"attn": said}}}
+    assert resolve([base, LATENT, third], PATH, known, {}).decoder is not None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"decoder__modules__attn__position__pairs": "halves"},
+        {"decoder__modules__attn__bias": "$attention_bias | false"},
+        {"decoder__modules__attn__position__scaling": {"rope_type": "$type | none"}},
+        {"decoder__modules__attn__window": 4},  # which the new kind does not have
+        {"llama2c__decoder__modules__attn__position__pairs": "adjacent"},  # another format's
+    ],
+)
+def test_what_is_left_behind_and_changes_nothing(family: dict[str, Any]) -> None:
+    assert resolve([model(**family), LATENT], PATH, Facts("gguf"), {}).decoder is not None
 
 
 def test_another_format_overrides_only_itself() -> None:

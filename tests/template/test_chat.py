@@ -117,6 +117,7 @@ def test_syntax_errors(source: str, words: str) -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('not so') }}", "chat template: not so"),
+        ("{{ raise_exception('not\\n so \ud800') }}", "chat template: not so ?"),
         ("{{ x.y }}", "'x' is undefined"),
         ("{{ messages[0] + 1 }}", "TypeError"),
         ("{% include 'x' %}", "chat template: "),
@@ -131,6 +132,12 @@ def test_failures(source: str, words: str) -> None:
         render(source)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_python_says_nothing_about_a_template() -> None:
+    """Warnings are errors here: compiled as Python, this one is warned of."""
+    with pytest.raises(TemplateError, match="TypeError: 'int' object is not subscr"):
+        render("{{ 1[2:] }}")
 
 
 def test_threads_do_not_share_limits() -> None:

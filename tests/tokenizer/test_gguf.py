@@ -166,3 +166,46 @@ def test_pre_tokenizers_keep_every_character(name: str) -> None:
     pieces = splitter(PRE_TOKENIZERS[name]).pre_tokenize_str(text)
     spans = [span for _, span in pieces]
     assert "".join(text[start:end] for start, end in spans) == text
+
+
+BYTES = b"\xff\xfe"
+ODD = BYTES.decode("utf-8", "surrogateescape")  # what GGUF's reader makes of them
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
+def test_tokens_that_are_not_utf8(kind: str) -> None:
+    """They are decoded to their bytes, and never found in a text."""
+    tokens = ["a", "b", "ab", "Ġ", "<s>", ODD, ODD + "x", ODD]
+    found = load(
+        small(
+            model=kind,
+            tokens=tokens,
+            token_type=[1, 1, 1, 1, 3, 1, 3, 4],
+            merges=["a b", f"a {ODD}"],
+            scores=[0.0] * len(tokens),
+            unknown_token_id=3,
+        )
+    )
+    assert found.token_bytes(5) == BYTES
+    assert found.decode([5, 0]).startswith("\ufffd")
+    for text in ("ab", ODD, "\ufffd?", "\ue0005\ue001"):
+        assert not {5, 6, 7} & set(found.encode(text, special=False))
+
+
+@pytest.mark.parametrize("kind", [-1, 7, 2**31])
+def test_a_type_that_no_token_has(kind: int) -> None:
+    with pytest.raises(TokenizerError, match=rf"token_type has {kind}, which is no type"):
+        load(small(model="llama", token_type=[1, 1, 1, kind, 3], scores=[0.0] * 5))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number(score: float) -> None:
+    with pytest.raises(TokenizerError, match="scores has one that is not a number"):
+        load(small(model="llama", scores=[0.0, 0.0, 0.0, score, 0.0]))
+
+
+def test_a_vocabulary_that_is_not_trusted_is_tried_elsewhere() -> None:
+    metadata = small(tokens=["a", "b", "ab", "Ġ", "<s>", ODD], token_type=None)
+    found = load_tokenizer(Path("a.gguf"), metadata=metadata, trust=False)
+    assert found is not None
+    assert found.encode("ab") == load(metadata).encode("ab")

@@ -27,17 +27,21 @@ def test_what_is_timed_fits_together(width: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q3.5"])
-def test_attention_that_is_timed_fits_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("decoding", "prompt"), [(0, 3), (16, 0), (3, 13)])
+def test_attention_that_is_timed_fits_together(
+    kind: str, decoding: int, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 sequences, in as many batches as that is, or one batch of more."""
     monkeypatch.setattr(bench_kernels, "seconds", lambda run: 16.0 * run().size)
-    numbers = 32 * 128
+    numbers, sequences = 32 * 128, decoding + (prompt > 0)
     took, size = 0.0, 0
 
     def shapes() -> jax.Array:
         nonlocal took, size
-        took, size = bench_kernels.time_attention(kind, 1024, 3)
+        took, size = bench_kernels.time_attention(kind, 1024, decoding, prompt)
         return jax.numpy.zeros(())
 
     jax.eval_shape(shapes)
-    assert took == 3 * numbers
+    assert took == (decoding + prompt) * numbers * sequences
     bits = {"bf16": 16, "q3.5": 3.5 + 2 * 16 / 32}[kind]
-    assert size == 2 * 8 * 1024 * 128 * bits / 8
+    assert size == sequences * 2 * 8 * 1024 * 128 * bits / 8

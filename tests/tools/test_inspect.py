@@ -15,6 +15,7 @@ from jinfer import LLM
 from tools.draft import draft
 from tools.inspect import main
 from tools.matching import describe
+from tools.quantize import convert
 from tools.report import proposals
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -234,6 +235,58 @@ def test_settings_change_the_specification(capsys: pytest.CaptureFixture[str]) -
     text = printed(capsys, GOLDENS / "llama2", "--set", "family=gpt2")
     assert "none" not in text.split("family", 1)[0]
     assert "no specification  " in text
+
+
+@pytest.mark.parametrize("orbax", [False, True])
+def test_a_converted_checkpoint_is_described_and_not_its_source(
+    orbax: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    rules = [
+        {"match": "decoder.*.attn.v", "weights": "q8"},
+        {"match": "logits", "weights": "plain"},
+    ]
+    keys = {"weights": "q3.5", "threshold": 0, "outliers": 0.01, "rules": rules}
+    convert(str(GOLDENS / "gguf_llama2"), out, {"quantization": keys}, orbax=orbax)
+    report = json.loads(printed(capsys, out, "--json", "-"))
+    files = out.rglob("*") if orbax else out.glob("*.safetensors")
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    assert report["converted"]
+    assert 0 < report["bytes_in_file"] < stored
+    types = {tensor["name"]: tensor["type"] for tensor in report["tensors"]}
+    assert types["decoder.1.attn.q.weight"].startswith("q3.5, ")
+    assert types["decoder.1.attn.v.weight"].startswith("q8, ")
+    assert types["logits.weight"] == "F32"
+    assert types["decoder.norm.weight"] == "F32"
+    assert not any(name.startswith(("blk.", "output")) for name in types)
+    assert report["missing"] == report["unused"] == report["wrong_shape"] == []
+    text = printed(capsys, out)
+    kind = "Orbax" if orbax else "safetensors"
+    assert re.search(rf"^format +converted, in {kind}; made from gguf$", text, re.MULTILINE)
+    assert re.search(r"^made with +weights q3.5, .*threshold 0", text, re.MULTILINE)
+    assert re.search(r"decoder.\{0..2\}.attn.v.weight .* q8, .* \(was F16\)", text)
+    assert "Every parameter has its tensor" in text
+    assert "0 B" not in text
+
+
+def test_a_converted_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    convert(str(GOLDENS / "mixtral"), tmp_path / "out", {})
+    assert describe(tmp_path / "out", {}).fits
+    found = describe(tmp_path / "out", {"dims": {"intermediate": 24, "layers": 4}})
+    assert any("decoder.0.ffn.experts.gate.weight is [" in each for each in found.wrong)
+    assert "decoder.3.attn.q.weight" in [each.parameter for each in found.missing]
+    found = describe(tmp_path / "out", {"dims": {"layers": 1}})
+    assert "decoder.1.attn.q.weight" in [tensor.name for tensor in found.unused]
+
+
+def test_what_layers_share_is_listed_once(tmp_path: Path) -> None:
+    source = changed(tmp_path / "source", lambda t: None)
+    over: Any = {"tensors": {"decoder.{i}.ffn.up": "model.layers.{i}.mlp.gate_proj",
+                             "ignore": ["*.up_proj.weight"]}}  # fmt: skip
+    convert(str(source), tmp_path / "out", over)
+    found = describe(tmp_path / "out", {})
+    (row,) = (row for row in found.rows if "decoder.1.ffn.up.weight" in row.parameters)
+    assert row.parameters == ["decoder.1.ffn.gate.weight", "decoder.1.ffn.up.weight"]
 
 
 def test_drawing_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,9 +34,9 @@ def open_model(name: str, **overrides: Any) -> LLM:
 def types(llm: LLM, *roles: str) -> set[str]:
     """The types of a model's parameters with these roles."""
     model = llm._engine.model
-    for leaf, parameter in zip(llm._engine.leaves, model.parameters, strict=True):
+    for leaf, parameter in zip(llm._engine.parameters, model.parameters, strict=True):
         assert (leaf.shape, leaf.dtype) == (parameter.shape, parameter.dtype)
-    each = zip(llm._engine.leaves, model.roles, strict=True)
+    each = zip(llm._engine.parameters, model.roles, strict=True)
     return {str(leaf.dtype) for leaf, role in each if role in roles}
 
 
@@ -94,7 +94,9 @@ def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rule_converts() -> None:
     rules = [{"match": "decoder.0.attn.q", "weights": "plain"}]
     llm = open_model("llama2", **{"quantization.rules": rules})
-    each = zip(llm._engine.model.names, llm._engine.leaves, llm._engine.model.roles, strict=True)
+    each = zip(
+        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+    )
     wide = [name for name, leaf, role in each if role != "plain" and leaf.dtype == jnp.float32]
     assert wide == ["decoder.0.attn.q.weight"]
 
@@ -146,7 +148,9 @@ def test_a_converted_checkpoint_keeps_what_it_does_not_quantize(tmp_path: Path) 
     options = ["--set", f"quantization.rules={rules}", "--set", "quantization.threshold=0"]
     assert quantize([str(GOLDENS / "smollm2"), str(tmp_path / "out"), *options]) == 0
     llm = LLM(tmp_path / "out", dtype="float32")
-    each = zip(llm._engine.model.names, llm._engine.leaves, llm._engine.model.roles, strict=True)
+    each = zip(
+        llm._engine.model.names, llm._engine.parameters, llm._engine.model.roles, strict=True
+    )
     for name, leaf, role in each:
         if role != "plain":
             is_quantized = name.startswith("decoder.1.")
@@ -162,5 +166,5 @@ def test_memory_holds_the_file_and_little_more(tmp_path: Path) -> None:
     file = made_up(tmp_path, SMALL, "BF16")
     assert peak(file) - file.stat().st_size < MORE
     llm = LLM(file)
-    there = sum(leaf.nbytes for leaf in jax.tree.leaves(llm._engine.leaves))
+    there = sum(leaf.nbytes for leaf in jax.tree.leaves(llm._engine.parameters))
     assert there < 1.01 * file.stat().st_size

@@ -91,13 +91,14 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
     plain = LLM(source, **whole)
     engine = quantized._engine
     # The same model, in full, with the weights that the codes stand for.
-    plain._engine.leaves = tuple(
-        leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf for leaf in engine.leaves
+    plain._engine.parameters = tuple(
+        leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf
+        for leaf in engine.parameters
     )
     ours, wanted = quantized.logits([IDS])[0], plain.logits([IDS])[0]
     bound = 2e-4 if activations == "float" else 0.05 * np.abs(wanted).max()
     assert np.abs(ours - wanted).max() < bound
-    assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.leaves)
+    assert any(isinstance(leaf, QuantizedTensor) for leaf in engine.parameters)
 
 
 def test_quantized_parameters_take_the_memory_that_they_should() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.ops.cache import CacheShape, LayerCache, empty, nbytes, write
+from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty, nbytes, write
 from jinfer.quant.format import FORMATS, QuantFormat
 from jinfer.quant.kind import parse_kind
 from jinfer.quant.pack import unpack
@@ -107,19 +107,20 @@ def test_the_error_falls_with_the_bits() -> None:
 def test_write_and_move(kind: str) -> None:
     """Tokens go where they belong, and a permutation of rows permutes all parts."""
     shapes = {"a": CacheShape(2, 40, 24), "latent": CacheShape(1, 48, 0)}
-    cache = jax.jit(lambda: empty(shapes, 3, 9, 0, parse_kind(kind)))()
-    keys, values = random(3, 1, 4, 2, 40), random(4, 1, 4, 2, 24)
-    at = jnp.array([3], jnp.int32), jnp.int32(1)
-    layer = write(cache["a"], jnp.asarray(keys), jnp.asarray(values), *at)
-    latents = jnp.asarray(random(5, 1, 4, 1, 48))
-    latent = write(cache["latent"], latents, latents[..., :0], *at)
+    cache = jax.jit(lambda: empty(shapes, 3, parse_kind(kind)))()
+    keys, values = random(3, 4, 2, 40), random(4, 4, 2, 24)
+    rows, positions = jnp.zeros(4, jnp.int32), jnp.arange(67, 71, dtype=jnp.int32)
+    at = Placement(rows, positions, jnp.array([[0, 1]], jnp.int32))
+    layer = write(cache["a"], jnp.asarray(keys), jnp.asarray(values), at)
+    latents = jnp.asarray(random(5, 4, 1, 48))
+    latent = write(cache["latent"], latents, latents[..., :0], at)
     after = {"a": layer, "latent": latent}
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache)
-    for rows, new in ((layer.keys, keys), (layer.values, values)):
-        got = plain(rows)
+    for pool, new in ((layer.keys, keys), (layer.values, values)):
+        got = plain(pool)
         name = "f16" if kind == "bf16" else kind
         tolerance = 0.02 if kind == "bf16" else 1e-5
-        wanted = kept(new[0].astype(np.float64), name).swapaxes(0, 1)
+        wanted = kept(new.astype(np.float64), name).swapaxes(0, 1)
         assert_allclose(got[1, :, 3:7], wanted, atol=tolerance)
         got[1, :, 3:7] = 0
         assert not got.any()
@@ -132,14 +133,14 @@ def test_write_and_move(kind: str) -> None:
 def test_bytes() -> None:
     """Per token and head of 64 numbers: the codes, and two numbers of 16 bits for each 32."""
     shape = {"a": CacheShape(1, 64, 64)}
-    per_vector = {name: nbytes(empty(shape, 1, 1, 0, parse_kind(name))) // 2 for name in KINDS}
+    per_vector = {name: nbytes(empty(shape, 1, parse_kind(name))) // 2 // BLOCK for name in KINDS}
     bytes_ = {"f32": 256, "bf16": 128, "f16": 128, "q8": 68, "q6": 56, "q5": 48, "q4": 40}
     assert per_vector == bytes_ | {"q3.5": 36, "q3": 32, "q2": 24}
 
 
 def test_numbers_too_large_for_the_type() -> None:
     cache = LayerCache(*(jnp.zeros((1, 1, 2, 4), jnp.float16),) * 2)
-    huge = jnp.full((1, 1, 1, 4), 1e6)
-    after = write(cache, huge, -huge, jnp.zeros(1, jnp.int32), jnp.int32(0))
+    huge, first = jnp.full((1, 1, 4), 1e6), jnp.zeros(1, jnp.int32)
+    after = write(cache, huge, -huge, Placement(first, first, first[None]))
     assert np.asarray(after.keys).max() == 65504
     assert np.asarray(after.values).min() == -65504

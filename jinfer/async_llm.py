@@ -1,0 +1,151 @@
+"""The library's front door for services: the same model, in coroutines and async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jinfer.engine.answers import best
+from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
+from jinfer.engine.requests import RequestError
+from jinfer.engine.thread import Stats
+from jinfer.frontend import Prepared, Prompt
+from jinfer.llm import LLM
+from jinfer.opening.conversation import Message
+from jinfer.sampling.params import SamplingParams
+
+
+class AsyncLLM:
+    """A model for an event loop. Closing an iterator, or cancelling a task, ends its request.
+
+    Attributes:
+        llm: the same model for threads.
+    """
+
+    def __init__(self, source: str | Path | LLM, **arguments: Any) -> None:
+        """Opens and loads a model, as `LLM`, or takes one that is open."""
+        self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Completion]:
+        """As `LLM.generate`.
+
+        Args:
+            priority: lower ones go first.
+            timeout: seconds after which it is given up with a `DeadlineError`.
+        """
+        listed = self.llm.listed(prompts, params)
+        frontend = self.llm.frontend
+        groups = [
+            frontend.prepare(self.llm.encode(prompt), one, priority=priority, timeout=timeout)
+            for prompt, one in listed
+        ]
+        answers = await asyncio.gather(
+            *(asyncio.gather(*(self._whole(one) for one in group)) for group in groups)
+        )
+        return [
+            answer
+            for group, (_, chosen) in zip(answers, listed, strict=True)
+            for answer in best(list(group), chosen)
+        ]
+
+    async def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Chunk]:
+        """As `LLM.stream`; arguments as `generate`."""
+        prepared = self.llm.streamed(prompt, params, priority=priority, timeout=timeout)
+        pieces = self._pieces(prepared)
+        try:
+            async for piece in pieces:
+                if isinstance(piece, Chunk):
+                    yield piece
+        finally:
+            await pieces.aclose()
+
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+    ) -> Completion:
+        """As `LLM.chat`."""
+        return (await self.generate([self.llm.encode_chat(messages, **variables)], params))[0]
+
+    async def logits(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens vocab"]]:
+        """As `LLM.logits`."""
+        return await asyncio.to_thread(self.llm.logits, *args, **kwargs)
+
+    async def score(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, " tokens-1"]]:
+        """As `LLM.score`."""
+        return await asyncio.to_thread(self.llm.score, *args, **kwargs)
+
+    async def hidden(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens hidden"]]:
+        """As `LLM.hidden`."""
+        return await asyncio.to_thread(self.llm.hidden, *args, **kwargs)
+
+    async def embed(self, *args: Any, **kwargs: Any) -> Float[np.ndarray, "texts hidden"]:
+        """As `LLM.embed`."""
+        return await asyncio.to_thread(self.llm.embed, *args, **kwargs)
+
+    async def fill_mask(self, *args: Any, **kwargs: Any) -> list[list[TokenLogprob]]:
+        """As `LLM.fill_mask`."""
+        return await asyncio.to_thread(self.llm.fill_mask, *args, **kwargs)
+
+    def stats(self) -> Stats:
+        """As `LLM.stats`."""
+        return self.llm.stats()
+
+    async def close(self) -> None:
+        """As `LLM.close`."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _whole(self, prepared: Prepared) -> Completion:
+        chunks: list[Chunk] = []
+        async for piece in self._pieces(prepared):
+            if isinstance(piece, Usage):
+                return completion(chunks, piece)
+            chunks.append(piece)
+        raise RequestError("the answer ended without its last piece")
+
+    async def _pieces(self, prepared: Prepared) -> AsyncGenerator[Chunk | Usage]:
+        """The pieces of an answer, its usage last; the request ends with the iterator."""
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        frontend = self.llm.frontend
+        frontend.submit(prepared, _sink(loop, pieces))
+        try:
+            while not isinstance(piece := await pieces.get(), Usage):
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+            yield piece
+        finally:
+            frontend.thread.cancel(prepared.request.id)
+
+
+def _sink(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Any]) -> Callable[[Any], None]:
+    """Puts pieces into a queue of an event loop that runs on another thread."""
+
+    def put(piece: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    return put

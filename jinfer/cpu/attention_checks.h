@@ -1,0 +1,192 @@
+// What attention's handler is given, checked: each buffer's type and shape against the others and
+// the attributes, and that every place that will be read or written is in the pool.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+inline ffi::Error wrong(const std::string& what) {
+  return ffi::Error::InvalidArgument("jinfer_attention: " + what);
+}
+
+inline bool kind_of(ffi::DataType type, Kind* kind) {
+  switch (type) {
+    case ffi::DataType::F32: *kind = Kind::f32; return true;
+    case ffi::DataType::BF16: *kind = Kind::bf16; return true;
+    case ffi::DataType::F16: *kind = Kind::f16; return true;
+    case ffi::DataType::U32: *kind = Kind::codes; return true;
+    default: return false;
+  }
+}
+
+// The formats that jinfer/quant/format.py knows.
+inline bool known(const Codes& c) {
+  const int widths[][3] = {{2, 4, 1},  {3, 8, 1},  {7, 11, 2}, {4, 16, 1},
+                           {5, 32, 1}, {6, 64, 1}, {8, 256, 1}};
+  for (const int* w : widths)
+    if (c.bits == w[0] && c.levels == w[1] && c.per_code == w[2]) return true;
+  return false;
+}
+
+struct Buffers {
+  std::vector<ffi::AnyBuffer> in, out;
+  std::string error;
+
+  ffi::Error take(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+    for (size_t i = 0; i < args.size(); ++i) {
+      auto buffer = args.get<ffi::AnyBuffer>(i);
+      if (!buffer) return buffer.error();
+      in.push_back(*buffer);
+    }
+    for (size_t i = 0; i < rets.size(); ++i) {
+      auto buffer = rets.get<ffi::AnyBuffer>(i);
+      if (!buffer) return buffer.error();
+      out.push_back(**buffer);
+    }
+    return ffi::Error::Success();
+  }
+
+  // The data of a buffer of this type and shape; anything else is remembered as the error.
+  template <class T = void>
+  T* data(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+          std::initializer_list<int64_t> shape) {
+    auto dims = buffer.dimensions();
+    bool equal = buffer.element_type() == type && dims.size() == shape.size() &&
+                 std::equal(shape.begin(), shape.end(), dims.begin());
+    if (!equal && error.empty()) {
+      error = std::string(name) + " must have another type, or the shape [";
+      for (int64_t size : shape) error += (error.back() == '[' ? "" : ", ") + std::to_string(size);
+      error += "]";
+    }
+    return static_cast<T*>(buffer.untyped_data());
+  }
+
+  // Fills in a call, whose attributes are set.
+  ffi::Error fill(Call& call, bool written) {
+    using Type = ffi::DataType;
+    const Codes& codes = call.keys.codes;
+    const bool coded = codes.bits > 0;
+    const size_t each = coded ? 2 : 1, parts = (call.shared ? 1 : 2) * each;
+    const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
+    if (in.size() != given + parts || out.size() != 1 + (written ? parts : 0))
+      return wrong("another number of arguments or results");
+    if (coded && !known(codes)) return wrong("no such codes");
+    if (call.keys.dim < 1 || call.values.dim < 1) return wrong("vectors without numbers");
+    if (call.rules.window < -1 || call.rules.ahead < -1) return wrong("a window below 0");
+    auto q = in[0].dimensions(), tables = in[4].dimensions(), pool = in[given].dimensions();
+    if (q.size() != 3 || tables.size() != 2 || pool.size() != 4 || in[7].dimensions().size() != 2)
+      return wrong("queries, tables, pools and biases must have 3, 2, 4 and 2 axes");
+    call.tokens = q[0], call.heads = q[1];
+    call.width = tables[1];
+    call.blocks = pool[0], call.kv_heads = pool[1], call.size = pool[2];
+    if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads || call.group() > ROWS)
+      return wrong("query heads that key heads do not divide, or too many, or none");
+    if (call.size < 1 || (call.size % KEYS && call.width > 1))
+      return wrong("blocks must be of " + std::to_string(KEYS) + " tokens, or one a sequence");
+    if (!kind_of(in[0].element_type(), &call.kind) || call.kind == Kind::codes ||
+        !kind_of(in[given].element_type(), &call.keys.kind) ||
+        (call.keys.kind == Kind::codes) != coded)
+      return wrong("queries or a cache of this type");
+    call.values.kind = call.keys.kind;
+
+    const Type type = in[0].element_type();
+    call.q = data("queries", in[0], type, {call.tokens, call.heads, call.keys.dim});
+    call.rows = data<int32_t>("rows", in[1], Type::S32, {call.tokens});
+    call.positions = data<int32_t>("positions", in[2], Type::S32, {call.tokens});
+    call.last = data<int32_t>("last", in[3], Type::S32, {call.tokens});
+    call.tables = data<int32_t>("tables", in[4], Type::S32, {tables[0], tables[1]});
+    if (in[5].element_count())
+      call.rules.sinks = data<float>("sinks", in[5], Type::F32, {call.heads});
+    if (in[6].element_count())
+      call.rules.slopes = data<float>("slopes", in[6], Type::F32, {call.heads});
+    if (in[7].element_count()) {
+      call.rules.distances = in[7].dimensions()[1];
+      call.rules.by_distance =
+          data<float>("biases", in[7], Type::F32, {call.heads, call.rules.distances});
+    }
+    if (written) {
+      call.k = data("new keys", in[8], type, {call.tokens, call.kv_heads, call.keys.dim});
+      if (!call.shared)
+        call.v = data("new values", in[9], type, {call.tokens, call.kv_heads, call.values.dim});
+    }
+    auto kept = [&](Kept& rows, const char* name, size_t at) {
+      const int64_t b = call.blocks, h = call.kv_heads, s = call.size;
+      if (!coded) {
+        rows.data = data(name, in[at], in[given].element_type(), {b, h, s, rows.dim});
+      } else {
+        rows.data = data(name, in[at], Type::U32, {b, h, s, codes.words(rows.dim)});
+        rows.numbers = data<uint16_t>(name, in[at + 1], Type::F16,
+                                      {b, h, s, codes.numbers(rows.dim)});
+      }
+    };
+    kept(call.keys, "keys", given);
+    if (call.shared)
+      call.values = call.keys;
+    else
+      kept(call.values, "values", given + each);
+    call.out = data("result", out[0], type, {call.tokens, call.heads, call.values.dim});
+    for (size_t i = 1; i < out.size(); ++i) {
+      const ffi::AnyBuffer& before = in[given + i - 1];
+      if (out[i].untyped_data() != before.untyped_data() ||
+          out[i].size_bytes() != before.size_bytes())
+        return wrong("a cache that is not in place");
+    }
+    if (!error.empty()) return wrong(error);
+    return check_rows(call, tables[0]);
+  }
+
+  static ffi::Error check_rows(const Call& call, int64_t sequences) {
+    for (int64_t t = 0; t < call.tokens; ++t)
+      if (call.rows[t] < -1 || call.rows[t] >= sequences)
+        return wrong("token " + std::to_string(t) + " is in row " + std::to_string(call.rows[t]) +
+                     " of " + std::to_string(sequences) + " tables");
+    return ffi::Error::Success();
+  }
+};
+
+// That every block that will be used is one of the pool's.
+inline ffi::Error check_places(const Call& call) {
+  auto within = [&](int64_t row, int64_t entry) {
+    const int32_t block = call.tables[row * call.width + entry];
+    return block >= 0 && block < call.blocks;
+  };
+  auto outside = [](int64_t t, const char* what) {
+    return wrong("token " + std::to_string(t) + " " + what);
+  };
+  // Entries checked for the sequence at hand.
+  int64_t row = -1, first = 0, end = 0;
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    if (call.rows[t] < 0) continue;
+    if (call.rows[t] != row) row = call.rows[t], first = end = 0;
+    if (call.k) {
+      const int64_t entry = call.positions[t] / call.size;
+      if (call.positions[t] < 0 || entry >= call.width) return outside(t, "has no place in its table");
+      if (!within(row, entry)) return outside(t, "stands in a block that is not in the pool");
+    }
+    int from, to;
+    call.seen(t, &from, &to);
+    if (from >= to) continue;
+    const int64_t low = from / call.size, high = (to - 1) / call.size + 1;
+    if (low > end || high < first) first = end = low;
+    for (int64_t entry = low; entry < high; ++entry) {
+      if (entry >= first && entry < end)
+        entry = end - 1;
+      else if (!within(row, entry))
+        return outside(t, "sees a block that is not in the pool");
+    }
+    first = std::min(first, low), end = std::max(end, high);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer

@@ -1,0 +1,146 @@
+"""Where the compiled library is kept, and which files may be loaded from there.
+
+What is loaded runs as this user, so a file is used only if nobody else could have written it: it
+and its folder belong to the user, or to root as in a container image, and others cannot write to
+them. Its hash stands beside it, for a file that was cut short (a full disk, a copied cache) would
+not be refused by the loader but end the process later.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
+_BUILDING = "building-"  # begins the names of unfinished folders
+_private: list[Path] = []  # this process's folder, once there is one
+_STALE = 3600.0  # seconds after which one of these was left by a process that was killed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a library is built, and where it is once the build is done."""
+
+    library: Path
+    kept: Path
+
+
+def find(key: str) -> Path | None:
+    """The library of this key, if there is one that may be used."""
+    for folder in (_cache_folder(), *_private):
+        path = folder / key / _LIBRARY if folder is not None else None
+        if path is not None and _is_ours(path) and _is_whole(path):
+            return path
+    return None
+
+
+@contextmanager
+def place(key: str) -> Iterator[Place]:
+    """A folder to build in; at the end its library is kept under the key, and the rest removed.
+
+    The library is there whole or not at all, though several processes may build at once.
+    """
+    parent = _writable_folder()
+    _remove_stale(parent)
+    scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
+    try:
+        place = Place(scratch / "build" / _LIBRARY, parent / key / _LIBRARY)
+        place.library.parent.mkdir()
+        yield place
+        done = scratch / "done"
+        done.mkdir(mode=0o700)
+        os.replace(place.library, done / _LIBRARY)
+        (done / _LIBRARY).chmod(0o700)
+        (done / _HASH).write_text(_hash(done / _LIBRARY), encoding="utf-8")
+        if not (_is_ours(place.kept) and _is_whole(place.kept)):
+            drop(place.kept)
+        with suppress(OSError):  # another process was faster
+            done.rename(place.kept.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def drop(path: Path) -> None:
+    """Removes a library that cannot be used."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    return all(_is_safe(each) for each in (path.parent.parent, path.parent, path))
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether nobody but this user and root can have written it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    if not hasattr(os, "geteuid"):
+        return True
+    closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return closed and not stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return (path.parent / _HASH).read_text(encoding="utf-8") == _hash(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cache_folder() -> Path | None:
+    chosen = os.environ.get("JINFER_CACHE", "")
+    if chosen == "off":
+        return None
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and no entry of the user's
+        base = ""
+    if not (chosen or base):
+        return None
+    return Path(chosen or Path(base) / "jinfer") / "custom_calls"
+
+
+def _writable_folder() -> Path:
+    """The cache folder if it can be written to and only by this user, else one for this process."""
+    folder = _cache_folder()
+    if folder is None:
+        return _private_folder()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if hasattr(os, "geteuid") and folder.lstat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+    except OSError:
+        return _private_folder()
+    usable = _is_safe(folder) and os.access(folder, os.W_OK)
+    return folder if usable else _private_folder()
+
+
+def _private_folder() -> Path:
+    """For this process, and gone with it."""
+    if not _private:
+        _private.append(Path(tempfile.mkdtemp(prefix="jinfer-")))
+        atexit.register(shutil.rmtree, _private[0], ignore_errors=True)
+    return _private[0]
+
+
+def _remove_stale(parent: Path) -> None:
+    for path in parent.glob(f"{_BUILDING}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,219 @@
+// Products of few rows, over a `Vector` that the including file has defined: codes go from memory
+// through registers into the dot products. A panel would ask nothing of memory while it is
+// multiplied with, and cost stores of twice what it reads.
+//
+// What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
+//
+// What matters, on one core of a Zen 4 with weights from memory: one stream of memory, loads in its
+// order and each once, no prefetch instructions, and nothing per row group that could be done before.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "linear_panel.h"
+
+namespace {
+
+// Rows of activations, and results: y[row * stride + output].
+struct FewRows {
+  const char* const* x;  // the last one again where there are fewer than a kernel takes
+  int count;
+  float* y;
+  int64_t stride;
+};
+
+// A vector that is loaded here: compilers read memory a second time for other halves of bytes.
+inline Vector::I once(const void* p) {
+  Vector::I v = Vector::load(p);
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(v));
+#endif
+  return v;
+}
+
+template <class F, int... s>
+inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence<int, s...>) {
+  (f(std::integral_constant<int, s>{}), ...);
+}
+
+// The product for row groups begin .. end - 1. `numbers`: room for those of a row group, where they do not stand in memory as lanes do.
+template <int bits, int g, int count, int parts, bool coded>
+void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64_t end,
+                     float* numbers) {
+  constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
+  constexpr bool wide = Vector::kNarrowCodes && (bits == 8 || coded);
+  constexpr int64_t record = (36 + 4 * parts) * g;
+  const Matrix& m = *plan.matrix;
+  const bool affine = m.affine();
+  const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
+  const int64_t lanes = int64_t{m.R} * m.G, superblocks = m.superblocks;
+  const int64_t groups_of_tile = m.R / height;
+  int64_t tile = begin / groups_of_tile, in_tile = begin % groups_of_tile;
+  const char* x[count];
+  for (int r = 0; r < count; ++r) x[r] = rows.x[r];
+  for (int64_t group = begin; group < end; ++group) {
+    const int64_t first = in_tile * L;  // of a superblock's words
+    const uint32_t* words = m.words + tile * superblocks * bits * lanes + first;
+    const int64_t row = tile * superblocks * m.R + in_tile * height;
+    // As they stand: a block is a column.
+    const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * m.numbers;
+    float *scales = numbers, *bases = numbers + superblocks * halves * parts * L;
+    if (!plan.as_lanes) plan.fill(plan, row, superblocks, scales, bases);
+    if (++in_tile == groups_of_tile) in_tile = 0, ++tile;
+
+    Vector::F total[count];
+    UNROLL
+    for (int r = 0; r < count; ++r) total[r] = Vector::zero_f();
+    for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * halves) {
+      Vector::I w[bits];
+      UNROLL
+      for (int b = 0; b < bits; ++b) w[b] = once(words + b * lanes);
+      words += bits * lanes;
+      auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
+        constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;
+        // Two sums for a single row, so that a step does not wait for the one before.
+        Vector::I within[halves][count], second[halves];
+        UNROLL
+        for (int h = 0; h < halves; ++h) {
+          second[h] = Vector::zero();
+          UNROLL
+          for (int r = 0; r < count; ++r)
+            within[h][r] =
+                Vector::mask(Vector::repeat<g>(x[r] + at + h * record + sum), zeros);
+        }
+        auto step = [&](auto step_constant) __attribute__((always_inline)) {
+          constexpr int s = part * steps + decltype(step_constant)::value;
+          Vector::I codes[halves];
+          codes[0] = four<bits, s>(w);
+          if constexpr (halves == 2) Vector::split_pairs(codes[0], codes[0], codes[1]);
+          if constexpr (coded) codes[0] = Vector::look_up(m.codebook, codes[0]);
+          UNROLL
+          for (int h = 0; h < halves; ++h) {
+            UNROLL
+            for (int r = 0; r < count; ++r) {
+              Vector::I& sum = count == 1 && s % 2 ? second[h] : within[h][r];
+              const void* from = x[r] + at + h * record + s * 4 * g;
+              sum = Vector::dot<wide, wide>(sum, codes[h], Vector::repeat<g>(from));
+            }
+          }
+        };
+        constantly(step, std::make_integer_sequence<int, steps>{});
+        UNROLL
+        for (int h = 0; h < halves; ++h) {
+          if (count == 1) within[h][0] = Vector::add(within[h][0], second[h]);
+          Vector::F scale, base;
+          if (halves == 1 && parts == 1 && plan.as_lanes) {
+            if (affine) {
+              Vector::load_numbers<true>(stand, scale, base);
+            } else {
+              Vector::load_numbers<false>(stand, scale, base);
+            }
+          } else {
+            const int64_t n = ((u * halves + h) * parts + part) * L;
+            scale = Vector::load_f(scales + n);
+            base = Vector::load_f(affine ? bases + n : scales + n);
+          }
+          UNROLL
+          for (int r = 0; r < count; ++r) {
+            const char* of = x[r] + at + h * record;
+            const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(of + 32 * g));
+            total[r] = Vector::fma(Vector::to_float(within[h][r]), both, total[r]);
+          }
+          if (affine) {
+            UNROLL
+            for (int r = 0; r < count; ++r) {
+              const Vector::F x_sum = Vector::repeat_f<g>(x[r] + at + h * record + sum);
+              total[r] = Vector::fma(base, x_sum, total[r]);
+            }
+          }
+        }
+      };
+      constantly(part_of, std::make_integer_sequence<int, parts>{});
+      stand += lanes * m.numbers;
+    }
+    const int64_t output = group * height, left = m.outputs - output;
+    for (int r = 0; r < rows.count; ++r) {
+      float* y = rows.y + r * rows.stride + output;
+      if (left >= height) {
+        Vector::sum_runs<g>(total[r], y);
+      } else if (left > 0) {
+        float all[height];
+        Vector::sum_runs<g>(total[r], all);
+        std::memcpy(y, all, left * sizeof(float));
+      }
+    }
+  }
+}
+
+using Direct = void (*)(const Plan&, const FewRows&, int64_t, int64_t, float*);
+
+// The kernel for a matrix, or null. Superblocks of 2 columns are what jinfer makes of formats with
+// blocks of 32 and 64, and of 8 columns of two-level formats; others go through panels.
+template <int count>
+Direct direct_of(const Plan& plan) {
+  const Matrix& m = *plan.matrix;
+  const bool coded = m.codebook != nullptr;
+  if (coded && m.bits != 4) return nullptr;
+  // Codes over 127 have 128 taken off, which is the zero of formats without bases.
+  if (Vector::kNarrowCodes && m.bits == 8 && m.affine()) return nullptr;
+  if (m.G == 2 && plan.parts == 1 && !m.steps) {
+    switch (m.bits) {
+      case 2:
+        return multiply_direct<2, 2, count, 1, false>;
+      case 3:
+        return multiply_direct<3, 2, count, 1, false>;
+      case 4:
+        return coded ? multiply_direct<4, 2, count, 1, true> : multiply_direct<4, 2, count, 1, false>;
+      case 5:
+        return multiply_direct<5, 2, count, 1, false>;
+      case 6:
+        return multiply_direct<6, 2, count, 1, false>;
+      case 7:
+        if constexpr (2 * count <= Vector::kRows) return multiply_direct<7, 2, count, 1, false>;
+        return nullptr;
+      case 8:
+        return multiply_direct<8, 2, count, 1, false>;
+    }
+  }
+  if constexpr (count <= 4) {  // more rows are as fast in panels
+    if (m.G == 8 && m.steps) {
+      if (plan.parts == 2) {
+        if (m.bits == 2) return multiply_direct<2, 8, count, 2, false>;
+        if (m.bits == 3) return multiply_direct<3, 8, count, 2, false>;
+        if (m.bits == 6) return multiply_direct<6, 8, count, 2, false>;
+      } else {
+        if (m.bits == 4)
+          return coded ? multiply_direct<4, 8, count, 1, true>
+                       : multiply_direct<4, 8, count, 1, false>;
+        if (m.bits == 5) return multiply_direct<5, 8, count, 1, false>;
+      }
+    }
+  }
+  return nullptr;
+}
+
+// The product for up to Vector::kRows rows; false: there is no kernel for so many and this matrix.
+bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+                  float* y, int64_t stride, Scratch& scratch) {
+  if (x.form.exact || rows > Vector::kRows) return false;
+  const int takes = rows > 4 ? 8 : rows > 2 ? 4 : rows;
+  Direct kernel = nullptr;
+  if (takes == 1) kernel = direct_of<1>(plan);
+  if (takes == 2) kernel = direct_of<2>(plan);
+  if (takes == 4) kernel = direct_of<4>(plan);
+  if constexpr (Vector::kRows == 8) {
+    if (takes == 8) kernel = direct_of<8>(plan);
+  }
+  if (!kernel) return false;
+  const int64_t numbers = plan.as_lanes ? 0 : 2 * plan.units * plan.parts * L;
+  const char* of[8];
+  for (int r = 0; r < takes; ++r)
+    of[r] = x.data + std::min<int64_t>(r, rows - 1) * x.form.row_bytes();
+  kernel(plan, {of, static_cast<int>(rows), y, stride}, begin, end,
+         reinterpret_cast<float*>(scratch.get(numbers * sizeof(float))));
+  return true;
+}
+
+}  // namespace

@@ -1,0 +1,84 @@
+// The kernels of rows.h, for the instructions that the including file is compiled for.
+#pragma once
+
+#include <cmath>
+
+#include "gate.h"
+#include "rows.h"
+
+namespace jinfer {
+namespace {
+
+constexpr int SIDE = 4;  // sums side by side, so that an addition does not wait for the one before
+
+// f(at, count) for the vectors of a row: `count` is LANES but for the last one, which is filled up.
+template <class F>
+inline void each_vector(int64_t size, F f) {
+  int64_t at = 0;
+  for (; at + LANES <= size; at += LANES) f(at, LANES);
+  if (at < size) f(at, size - at);
+}
+
+inline Floats some(const float* from, int64_t count) {
+  return count == LANES ? load(from) : load_some(from, count);
+}
+
+inline void put(float* to, Floats x, int64_t count) { memcpy(to, &x, 4 * count); }
+
+// The sum of f(x) over a row, where f(0) = 0 or the row fills its vectors.
+template <class F>
+inline float sum_of(const float* x, int64_t size, F f) {
+  Floats sum[SIDE] = {};
+  int64_t at = 0;
+  for (; at + SIDE * LANES <= size; at += SIDE * LANES)
+    for (int i = 0; i < SIDE; ++i) sum[i] += f(load(x + at + i * LANES));
+  for (int i = 0; at + LANES <= size; at += LANES, ++i) sum[i] += f(load(x + at));
+  Floats rest = {};
+  if (at < size) {
+    rest = f(load_some(x + at, size - at));
+    for (int64_t i = size - at; i < LANES; ++i) rest[i] = 0;
+  }
+  return total((sum[0] + sum[1]) + (sum[2] + sum[3]) + rest);
+}
+
+void norm(const float* x, int64_t size, const Norm& norm, float* y) {
+  const float count = static_cast<float>(size);
+  const Floats mean =
+      all(norm.centered ? sum_of(x, size, [](Floats v) { return v; }) / count : 0.0f);
+  const float square = sum_of(x, size, [=](Floats v) { return (v - mean) * (v - mean); });
+  const Floats scale = all(1.0f / std::sqrt(square / count + norm.eps));
+  each_vector(size, [&](int64_t at, int64_t count) {
+    Floats v = (some(x + at, count) - mean) * scale;
+    if (norm.weight) v = v * (some(norm.weight + at, count) + norm.offset);
+    if (norm.bias) v = v + some(norm.bias + at, count);
+    put(y + at, v, count);
+  });
+}
+
+void softmax(const float* x, int64_t size, float* y) {
+  Floats most = all(-INFINITY);
+  each_vector(size, [&](int64_t at, int64_t count) {
+    Floats v = all(-INFINITY);
+    memcpy(&v, x + at, 4 * count);
+    most = larger(most, v);
+  });
+  most = highest(most);
+  each_vector(size, [&](int64_t at, int64_t count) {
+    put(y + at, exponential(some(x + at, count) - most), count);
+  });
+  const Floats sum = all(sum_of(y, size, [](Floats v) { return v; }));
+  each_vector(size, [&](int64_t at, int64_t count) {
+    put(y + at, some(y + at, count) / sum, count);
+  });
+}
+
+void sigmoid(const float* x, int64_t size, float* y) {
+  each_vector(size, [&](int64_t at, int64_t count) {
+    put(y + at, 1.0f / one_and_exponential(some(x + at, count)), count);
+  });
+}
+
+const RowKernels kernels = {norm, softmax, sigmoid};
+
+}  // namespace
+}  // namespace jinfer

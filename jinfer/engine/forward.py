@@ -1,0 +1,153 @@
+"""Passes that choose no tokens: logits, hidden states, scores, results of encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from jinfer.engine.blocks import Held
+from jinfer.engine.device import padded_length
+from jinfer.engine.engine import Engine
+from jinfer.engine.programs import Shape
+from jinfer.engine.requests import RequestError
+from jinfer.model import Want
+from jinfer.ops.cache import BLOCK
+
+
+class NoRoomError(Exception):
+    """The cache has too few free blocks for the moment."""
+
+
+def forward(
+    engine: Engine,
+    prompt: Sequence[int],
+    want: Literal["logits", "hidden", "score"],
+    encoder: Sequence[int] = (),
+) -> Float[np.ndarray, "tokens ..."]:
+    """Logits or last hidden states of every token of a decoder's prompt, or its scores.
+
+    A score is the log-probability of a token given those before it; the first has none.
+
+    Raises:
+        NoRoomError: other requests hold the blocks it needs.
+        RequestError: the cache could never hold it.
+    """
+    computed = len(prompt) - (want == "score")
+    tokens = np.array(prompt, np.int32)
+    parts = []
+    with _blocks(engine, prompt, encoder) as held:
+        for start, count, size in _pieces(engine, computed):
+            if not engine.scheduler.blocks.reserve(held, start + count):
+                raise NoRoomError
+            rows = np.full(size, -1, np.int32)
+            rows[:count] = 0
+            positions = np.zeros(size, np.int32)
+            positions[:count] = np.arange(start, start + count)
+            total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
+            given = [_padded(tokens[start : start + count], size), rows, positions, total]
+            following = [_padded(tokens[start + 1 : start + 1 + count], size)]
+            shape = (
+                Shape("score", size, rows=1)
+                if want == "score"
+                else Shape("forward", size, rows=1, want=want)
+            )
+            program = engine.programs.get(shape)
+            tables = engine.tables_of(1, [(0, held)])
+            cache, out = program(
+                engine.leaves,
+                engine.cache,
+                *given,
+                tables,
+                encoded,
+                *(following if want == "score" else []),
+            )
+            engine.keep_cache(cache)
+            parts.append(np.asarray(out)[:count])
+            engine.scheduler.blocks.slide(held, start + count)
+    return np.concatenate(parts)
+
+
+@contextmanager
+def _blocks(engine: Engine, prompt: Sequence[int], encoder: Sequence[int]) -> Iterator[Held]:
+    """Blocks of a sequence that has no slot."""
+    blocks = engine.scheduler.blocks
+    held, _, _ = blocks.start(prompt, reuse=False)
+    try:
+        if not blocks.reserve_all(held, len(prompt), 0):
+            raise NoRoomError
+        if encoder:
+            if not blocks.take_encoder(held, encoder):
+                raise NoRoomError
+            if not held.filled:
+                engine.fill(held, tuple(encoder))
+                blocks.describe_encoder(held, encoder)
+        yield held
+    finally:
+        blocks.free(held)
+
+
+def _pieces(engine: Engine, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, tokens, padded size) of each piece of a prompt."""
+    start, chunk = 0, engine.scheduler.chunk
+    while start < tokens:
+        count = engine.scheduler.filling(min(chunk, tokens - start))
+        yield start, count, engine.size_of(count)
+        start += count
+
+
+def _padded(ids: np.ndarray, size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    padded[: len(ids)] = ids
+    return padded
+
+
+def encode(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]],
+    want: Want,
+) -> list[Float[np.ndarray, ...]]:
+    """A result of the encoder for each text: [tokens, width], or [width] for "pooled".
+
+    Args:
+        types: token types, one list per text.
+    """
+    longest = max(map(len, texts))
+    # Not beyond the context: a learned table of positions ends there.
+    size = max(longest, min(padded_length(longest), engine.programs.sizes.context))
+    rows = engine.row_count(len(texts))
+    results = []
+    for begin in range(0, len(texts), rows):
+        batch = list(texts[begin : begin + rows])
+        empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
+        tokens, lengths = padded([*batch, *empty], size)
+        token_types, _ = padded([*types[begin : begin + rows], *empty], size)
+        program = engine.programs.get(Shape("encode", size, rows=rows, want=want))
+        out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
+        results += [
+            out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)
+        ]
+    return results
+
+
+def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids padded with zeros to `size`, and their lengths."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded, np.array([len(row) for row in rows], np.int32)
+
+
+def check_room(engine: Engine, tokens: int, sequences: int = 1) -> None:
+    """Raises `RequestError` where the cache could never hold some sequences of so many tokens."""
+    for name, pool in engine.scheduler.blocks.pools.items():
+        needed = sequences * -(-tokens // BLOCK)
+        if pool.window is None and needed > pool.count:
+            raise RequestError(
+                f"{sequences * tokens} tokens do not fit into a cache of "
+                f"{pool.count * BLOCK} ({name}); set engine.kv_tokens, or ask for fewer"
+            )

@@ -1,0 +1,305 @@
+"""Who is computed next: plain Python over counts, without arrays.
+
+Every step has a budget of tokens. A sequence that decodes needs one of them, prompts share the
+rest, so that no stream waits behind a long prompt and no short prompt behind a long one. When
+blocks run out the sequence that came last, of the lowest priority, gives its own back and is
+computed again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
+from jinfer.engine.requests import QueueFullError, Request
+from jinfer.ops.cache import BLOCK
+
+
+@dataclass(eq=False)
+class Running:
+    """A request on its way through the engine.
+
+    Attributes:
+        request: what was asked.
+        arrival: how many came before it.
+        tokens: the prompt and what came after it, as far as the host knows.
+        seed: what its blocks depend on beside the tokens.
+        held: its blocks, while it is admitted.
+        slot: its row of the device's state, while it is admitted.
+        computed: tokens whose keys and values are in the cache, or will be by what was launched.
+        unread: new tokens, at most, of calls whose results the host has not read.
+        cached: tokens of the prompt that were found in the cache when it was first admitted.
+        driven: the host drives it token by token; only what comes before its last token is
+            computed in chunks.
+        preempted: how often it had to give its blocks back.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int]
+    seed: bytes = b""
+    held: Held | None = None
+    slot: int = -1
+    computed: int = 0
+    unread: int = 0
+    cached: int | None = None
+    driven: bool = False
+    preempted: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Those with less of it go first."""
+        return (self.request.priority, self.arrival)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether more than its last token has to be computed before a new one can come."""
+        return self.unread == 0 and len(self.tokens) - self.computed > 1
+
+    @property
+    def left(self) -> int:
+        """New tokens it may still have beyond those launched."""
+        return self.request.limit - len(self.tokens) - self.unread
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some known tokens of a sequence.
+
+    Attributes:
+        start, count: which.
+        chooses: whether a new token is chosen after the last of them.
+    """
+
+    sequence: Running
+    start: int
+    count: int
+    chooses: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call of the device.
+
+    Attributes:
+        admitted: sequences that get a slot first.
+        copies: blocks to be copied first.
+        chunks: of prompts.
+        decoding: sequences whose next token is computed.
+        steps: tokens of each of those, at most; 1 beside chunks.
+        wait: nothing can be planned before the results of earlier calls are read.
+    """
+
+    admitted: tuple[Running, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decoding: tuple[Running, ...] = ()
+    steps: int = 1
+    wait: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (self.chunks or self.decoding)
+
+
+@dataclass
+class Scheduler:
+    """Admits, plans, preempts.
+
+    Attributes:
+        blocks: of the paged cache.
+        slots: sequences that may be admitted at a time.
+        chunk: tokens of a step while nobody decodes.
+        mixed: tokens of a step while somebody does.
+        sizes: of flat batches there are programs for, rising.
+        queue: requests that may wait; None: any number.
+        preemptions: so far.
+        hold: whether nobody is admitted for the moment.
+        running: those that have slots.
+        on_release: is told of each sequence that is about to give its blocks back.
+    """
+
+    blocks: BlockManager
+    slots: int
+    chunk: int
+    mixed: int
+    sizes: tuple[int, ...]
+    queue: int | None = None
+    preemptions: int = 0
+    hold: bool = False
+    running: list[Running] = field(default_factory=list)
+    on_release: Callable[[Running], None] = lambda _: None
+    _waiting: list[tuple[tuple[int, int], Running]] = field(default_factory=list)
+    _free: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._free = deque(range(self.slots))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to be admitted."""
+        return len(self._waiting)
+
+    def submit(self, sequence: Running) -> None:
+        """Queues a sequence. Raises `QueueFullError`."""
+        # Those that free slots are there for do not wait for anything.
+        if self.queue is not None and len(self._waiting) >= self.queue + len(self._free):
+            raise QueueFullError(
+                f"{self.queue} requests wait already, which is all that engine.queue allows; "
+                f"try again later"
+            )
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def drop(self, sequence: Running) -> None:
+        """Ends a sequence, wherever it is; its blocks and its slot are free at once."""
+        if sequence.held is not None:
+            self._release(sequence)
+            self.running.remove(sequence)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+            heapq.heapify(self._waiting)
+
+    def expired(self, now: float) -> list[Running]:
+        """Sequences whose deadline has passed."""
+        everyone = [*self.running, *(sequence for _, sequence in self._waiting)]
+        return [s for s in everyone if s.request.deadline is not None and s.request.deadline <= now]
+
+    def plan(self, steps: int) -> Plan:
+        """What to compute next.
+
+        Args:
+            steps: tokens that a call may compute of each decoding sequence.
+        """
+        admitted, copies = self._admit()
+        prompts = [s for s in self.running if s.in_prompt]
+        decoding = [s for s in self.running if not s.driven and not s.in_prompt and s.left > 0]
+        steps = 1 if prompts else min(steps, max((s.left for s in decoding), default=1))
+        for sequence in sorted(decoding, key=lambda s: s.order):
+            if sequence.held is not None and not self.make_room(sequence, steps):
+                return Plan(tuple(admitted), tuple(copies), wait=True)
+        # Making room may have cost some of them theirs.
+        prompts, decoding, admitted = (
+            [s for s in group if s.held is not None] for group in (prompts, decoding, admitted)
+        )
+        chunks = self._chunks(prompts, len(decoding))
+        return Plan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
+
+    def _admit(self) -> tuple[list[Running], list[Copy]]:
+        """Gives waiting sequences slots, what is cached of their tokens, and room for the rest."""
+        admitted: list[Running] = []
+        copies: list[Copy] = []
+        later: list[tuple[tuple[int, int], Running]] = []
+        while self._waiting and self._free and not self.hold:
+            sequence = self._waiting[0][1]
+            held, cached, made = self.blocks.start(
+                sequence.tokens, sequence.seed, reuse=sequence.request.reuse
+            )
+            if self._comes_soon(sequence, cached):
+                self.blocks.free(held)
+                later.append(heapq.heappop(self._waiting))
+                continue
+            # A block more for each that runs, or somebody would be preempted at once.
+            spare = len(self.running)
+            if not self.blocks.reserve_all(held, len(sequence.tokens), spare) or (
+                sequence.request.encoder
+                and not self.blocks.take_encoder(held, sequence.request.encoder)
+            ):
+                self.blocks.free(held)
+                break
+            heapq.heappop(self._waiting)
+            sequence.held, sequence.slot = held, self._free.popleft()
+            sequence.computed = cached
+            sequence.cached = cached if sequence.cached is None else sequence.cached
+            self.running.append(sequence)
+            admitted.append(sequence)
+            copies += made
+        for entry in later:
+            heapq.heappush(self._waiting, entry)
+        return admitted, copies
+
+    def _comes_soon(self, sequence: Running, cached: int) -> bool:
+        """Whether another sequence is about to compute what this one begins with, too."""
+        if not sequence.request.reuse:
+            return False
+        here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
+        for other in self.running:
+            if other.in_prompt and other.request.reuse and other.seed == sequence.seed:
+                same = common(other.tokens[here], sequence.tokens[here])
+                soon = same >= WORTH_A_COPY and other.computed < cached + same
+                if soon and other.tokens[:cached] == sequence.tokens[:cached]:
+                    return True
+        return False
+
+    def make_room(self, sequence: Running, steps: int) -> bool:
+        """Makes room for new tokens of a sequence; those that came last are preempted for it.
+
+        Returns:
+            False where results must be read before; a preempted sequence's tokens have to be known.
+        """
+        length = len(sequence.tokens) + sequence.unread + steps - 1
+        while sequence.held is not None:
+            if self.blocks.reserve(sequence.held, min(length, sequence.request.limit)):
+                return True
+            if any(s.unread for s in self.running):
+                return False
+            self.preempt(max(self.running, key=lambda s: s.order))
+        return True
+
+    def preempt(self, sequence: Running) -> None:
+        """Takes a sequence's blocks; it waits to be computed again."""
+        assert not sequence.unread, "its new tokens would be lost"
+        self._release(sequence)
+        self.running.remove(sequence)
+        sequence.preempted += 1
+        self.preemptions += 1
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _release(self, sequence: Running) -> None:
+        assert sequence.held is not None
+        self.on_release(sequence)
+        self.blocks.free(sequence.held)
+        self._free.append(sequence.slot)
+        sequence.held, sequence.slot, sequence.computed, sequence.unread = None, -1, 0, 0
+
+    def _chunks(self, prompts: Sequence[Running], decoding: int) -> list[Chunk]:
+        """The pieces of prompts that a step computes."""
+        wanted = [
+            (s, len(s.tokens) - s.computed - s.driven)
+            for s in sorted(prompts, key=lambda s: s.order)
+        ]
+        if decoding:
+            budget = max(1, self.mixed - decoding)
+        else:
+            budget = self.filling(min(self.chunk, sum(count for _, count in wanted)))
+        chunks = []
+        for sequence, count in shares(wanted, budget):
+            assert sequence.held is not None
+            if not self.blocks.reserve(sequence.held, sequence.computed + count):
+                continue  # a windowed group's blocks are all held for the moment
+            last = sequence.computed + count == len(sequence.tokens)
+            chunks.append(Chunk(sequence, sequence.computed, count, last))
+        return chunks
+
+    def filling(self, count: int) -> int:
+        """So many of some tokens that a program is not mostly padding."""
+        size = next((size for size in self.sizes if size >= count), self.sizes[-1])
+        smaller = [size for size in self.sizes if size < count]
+        return smaller[-1] if smaller and 2 * size > 3 * count else min(size, count)
+
+
+def shares[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
+    """Divides a budget: everybody an equal share, and what is left over to the first."""
+    counts = dict.fromkeys(range(len(wanted)), 0)
+    open_ = [i for i, (_, want) in enumerate(wanted) if want > 0]
+    while open_ and budget > 0:
+        share = max(1, budget // len(open_))
+        for i in open_:
+            more = min(share, wanted[i][1] - counts[i], budget)
+            counts[i] += more
+            budget -= more
+        open_ = [i for i in open_ if counts[i] < wanted[i][1]]
+    return [(one, counts[i]) for i, (one, _) in enumerate(wanted) if counts[i]]

@@ -1,0 +1,275 @@
+"""The thread that owns an engine and its device; everything else talks to it by queues.
+
+Requests, cancellations and jobs go in through one queue; pieces of answers come out through the
+sink that a request brought along. So any number of threads, or an event loop, can use one model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from jinfer.engine.driver import Driver
+from jinfer.engine.engine import Engine
+from jinfer.engine.forward import NoRoomError
+from jinfer.engine.generation import Generation, Usage
+from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
+from jinfer.engine.state import Choice
+from jinfer.tokenizer import Tokenizer
+
+type Job = Callable[[Engine], Any]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine does at a moment.
+
+    Attributes:
+        running, waiting: requests.
+        blocks, blocks_held: of the cache, those of all groups together.
+        preemptions: so far.
+        prompt_tokens, cached_tokens, new_tokens: so far; cached ones were not computed again.
+        compilations: programs compiled, or taken from the persistent cache.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    blocks_held: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    compilations: int
+
+
+class EngineThread:
+    """Runs an engine on a thread of its own, which ends with `close`.
+
+    Attributes:
+        last_usage: tokens and seconds of the request that ended last.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.last_usage = Usage(0, 0, 0.0, 0.0)
+        self._loop = _Loop(engine, tokenizer, weakref.ref(self))
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._stop = weakref.finalize(self, self._loop.inbox.put, None)
+
+    def submit(
+        self,
+        request: Request,
+        choice: Choice,
+        sink: Callable[[Any], None],
+        driver: Driver | None = None,
+    ) -> None:
+        """Queues a request.
+
+        Args:
+            sink: is called on the engine's thread with each `Chunk`, and last with the `Usage`, or
+                with an exception that ends the request.
+        """
+        self._send(lambda loop: loop.submit(request, choice, sink, driver))
+
+    def cancel(self, request: int) -> None:
+        """Ends a request within a step; its sink is not called again after that."""
+        self._send(lambda loop: loop.end(request))
+
+    def run(self, job: Job) -> Any:
+        """The result of a job that is done between two steps; its exceptions are raised here."""
+        future: Future[Any] = Future()
+        self._send(lambda loop: loop.jobs.append((job, future)))
+        return future.result()
+
+    def stats(self) -> Stats:
+        """What the engine does at the moment."""
+        return self._loop.stats()
+
+    def close(self) -> None:
+        """Ends all requests, and the thread."""
+        self._stop()
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _send(self, message: Callable[[_Loop], Any]) -> None:
+        if not self._stop.alive:
+            raise RequestError("the model was closed; open it again")
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._loop.run, name="jinfer-engine", daemon=True
+                    )
+                    self._thread.start()
+                    _running.add(self)
+        self._loop.inbox.put(message)
+
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that still computes while the interpreter ends would crash it."""
+    for thread in list(_running):
+        thread.close()
+
+
+@dataclass
+class _Loop:
+    """What runs on the thread; knows its owner weakly, so that it ends when nobody else does."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    owner: weakref.ref[EngineThread]
+    inbox: SimpleQueue[Callable[[_Loop], Any] | None] = field(default_factory=SimpleQueue)
+    jobs: deque[tuple[Job, Future[Any]]] = field(default_factory=deque)
+    generations: dict[int, tuple[Generation, Callable[[Any], None]]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+
+    def run(self) -> None:
+        """Until there is a None in the inbox."""
+        while self._receive():
+            self._work_off_jobs()
+            if self.engine.busy:
+                self._expire()
+                self._step()
+        for request in list(self.generations):
+            self._fail(request, RequestError("the model was closed while it answered"))
+        for _, future in self.jobs:
+            future.cancel()
+
+    def _receive(self) -> bool:
+        """Takes all messages; waits for one where there is nothing to do. False: the end."""
+        idle = not self.engine.busy and not self.jobs
+        while True:
+            try:
+                message = self.inbox.get(block=idle)
+            except Empty:
+                return True
+            if message is None:
+                return False
+            message(self)
+            idle = False
+
+    def submit(
+        self,
+        request: Request,
+        choice: Choice,
+        sink: Callable[[Any], None],
+        driver: Driver | None,
+    ) -> None:
+        """Queues a request, or tells its sink why not."""
+        try:
+            self.engine.submit(request, choice, driver)
+        except RequestError as error:
+            sink(error)
+            return
+        self.generations[request.id] = Generation(request, self.tokenizer), sink
+
+    def end(self, request: int) -> None:
+        """Ends a request, done or not."""
+        known = self.generations.pop(request, None)
+        sequence = self.engine.finish(request)
+        if known is None:
+            return
+        generation = known[0]
+        generation.cached = (sequence and sequence.cached) or 0
+        self.prompt_tokens += len(generation.request.prompt)
+        self.cached_tokens += generation.cached
+        self.new_tokens += generation.count
+        if (owner := self.owner()) is not None:
+            owner.last_usage = generation.usage()
+
+    def _fail(self, request: int, error: BaseException) -> None:
+        sink = self.generations[request][1]
+        self.end(request)
+        sink(error)
+
+    def _step(self) -> None:
+        before = self.engine.programs.waited
+        try:
+            events = self.engine.step()
+            if (waited := self.engine.programs.waited - before) > 0:
+                for generation, _ in self.generations.values():
+                    generation.waited += 0.0 if generation.count else waited
+            for event in events:
+                self._deliver(event)
+        except Exception as error:  # whatever it is, the engine goes on with what waits
+            self._recover(error)
+
+    def _deliver(self, event: Token | Failed) -> None:
+        if event.request not in self.generations:
+            return  # of a request that ended with an earlier token of the same call
+        if isinstance(event, Failed):
+            self._fail(event.request, event.error)
+            return
+        generation, sink = self.generations[event.request]
+        ended = generation.push(event)
+        for chunk in generation.take():
+            sink(chunk)
+        if ended:
+            self.end(event.request)
+            sink(generation.usage())
+
+    def _recover(self, error: Exception) -> None:
+        failed = self.engine.recover() or list(self.generations)
+        reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
+        reason.__cause__ = error
+        for request in failed:
+            if request in self.generations:
+                self._fail(request, reason)
+            else:
+                self.engine.finish(request)
+
+    def _expire(self) -> None:
+        for sequence in self.engine.scheduler.expired(time.monotonic()):
+            self._fail(sequence.request.id, DeadlineError("the request's deadline has passed"))
+
+    def _work_off_jobs(self) -> None:
+        """Jobs go before requests; one that finds no room waits until there is."""
+        while self.jobs:
+            job, future = self.jobs[0]
+            try:
+                result = job(self.engine)
+            except NoRoomError:
+                self.engine.scheduler.hold = True
+                if self.engine.busy and self.engine.scheduler.running:
+                    return
+                self.engine.scheduler.hold = False
+                future.set_exception(
+                    RequestError("the cache is too small for this; set engine.kv_tokens")
+                )
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            self.engine.scheduler.hold = False
+            self.jobs.popleft()
+
+    def stats(self) -> Stats:
+        """What goes on; read from another thread, so that the figures may be a step apart."""
+        scheduler = self.engine.scheduler
+        pools = [*scheduler.blocks.pools.values()]
+        return Stats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting,
+            blocks=sum(pool.count for pool in pools),
+            blocks_held=scheduler.blocks.held,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            new_tokens=self.new_tokens,
+            compilations=self.engine.programs.compilations,
+        )

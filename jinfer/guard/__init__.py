@@ -1,0 +1,1 @@
+"""What is read or run for a stranger: regular files up to a size, and processes with bounds."""

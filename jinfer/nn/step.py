@@ -1,0 +1,94 @@
+"""Where the tokens of a forward pass stand: a flat batch over a paged cache, or whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jinfer.nn.position import CosSin, Rotary
+from jinfer.ops.cache import Placement
+
+
+class Step(NamedTuple):
+    """Where the tokens of one forward pass stand.
+
+    A decoder computes a flat batch, one row of tokens of any sequences; an encoder whole texts, a
+    row each.
+
+    Attributes:
+        positions: of each token in its sequence.
+        totals: tokens of each token's sequence as far as it is known; rotary embeddings that
+            stretch with the length depend on it.
+        lengths: of whole texts, without their padding.
+        rows: of a flat batch: which sequence each token belongs to, -1 for padding...
+        tables: ...and where the blocks of each sequence are, by group of attentions.
+        encoded: tokens of the encoder's output that each sequence may see, where there is one.
+        cos_sin: of rotary embeddings, where it is known already, by `str` of their block.
+    """
+
+    positions: Int[Array, "batch tokens"]
+    totals: Int[Array, "batch tokens"]
+    lengths: Int[Array, " batch"] | None = None
+    rows: Int[Array, " tokens"] | None = None
+    tables: Mapping[str, Int[Array, "rows blocks"]] | None = None
+    encoded: Int[Array, " rows"] | None = None
+    cos_sin: dict[str, CosSin] | None = None
+
+    @classmethod
+    def of_texts(cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]) -> Step:
+        """Whole texts, padded at their ends."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        return cls(jnp.broadcast_to(positions, tokens.shape), totals, lengths)
+
+    @classmethod
+    def flat(
+        cls,
+        rows: Int[Array, " tokens"],
+        positions: Int[Array, " tokens"],
+        prompts: Int[Array, " rows"],
+        tables: Mapping[str, Int[Array, "rows blocks"]],
+        encoded: Int[Array, " rows"],
+    ) -> Step:
+        """A flat batch.
+
+        Args:
+            prompts: tokens of each sequence's prompt, all of which were known from the start.
+        """
+        totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
+        return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
+
+    def placement(self, group: str) -> Placement:
+        """Where a group of attentions finds what the tokens' sequences have in the cache."""
+        assert self.rows is not None, "whole texts have no cache"
+        assert self.tables is not None, "whole texts have no cache"
+        return Placement(self.rows, self.positions[0], self.tables[group])
+
+    def encoded_last(self) -> Int[Array, " tokens"]:
+        """The last position of the encoder's output that each token sees."""
+        assert self.rows is not None, "whole texts have no cache"
+        assert self.encoded is not None, "cross-attention needs an encoder's output"
+        return jnp.where(self.rows >= 0, self.encoded[jnp.maximum(self.rows, 0)] - 1, -1)
+
+    def cos_sin_of(self, rope: Rotary) -> CosSin:
+        """What the tokens are rotated by."""
+        known = (self.cos_sin or {}).get(str(rope.block))
+        return rope.cos_sin(self.positions, self.totals) if known is None else known
+
+    def with_cos_sin(self, ropes: Iterable[Rotary]) -> Step:
+        """The same, with what these rotate by computed once for all layers."""
+        cos_sin = {
+            str(rope.block): rope.cos_sin(self.positions, self.totals)
+            for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
+        }
+        # Without the barrier XLA computes the sines anew in each layer.
+        return self._replace(cos_sin=lax.optimization_barrier(cos_sin))
+
+
+def split(x: Float[Array, "batch tokens width"], heads: int) -> Array:
+    """[batch, tokens, heads, width / heads]."""
+    return x.reshape(*x.shape[:2], heads, -1)

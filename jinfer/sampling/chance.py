@@ -1,0 +1,48 @@
+"""What a request's seed gives: for each of its tokens the same, whoever shares the batch.
+
+Token i is the likeliest after Gumbel noise of `fold_in(key, i)` is added. Speculation stands on
+that: whoever knows the seed and i knows the noise. Stages that need chance of their own take it
+from other words hashed with the key.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.random import threefry_2x32
+from jaxtyping import Float, Int, UInt
+
+# The first of the two words that are hashed with a key; `fold_in` has 0 there.
+_STREAMS = {"xtc": 1, "random_fsd": 2}
+
+
+def noise(
+    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], vocab: int
+) -> Float[Array, "rows vocab"]:
+    """Gumbel noise for the token after `drawn` others."""
+
+    def one(key: Array, drawn: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(_wrapped(key), drawn), (vocab,), jnp.float32)
+
+    return jax.vmap(one)(key, drawn)
+
+
+def chance(
+    key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], stage: Literal["xtc", "random_fsd"]
+) -> Float[Array, " rows"]:
+    """A number from 0 to below 1 for a stage's own decision."""
+    stream = jnp.full_like(drawn, _STREAMS[stage])
+
+    def one(key: Array, words: Array) -> Array:
+        return threefry_2x32(key, words)[0]
+
+    words = jnp.stack([stream, drawn], axis=-1).astype(jnp.uint32)
+    bits = jax.vmap(one)(key, words)
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _wrapped(key: Array) -> Array:
+    return jax.random.wrap_key_data(key, impl="threefry2x32")

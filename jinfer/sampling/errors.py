@@ -1,0 +1,13 @@
+"""The error of a constraint that cannot be compiled, or not be followed to its end."""
+
+from __future__ import annotations
+
+
+class ConstraintError(ValueError):
+    """One line: which of json_schema, regex, choice and grammar, where in it, and what is wrong."""
+
+
+def short(text: str, most: int = 80) -> str:
+    """A text in one line and at most so many characters, to be shown in an error."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,110 @@
+"""Frustratingly simple decoding (arXiv 2305.12675): likely, but not what the text said before."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jinfer.sampling.chance import chance
+from jinfer.sampling.history import History
+from jinfer.sampling.ranges import MAX_CANDIDATES, MAX_NGRAM
+from jinfer.sampling.rows import Sampler, Turn
+
+
+class _Counts(NamedTuple):
+    """Of each context, the last 0, 1, ... tokens of a row.
+
+    Attributes:
+        followed: times that it was followed by any token.
+        by: times that it was followed by each candidate.
+    """
+
+    followed: Int[Array, "rows contexts"]
+    by: Int[Array, "rows contexts candidates"]
+
+
+def fsd(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
+    """0 for the token chosen, -inf for all others.
+
+    Of the `fsd_k` likeliest tokens the one with the greatest (1 - alpha) p - alpha s, where s is
+    how an n-gram model of the sequence so far would predict it. p is among the `fsd_pool`
+    likeliest. Random FSD (Inferflow) leaves the choice to others by chance, for its first tokens.
+    """
+    _, sampler, progress, history = turn
+    count = min(MAX_CANDIDATES, x.shape[-1])
+    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
+    best, ids = lax.optimization_barrier(lax.top_k(x, count))
+    rank = jnp.arange(count, dtype=jnp.int32)[None]
+    pool = sampler.whole("fsd_pool")
+    inside = (rank < pool[:, None]) | (pool[:, None] == 0)
+    total = jnp.where(pool > 0, _logsum(jnp.where(inside, best, -jnp.inf)), _logsum(x))
+    p = jnp.where(inside, jnp.exp(best - total[:, None]), 0.0)
+    alpha = sampler.number("fsd_alpha")[:, None]
+    scores = (1 - alpha) * p - alpha * _predicted(_count(history, ids), sampler, history)
+    candidate = (rank < sampler.whole("fsd_k")[:, None]) & (best > -jnp.inf)
+    place = jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
+    chosen = jnp.take_along_axis(ids, place[:, None], axis=-1)
+    only = jnp.arange(x.shape[-1], dtype=jnp.int32)[None] == chosen
+    u = chance(sampler.key, progress.drawn, "random_fsd")
+    late = progress.drawn >= sampler.whole("random_fsd_tokens")
+    # Only random FSD draws at all.
+    now = late | (u < sampler.number("random_fsd_probability")) | (sampler.whole("draws") == 0)
+    return jnp.where(now[:, None], jnp.where(only, 0.0, -jnp.inf), x)
+
+
+def _logsum(x: Float[Array, "rows n"]) -> Float[Array, " rows"]:
+    return jax.nn.logsumexp(x, axis=-1)
+
+
+def _count(history: History, ids: Int[Array, "rows candidates"]) -> _Counts:
+    """Counts every context before every position."""
+    rows = ids.shape[0]
+    back = np.arange(1, MAX_NGRAM, dtype=np.int32)
+    last = history.back(back)
+
+    def count(counts: _Counts, positions: Int[Array, "rows block"]) -> _Counts:
+        tokens = history.at(positions)
+        before = history.at(positions[:, :, None] - jnp.asarray(back)[None, None])
+        same = (before == last[:, None]) & (last[:, None] >= 0)
+        # A context is as long as its first token that differs is far.
+        places = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, None]
+        length = jnp.min(jnp.where(same, MAX_NGRAM, places[..., :-1]), axis=-1, keepdims=True)
+        contexts = ((places <= length) & (tokens >= 0)[:, :, None]).astype(jnp.float32)
+        by = (tokens[:, :, None] == ids[:, None]).astype(jnp.float32)
+        # Sums of zeros and ones, exact in any order.
+        new = jnp.einsum("rbc,rbi->rci", contexts, by, precision=lax.Precision.HIGHEST)
+        followed = jnp.sum(contexts, axis=1)
+        return _Counts(
+            counts.followed + followed.astype(jnp.int32), counts.by + new.astype(jnp.int32)
+        )
+
+    none = _Counts(
+        jnp.zeros((rows, MAX_NGRAM), jnp.int32),
+        jnp.zeros((rows, MAX_NGRAM, ids.shape[1]), jnp.int32),
+    )
+    return history.fold(count, none)
+
+
+def _predicted(
+    counts: _Counts, sampler: Sampler, history: History
+) -> Float[Array, "rows candidates"]:
+    """The smoothed n-gram model: from the longest context to none, each takes a share of the rest.
+
+    A context that the candidate never followed takes none. The last occurrence of a context, at
+    the end, is followed by nothing yet, and counts nonetheless.
+    """
+    by = counts.by.astype(jnp.float32)
+    followed = counts.followed.astype(jnp.float32)[:, :, None]
+    size = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, :, None]
+    n, beta = (part[:, None, None] for part in (sampler.whole("fsd_n"), sampler.number("fsd_beta")))
+    enough = history.lengths[:, None, None] >= n - 1
+    use = (by > 0) & (size < n) & enough
+    longer = (size < jnp.swapaxes(size, 1, 2)).astype(jnp.float32)
+    before = jnp.einsum("sl,rlc->rsc", longer[0], use.astype(jnp.float32), precision="highest")
+    share = jnp.where(size > 0, beta * by / (followed + 1), by / jnp.maximum(followed, 1))
+    return jnp.sum(jnp.where(use, (1 - beta) ** before * share, 0.0), axis=1)

@@ -1,0 +1,72 @@
+"""What is added to logits, or forbidden, because of the request or of the tokens so far."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, UInt
+
+from jinfer.sampling.history import scatter_ids
+from jinfer.sampling.ranges import MAX_BAD_LENGTH
+from jinfer.sampling.rows import Turn
+
+type Logits = Float[Array, "rows vocab"]
+type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written
+
+
+def rules(x: Logits, turn: Turn) -> Logits:
+    """Adds `logit_bias`, and forbids bad words, banned tokens and an end before `min_tokens`.
+
+    Of a bad word the last token is forbidden where its others are the last of the sequence.
+    """
+    sampler = turn.sampler
+    recent = turn.history.back(np.arange(MAX_BAD_LENGTH - 1, 0, -1, dtype=np.int32))
+    words, last = sampler.bad_words[..., :-1], sampler.bad_words[..., -1]
+    begun = jnp.all((words < 0) | (words == recent[:, None]), axis=-1)
+    early = turn.progress.drawn < sampler.whole("min_tokens")
+    forbidden = jnp.concatenate(
+        [jnp.where(begun, last, -1), jnp.where(early[:, None], sampler.end_ids, -1)], axis=-1
+    )
+    ids = jnp.concatenate([sampler.bias_ids, forbidden], axis=-1)
+    never = jnp.full(forbidden.shape, -jnp.inf)
+    added = jnp.concatenate([sampler.biases, never], axis=-1)
+    return x.at[scatter_ids(ids, x.shape[-1])].add(added, mode="drop")
+
+
+def penalties(x: Logits, turn: Turn) -> Logits:
+    """Lowers the logits of tokens that the sequence has.
+
+    The repetition penalty (arXiv 1909.05858) looks at prompt and answer, the presence and
+    frequency penalties at the answer alone, as vLLM has it; all at the last `penalty_last_n`.
+    """
+    sampler, history = turn.sampler, turn.history
+    window = sampler.whole("penalty_last_n")
+    start = jnp.where(window < 0, 0, history.lengths - window)
+    answer = jnp.maximum(start, history.prompts)
+
+    def count(counts: _Counts, positions: Int[Array, "rows block"]) -> _Counts:
+        seen, written = counts
+        tokens = history.at(positions)
+        where = scatter_ids(jnp.where(positions >= start[:, None], tokens, -1), x.shape[-1])
+        new = (positions >= answer[:, None]).astype(jnp.int32)
+        return seen.at[where].set(True, mode="drop"), written.at[where].add(new, mode="drop")
+
+    none = jnp.zeros(x.shape, jnp.bool_), jnp.zeros(x.shape, jnp.int32)
+    seen, written = history.fold(count, none)
+    factor = sampler.number("repetition_penalty")[:, None]
+    x = jnp.where(seen, jnp.where(x > 0, x / factor, x * factor), x)
+    x = x - sampler.number("frequency_penalty")[:, None] * written.astype(jnp.float32)
+    return x - jnp.where(written > 0, sampler.number("presence_penalty")[:, None], 0.0)
+
+
+def masked(
+    x: Logits,
+    mask: UInt[Array, "slots words"],
+    slots: Int[Array, " rows"],
+    rows: Bool[Array, " rows"],
+) -> Logits:
+    """Forbids what a slot's mask has not set, in some rows; the lowest bit is the first token."""
+    bits = mask[slots][:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
+    allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[-1]] != 0
+    return jnp.where(allowed | ~rows[:, None], x, -jnp.inf)

@@ -1,0 +1,84 @@
+"""Greatest numbers and thresholds over a vocabulary, without sorting it.
+
+A threshold is found by bisection over the bits of the numbers, which needs 32 sums over the
+vocabulary: on XLA:CPU a sort of 49k logits takes 5 to 27 ms, as long as a small model's whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, UInt
+
+_LANES = 64  # numbers reduced side by side
+_LEAST_MASS = 1e-30
+
+
+def argmax(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
+    """The first index of each row's greatest number; the last index where one is not a number.
+
+    XLA:CPU computes jnp.argmax number by number: 0.2 ms for 49,000 of them, as long as a layer of a
+    small model takes. Two reductions over rows of lanes are vectorized and take a tenth of that.
+    """
+    vocab = logits.shape[-1]
+    missing = -vocab % _LANES
+    filled = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    lanes = filled.reshape(logits.shape[0], -1, _LANES)
+    greatest = jnp.max(jnp.max(lanes, axis=1), axis=-1)
+    index = jnp.arange(vocab + missing, dtype=jnp.int32).reshape(1, -1, _LANES)
+    found = jnp.where(lanes == greatest[:, None, None], index, jnp.int32(vocab - 1))
+    return jnp.min(jnp.min(found, axis=1), axis=-1)
+
+
+def greatest(
+    x: Float[Array, "rows vocab"], count: Int[Array, " rows"]
+) -> Bool[Array, "rows vocab"]:
+    """Which numbers are among the `count` greatest, whatever equals the last of them included."""
+    order = ordered_bits(x)
+    count = jnp.clip(count, 1, x.shape[-1])
+    least = largest(
+        lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count, count.shape
+    )
+    return order >= least[:, None]
+
+
+def heaviest(
+    x: Float[Array, "rows vocab"],
+    weights: Float[Array, "rows vocab"],
+    mass: Float[Array, " rows"],
+) -> Bool[Array, "rows vocab"]:
+    """Which numbers are among the greatest that together weigh so much.
+
+    What equals the last of them is included. The greatest with a weight always is.
+    """
+    order = ordered_bits(x)
+    # Without a bound a tiny mass would keep not even the first.
+    mass = jnp.maximum(mass, _LEAST_MASS)
+
+    def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
+        return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass
+
+    return order >= largest(enough, mass.shape)[:, None]
+
+
+def largest(
+    holds: Callable[[UInt[Array, " rows"]], Bool[Array, " rows"]],
+    shape: tuple[int, ...],
+    bits: int = 32,
+) -> UInt[Array, " rows"]:
+    """The largest integer for which `holds`, which holds for 0 and never again once it fails."""
+
+    def try_bit(i: Array, so_far: Array) -> Array:
+        higher = so_far | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
+        return jnp.where(holds(higher), higher, so_far)
+
+    return lax.fori_loop(0, bits, try_bit, jnp.zeros(shape, jnp.uint32))
+
+
+def ordered_bits(x: Float[Array, "rows vocab"]) -> UInt[Array, "rows vocab"]:
+    """Integers in the same order as the floats; 0 and -0 are the same."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits & sign != 0, jnp.uint32(0) - bits, bits | sign)

@@ -1,0 +1,26 @@
+"""Answers that keep to a JSON schema, a regex, a choice of texts or a grammar (llguidance).
+
+How an engine's step uses it, without jax:
+
+1. When a request comes, in the thread that receives it (it may take some time):
+   `constraint = compile_constraint(tokenizer, json_schema=…)`; a `ConstraintError` is the request's
+   answer. `matcher = constraint.start()` for each of its sequences.
+2. Before the first step `forced = matcher.forced()` are appended to the prompt's tokens, as tokens
+   that are computed like a prompt's but belong to the answer, and `advance` takes each.
+3. While the device computes a step's logits, a worker thread writes `matcher.mask(row)` into the
+   row of a `uint32[batch, words]` array; rows of unconstrained requests are all ones. The sampler
+   adds -inf where `mask[row, v // 32] >> (v % 32) & 1` is 0, before anything else.
+4. When the token is known: `matcher.advance(token)`. Then `matcher.forced()` again: what it gives
+   needs no sampling and goes with the token into the next step as a chunk of several tokens.
+5. `matcher.finished`: the answer is complete, and the request ends ("stop") without waiting for an
+   end of sequence, also where `ignore_eos` or `min_tokens` would go on.
+
+Forced tokens change nothing but the speed: masks would allow only them. Both follow from the tokens
+of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
+"""
+
+from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.structured.constraint import Constraint, compile_constraint
+from jinfer.sampling.structured.matcher import Matcher
+
+__all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint"]

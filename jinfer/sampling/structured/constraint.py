@@ -1,0 +1,174 @@
+"""Compiles a constraint for a vocabulary, once, and begins answers in it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+
+from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.structured.matcher import Matcher
+from jinfer.sampling.structured.messages import failure
+from jinfer.sampling.structured.reach import find_answer
+from jinfer.sampling.structured.source import Kind, Source, source_of
+from jinfer.sampling.structured.trial import try_apart
+from jinfer.sampling.structured.vocabulary import Vocabulary, vocabulary
+from jinfer.tokenizer import Tokenizer
+
+MAX_KEPT = 64  # compiled constraints, those used last
+
+# llguidance's limits on the work of compiling and of a mask, which takes at most some 0.1 s.
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 10_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+_SEARCH_SECONDS = 1.0  # to find the part of a schema that is wrong
+
+
+class Constraint:
+    """A compiled constraint; any thread may use it."""
+
+    def __init__(self, source: Source, vocabulary: Vocabulary, *, leading_space: bool) -> None:
+        """Compiles; see `compile_constraint`."""
+        self.kind: Kind = source.kind
+        self._vocabulary = vocabulary
+        can_write = vocabulary.can_write(source.written)
+        self._grammar = source.grammar(forcing=can_write, leading_space=leading_space)
+        self._lock = Lock()
+        message = self._first_error(source)
+        if message:
+            raise failure(source, message, self._apart if source.risky else self._errors_of)
+        if not can_write and not find_answer(self.start(), vocabulary):
+            raise ConstraintError(
+                f"{self.kind}: the tokenizer has no tokens to write an answer with; it lacks"
+                f" single bytes such as {_example(vocabulary)}"
+            )
+
+    def start(self) -> Matcher:
+        """Begins an answer."""
+        with self._lock:
+            state = self._compiled.deep_copy()
+        return Matcher(self.kind, self._vocabulary, state, self._renew)
+
+    def _first_error(self, source: Source) -> str:
+        """Compiles and makes the first mask; llguidance's message, or nothing."""
+        if source.risky:
+            try:
+                (message,) = try_apart([self._grammar], LIMITS)
+            except ConstraintError as error:
+                raise ConstraintError(f"{self.kind}: {error}") from None
+            if message:
+                return message
+        self._compiled = self._compile(self._grammar)
+        return _error_of(self._compiled.deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        limits = LLParserLimits(**LIMITS)
+        return LLMatcher(self._vocabulary.trie, grammar, log_level=0, limits=limits)
+
+    def _errors_of(self, grammars: list[str]) -> list[str]:
+        end = monotonic() + _SEARCH_SECONDS
+        return [_error_of(self._compile(g)) for g in grammars if monotonic() < end]
+
+    def _apart(self, grammars: list[str]) -> list[str]:
+        try:
+            return try_apart(grammars, LIMITS)
+        except ConstraintError:
+            return []
+
+    def _renew(self) -> LLMatcher:
+        """A matcher at the beginning, with an automaton of its own that later answers share."""
+        fresh = self._compile(self._grammar)
+        with self._lock:
+            self._compiled = fresh
+            return fresh.deep_copy()
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    """What is wrong at the beginning already; llguidance's message, or nothing."""
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return str(matcher.get_error())
+
+
+def _example(vocabulary: Vocabulary) -> str:
+    return ", ".join(repr(chr(byte)) for byte in sorted(vocabulary.missing) if 0x20 < byte < 0x7F)[
+        :40
+    ]
+
+
+class _Kept:
+    """The constraints used last, for all tokenizers."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._constraints: OrderedDict[Any, Constraint] = OrderedDict()
+
+    def get(self, key: Any) -> Constraint | None:
+        with self._lock:
+            found = self._constraints.get(key)
+            if found is not None:
+                self._constraints.move_to_end(key)
+            return found
+
+    def put(self, key: Any, constraint: Constraint) -> None:
+        with self._lock:
+            self._constraints[key] = constraint
+            while len(self._constraints) > MAX_KEPT:
+                self._constraints.popitem(last=False)
+
+
+_KEPT = _Kept()
+
+
+def compile_constraint(
+    tokenizer: Tokenizer,
+    *,
+    json_schema: Any = None,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
+    at_text_start: bool = False,
+) -> Constraint:
+    """A constraint on the answers of a model with this tokenizer; exactly one must be given.
+
+    Compiled constraints are kept, the last `MAX_KEPT` of them. Any thread may call it; most take a
+    millisecond, the first for a tokenizer some tenths of a second, at worst ten seconds.
+
+    Args:
+        json_schema: a JSON schema as a dict or a JSON text; True for any JSON object.
+        regex: what the whole answer must match, in the syntax of Rust's `regex`.
+        choice: texts, one of which is the answer.
+        grammar: a Lark grammar as llguidance reads it, or llama.cpp's GBNF.
+        at_text_start: no text stands before the answer (an encoder-decoder's, or an empty
+            prompt), so that a tokenizer that begins texts with a space may.
+
+    Raises:
+        ConstraintError: in one line what cannot be kept, and where.
+    """
+    given: dict[Kind, Any] = {
+        "json_schema": json_schema,
+        "regex": regex,
+        "choice": choice,
+        "grammar": grammar,
+    }
+    source = source_of(given)
+    leading_space = at_text_start and tokenizer.strip_space
+    words = vocabulary(tokenizer)
+    key = (words, source, leading_space)
+    found = _KEPT.get(key)
+    if found is None:
+        found = Constraint(source, words, leading_space=leading_space)
+        _KEPT.put(key, found)
+    return found

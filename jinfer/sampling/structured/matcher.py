@@ -1,0 +1,182 @@
+"""Where one answer stands in its constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt
+from llguidance import LLMatcher
+
+from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.structured.messages import one_line
+from jinfer.sampling.structured.source import Kind
+from jinfer.sampling.structured.vocabulary import Vocabulary
+
+
+class Matcher:
+    """The tokens of one answer so far, and which may come next.
+
+    One thread at a time may use a matcher; different matchers may be used side by side. `mask` lets
+    other threads run Python while it computes (matchers of the same constraint wait for one
+    another), so that a worker thread makes masks while another waits for the device.
+    """
+
+    def __init__(
+        self, kind: Kind, vocabulary: Vocabulary, state: LLMatcher, renew: Callable[[], LLMatcher]
+    ) -> None:
+        """Begins an answer; see `Constraint.start`.
+
+        Args:
+            state: llguidance's matcher, at the beginning.
+            renew: makes such a one that shares nothing with others.
+        """
+        self._kind = kind
+        self._vocabulary = vocabulary
+        self._state = state
+        self._renew = renew
+        self._tokens: list[int] = []
+        self._after_end = 0  # ends of sequence that came when nothing else could
+        self._only_end = False  # as a mask has shown
+        self._text = ~_bits(vocabulary.eos_ids, -(-vocabulary.size // 32))
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The answer so far."""
+        return tuple(self._tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end of sequence may come: the answer is complete.
+
+        True also for a vocabulary without an end of sequence.
+        """
+        stopped = bool(self._state.is_stopped()) and not self._state.is_error()
+        return stopped or self._only_end
+
+    @property
+    def may_end(self) -> bool:
+        """The answer is complete, though it may go on; an end of sequence is allowed."""
+        return self.finished or bool(self._state.is_accepting())
+
+    def mask(self, out: UInt[np.ndarray, " words"]) -> None:
+        """Writes which tokens may come next: bit i % 32 of word i // 32 for token i.
+
+        An end of sequence is allowed exactly where the constraint may end. Tokens that the
+        constraint forces are the only ones allowed (see `forced`).
+
+        Args:
+            out: contiguous, with a bit for each token at least; bits beyond are cleared.
+
+        Raises:
+            ConstraintError: no token goes on: the vocabulary cannot write what must come, or
+                the constraint is too complex here. The answer ends with this error.
+            ValueError: `out` is of the wrong type or too short.
+        """
+        size = self._vocabulary.size
+        words = -(-size // 32)
+        if out.dtype != np.uint32 or out.ndim != 1 or not out.flags.c_contiguous:
+            raise ValueError("a mask must be a contiguous row of uint32")
+        if len(out) < words:
+            raise ValueError(f"a mask of {len(out)} words is too short: {size} tokens need {words}")
+        found = self._compute()
+        out[:words] = found[:words]
+        out[words:] = 0
+        if size % 32:
+            out[words - 1] &= np.uint32((1 << size % 32) - 1)
+        if not (out[:words] & self._text).any():
+            if not self.may_end:
+                raise self._dead_end("")
+            self._only_end = True
+
+    def _compute(self) -> UInt[np.ndarray, " words"]:
+        """The mask as llguidance has it: perhaps with an end of sequence that is not a token."""
+        data = self._state.compute_bitmask()
+        if self._state.is_error():
+            # Matchers of a constraint share an automaton, which may be full, or broken by another.
+            message = self._state.get_error()
+            self._rebuild(self._renew())
+            data = self._state.compute_bitmask()
+            if self._state.is_error():
+                raise self._dead_end(message)
+        return np.frombuffer(data, np.uint32)
+
+    def _dead_end(self, message: str) -> ConstraintError:
+        if "NoExtension" in message or not message:
+            written = self._vocabulary.tokenizer.decode(self._tokens[-8:])
+            why = f"no token of the vocabulary can go on after {written!r}"
+        else:
+            why = one_line(self._kind, message)
+        return ConstraintError(f"{self._kind}: after {len(self._tokens)} tokens: {why}")
+
+    def advance(self, token: int) -> None:
+        """Appends a token to the answer.
+
+        Raises:
+            ConstraintError: the token is not allowed here; the answer stays as it was.
+        """
+        if self.finished and token in self._vocabulary.eos_ids:
+            self._after_end += 1
+            self._tokens.append(token)
+            return
+        if not 0 <= token < self._vocabulary.size or not self._consumes(token):
+            raise ConstraintError(f"{self._kind}: token {token} is not allowed here")
+        self._tokens.append(token)
+        self._only_end = False
+
+    def _consumes(self, token: int) -> bool:
+        taken = self._state.try_consume_tokens([token])
+        if self._state.is_error():
+            self._rebuild(self._renew())
+            taken = self._state.try_consume_tokens([token])
+        return bool(taken == 1)
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next whatever the model says; empty if there is a choice.
+
+        `mask` would allow each of them alone, one after the other. They are not part of the answer
+        until `advance` takes them.
+        """
+        if self._state.is_stopped():
+            return []
+        return [int(token) for token in self._state.compute_ff_tokens()]
+
+    def fork(self) -> Matcher:
+        """Another matcher with the same answer so far."""
+        other = Matcher(self._kind, self._vocabulary, self._state.deep_copy(), self._renew)
+        other._tokens = list(self._tokens)
+        other._after_end = self._after_end
+        other._only_end = self._only_end
+        return other
+
+    def rollback(self, n: int) -> None:
+        """Takes the last n tokens of the answer back.
+
+        Raises:
+            ValueError: the answer is not that long.
+        """
+        if not 0 <= n <= len(self._tokens):
+            raise ValueError(f"{n} of {len(self._tokens)} tokens cannot be taken back")
+        left = len(self._tokens) - n
+        beyond = min(n, self._after_end)
+        self._after_end -= beyond
+        del self._tokens[left:]
+        self._only_end = self._only_end and n <= beyond
+        if n > beyond and not self._state.rollback(n - beyond):
+            # Grammars with limits on tokens cannot go back.
+            self._rebuild(self._renew())
+
+    def _rebuild(self, fresh: Any) -> None:
+        """Goes through the answer again with a matcher at the beginning."""
+        self._state = fresh
+        inside = self._tokens[: len(self._tokens) - self._after_end]
+        for token in inside:
+            fresh.consume_token(token)
+
+
+def _bits(ids: tuple[int, ...], words: int) -> UInt[np.ndarray, " words"]:
+    mask = np.zeros(words, np.uint32)
+    for id in ids:
+        mask[id // 32] |= np.uint32(1 << id % 32)
+    return mask

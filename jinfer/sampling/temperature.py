@@ -1,0 +1,46 @@
+"""The temperature, fixed or following the entropy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jinfer.sampling.rows import Turn
+
+_COLDEST = 1e-37  # below it float32 has only a few numbers left
+
+
+def temperature(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
+    """Logits below the likeliest, divided by the temperature."""
+    return _divided(x, turn.sampler.number("scale"))
+
+
+def dynatemp(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
+    """Dynamic temperature (llama.cpp's `temp_ext`).
+
+    From scale - range, for a distribution of no entropy, to scale + range, for one that is flat
+    over the tokens there are; between them it follows the entropy's share of the greatest, to the
+    power of the exponent.
+    """
+    scale, spread = turn.sampler.number("scale"), turn.sampler.number("dynatemp_range")
+    count = jnp.sum(x > -jnp.inf, axis=-1, dtype=jnp.float32)
+    share = entropy(jax.nn.log_softmax(x, axis=-1)) / jnp.log(count)
+    coldest = jnp.maximum(scale - spread, 0.0)
+    power = jnp.clip(share, 0.0, 1.0) ** turn.sampler.number("dynatemp_exponent")
+    dynamic = coldest + (scale + spread - coldest) * power
+    # Of a single token the entropy's share is 0 / 0, and its temperature makes no difference.
+    return _divided(x, jnp.where(jnp.isfinite(dynamic), dynamic, scale))
+
+
+def _divided(x: Float[Array, "rows vocab"], scale: Float[Array, " rows"]) -> Array:
+    # Below the likeliest, so that a tiny temperature leads to -inf and never to inf.
+    below = x - jnp.max(x, axis=-1, keepdims=True)
+    return below / jnp.maximum(scale, _COLDEST)[:, None]
+
+
+def entropy(logprobs: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """In nats; what has no probability adds nothing."""
+    parts = jnp.exp(logprobs) * logprobs
+    return -jnp.sum(jnp.where(logprobs > -jnp.inf, parts, 0.0), axis=-1)

@@ -1,0 +1,111 @@
+"""Handlers compare every buffer with what they were told of it, and refuse what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.cpu import build, dense
+from jinfer.cpu.linear import Coded, coded_linear
+from jinfer.quant.format import QuantFormat
+from tests.cpu.test_linear import coded, matrix
+
+pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+
+PLAIN = coded(matrix(QuantFormat("4", symmetric=True), 48, 320))
+TWO_LEVEL = coded(matrix(QuantFormat("4", 32, False, two_level=True), 48, 512))
+CODED = coded(matrix(QuantFormat("4", symmetric=True, codebook=tuple(range(16))), 48, 320))
+
+
+def run(matrices: list[Coded], inputs: int, activation: str = "none", **which: Any) -> None:
+    x = jnp.ones((3, inputs), jnp.float32)
+    jax.block_until_ready(coded_linear(x, matrices, activation=activation, **which))
+
+
+def as_other(words: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Enough zeros for no read beyond them to be the test's doing."""
+    return np.zeros(shape, np.asarray(words).dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"scales": np.ones((1, 1, 1, 1, 1), np.float16)}, "do not fit"),
+        ({"scales": np.asarray(PLAIN.scales).astype(np.float32)}, "do not fit"),
+        ({"scales": np.asarray(PLAIN.scales).view(np.int16)}, "do not fit"),
+        ({"words": np.asarray(PLAIN.words).view(np.int32)}, "do not fit"),
+        ({"words": np.asarray(PLAIN.words)[:1]}, "do not fit"),
+        ({"words": as_other(PLAIN.words, (6, 5, 9, 8, 2))}, "format is not known"),
+        ({"words": as_other(PLAIN.words, (6, 5, 1, 8, 2))}, "format is not known"),
+        ({"words": as_other(PLAIN.words, (6, 5, 4, 1, 17))}, "layout without kernels"),
+        ({"words": as_other(PLAIN.words, (6, 5, 4, 8, 4))}, "layout without kernels"),
+        ({"words": as_other(PLAIN.words, (6, 5, 4, 8, 2))[None, None]}, "neither 5 nor 6 axes"),
+        ({"block": 0}, "format is not known"),
+        ({"block": 48}, "format is not known"),
+        ({"block": 64}, "do not fit"),
+        ({"per_code": 2}, "format is not known"),
+        ({"zero": -5}, "format is not known"),
+        ({"outputs": 49}, "do not fit"),
+        ({"codebook": ()}, "format is not known"),
+        ({"steps": np.ones((6, 5, 8, 1, 1), np.float16)}, "format is not known"),
+    ],
+)
+def test_a_matrix_that_does_not_fit(changes: dict[str, Any], what: str) -> None:
+    run([PLAIN], 320)
+    with pytest.raises(Exception, match=what):
+        run([replace(PLAIN, **changes)], 320)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        np.ones((1, 1, 1, 1, 1), np.float16),
+        np.asarray(TWO_LEVEL.steps).astype(np.float32),
+        np.asarray(TWO_LEVEL.steps)[:, :1],
+    ],
+)
+def test_steps_that_do_not_fit(steps: Any) -> None:
+    run([TWO_LEVEL], 512)
+    with pytest.raises(Exception, match="steps are missing or do not fit"):
+        run([replace(TWO_LEVEL, steps=steps)], 512)
+
+
+def test_more_inputs_than_the_matrix_has() -> None:
+    with pytest.raises(Exception, match="do not fit"):
+        run([PLAIN], 321)
+
+
+def test_gate_and_up_of_different_shapes() -> None:
+    """Equal words, but fewer outputs of the one; and other words."""
+    run([PLAIN, PLAIN], 320, "silu")
+    other = coded(matrix(QuantFormat("4", symmetric=True), 64, 320))
+    for up in (replace(PLAIN, outputs=41), other):
+        for pair in ([PLAIN, up], [up, PLAIN]):
+            with pytest.raises(Exception, match="not two matrices of one shape"):
+                run(pair, 320, "silu")
+
+
+def test_activations_of_another_rank() -> None:
+    assert dense.available()
+    call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3,), np.float32)])
+    more = {"activation": np.int64(0), "select": np.int64(0)}
+    with pytest.raises(Exception, match="x is no matrix"):
+        jax.block_until_ready(call(jnp.ones(8), jnp.ones((3, 8)), **more))
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 8), (3, 8, 1)])
+def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
+    assert dense.available()
+    call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct(shape, np.float32)])
+    more = {"activation": np.int64(0), "select": np.int64(0)}
+    with pytest.raises(Exception, match="result's shape"):
+        jax.block_until_ready(call(jnp.ones((3, 5)), jnp.ones((8, 5)), **more))
+
+
+def test_a_codebook_is_accepted() -> None:
+    run([CODED], 320)

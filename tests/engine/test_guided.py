@@ -1,0 +1,101 @@
+"""Answers under a grammar, through the engine: valid, the same in company, with others beside."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from jinfer import LLM, RequestError, SamplingParams
+from jinfer.sampling.errors import ConstraintError
+from tests.sampling.schemas import random_schema
+from tests.test_smollm2 import ROOT
+
+SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPT = "A person as JSON:\n"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(SPEC, **{"engine.slots": 4, "engine.context": 1024}) as llm:
+        yield llm
+
+
+def test_schema_regex_choice_and_grammar(llm: LLM) -> None:
+    params = [
+        SamplingParams(json_schema=PERSON, temperature=1.0, seed=1),
+        SamplingParams(regex=r"\d{3}-[a-f]{2}", temperature=1.0, seed=2),
+        SamplingParams(choice=("Paris", "Rome", "Oslo")),
+        SamplingParams(grammar='start: "<" /[a-z]{1,8}/ ">"', temperature=1.0, seed=3),
+        SamplingParams(max_tokens=12),
+    ]
+    prompts = [PROMPT, "A code: ", "The capital of Italy is ", "A tag: ", "Once upon a time"]
+    answers = llm.generate(prompts, params)
+    jsonschema.validate(json.loads(answers[0].text), PERSON)
+    assert re.fullmatch(r"\d{3}-[a-f]{2}", answers[1].text)
+    assert answers[2].text in ("Paris", "Rome", "Oslo")
+    assert re.fullmatch("<[a-z]{1,8}>", answers[3].text)
+    assert [answer.finish_reason for answer in answers[:4]] == ["stop"] * 4
+    alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    assert alone == [answer.token_ids for answer in answers]
+    llm.frontend.thread.run(lambda engine: None)
+    assert llm.stats().blocks_held == 0
+
+
+def test_log_probabilities_change_no_token(llm: LLM) -> None:
+    """With them, forced tokens are computed one by one."""
+    params = SamplingParams(json_schema=PERSON, temperature=1.0, seed=4)
+    fast = llm.generate([PROMPT], params)[0]
+    slow = llm.generate(
+        [PROMPT], SamplingParams(json_schema=PERSON, temperature=1.0, seed=4, logprobs=0)
+    )[0]
+    assert fast.token_ids == slow.token_ids
+    assert slow.logprobs is not None
+    assert len(slow.logprobs) == len(slow.token_ids)
+
+
+def test_a_limit_cuts_an_answer(llm: LLM) -> None:
+    params = SamplingParams(json_schema=PERSON, max_tokens=3)
+    answer = llm.generate([PROMPT], params)[0]
+    assert answer.finish_reason == "length"
+    assert len(answer.token_ids) == 3
+
+
+def test_what_cannot_be_kept(llm: LLM) -> None:
+    with pytest.raises(ConstraintError, match="regex"):
+        llm.generate(["x"], SamplingParams(regex="(unclosed"))
+    with pytest.raises(RequestError, match="a grammar cannot be kept with strategy='beam'"):
+        llm.generate(["x"], SamplingParams(regex="a+", strategy="beam"))
+
+
+def schemas(llm: LLM, seeds: range) -> None:
+    every = [random_schema(seed) for seed in seeds]
+    params = [
+        SamplingParams(json_schema=schema, temperature=1.0, seed=seed, max_tokens=600)
+        for seed, schema in zip(seeds, every, strict=True)
+    ]
+    answers = llm.generate([PROMPT] * len(every), params)
+    for seed, schema, answer in zip(seeds, every, answers, strict=True):
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.text), schema), seed
+    # At temperature 1 some lists and texts without a bound go on to the limit.
+    assert sum(answer.finish_reason == "stop" for answer in answers) > 0.6 * len(answers)
+
+
+def test_some_schemas(llm: LLM) -> None:
+    schemas(llm, range(8))
+
+
+@pytest.mark.soak
+def test_two_hundred_schemas(llm: LLM) -> None:
+    schemas(llm, range(200))

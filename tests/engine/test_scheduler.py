@@ -1,0 +1,241 @@
+"""The scheduler, with nothing to compute: a step adds tokens that it makes up."""
+
+import random
+
+import pytest
+
+from jinfer.engine.blocks import BlockManager, BlockPool
+from jinfer.engine.requests import QueueFullError, Request
+from jinfer.engine.scheduler import Plan, Running, Scheduler, shares
+from jinfer.ops.cache import BLOCK
+from jinfer.sampling.params import SamplingParams
+
+SIZES = (16, 64, 256, 512)
+
+
+def scheduler(
+    blocks: int = 100,
+    slots: int = 4,
+    chunk: int = 512,
+    mixed: int = 64,
+    queue: int | None = None,
+) -> Scheduler:
+    manager = BlockManager({"all": BlockPool(blocks)})
+    return Scheduler(manager, slots, chunk, mixed, SIZES, queue)
+
+
+def sequence(
+    id: int, length: int, new: int = 10, *, begin: int | None = None, **more: int
+) -> Running:
+    first = id * 10_000 if begin is None else begin
+    prompt = tuple(range(first, first + length))
+    request = Request(id, prompt, SamplingParams(), length + new, **more)  # type: ignore[arg-type]
+    return Running(request, id, list(prompt))
+
+
+def launch(plan: Plan, blocks: BlockManager) -> None:
+    """What the engine notes when it launches a plan."""
+    for chunk in plan.chunks:
+        chunk.sequence.computed += chunk.count
+        held = chunk.sequence.held
+        assert held is not None
+        blocks.describe(held, chunk.sequence.tokens, chunk.sequence.computed)
+        chunk.sequence.unread += chunk.chooses
+    for one in plan.decoding:
+        one.unread += plan.steps
+
+
+def read(sequences: list[Running]) -> None:
+    """What it does when it has read the results."""
+    for one in sequences:
+        if one.unread:
+            count = min(one.unread, one.request.limit - len(one.tokens))
+            one.tokens += [7_000_000 + len(one.tokens) + i for i in range(count)]
+            one.unread = 0
+            one.computed = len(one.tokens) - 1
+
+
+def test_a_prompt_alone_is_computed_in_whole_chunks() -> None:
+    s = scheduler()
+    s.submit(one := sequence(1, 1500))
+    counts = []
+    while True:
+        plan = s.plan(8)
+        if plan.decoding:
+            break
+        counts.append([chunk.count for chunk in plan.chunks])
+        launch(plan, s.blocks)
+    assert counts == [[512], [512], [476]]
+    assert plan.decoding == (one,)
+
+
+def test_a_chunk_is_not_mostly_padding() -> None:
+    s = scheduler()
+    s.submit(sequence(1, 300))
+    counts = []
+    for _ in range(3):
+        launch(plan := s.plan(8), s.blocks)
+        counts.append(sum(chunk.count for chunk in plan.chunks))
+    assert counts == [256, 44, 0]
+
+
+def test_streams_do_not_wait_for_a_long_prompt() -> None:
+    s = scheduler(mixed=64)
+    streams = [sequence(i, 5, 500) for i in range(3)]
+    for one in streams:
+        s.submit(one)
+    for _ in range(3):
+        launch(s.plan(1), s.blocks)
+        read(streams)
+    s.submit(long := sequence(9, 1000))
+    steps = 0
+    while long.computed < 1000:
+        plan = s.plan(8)
+        assert set(plan.decoding) == set(streams)
+        assert plan.steps == 1
+        assert sum(chunk.count for chunk in plan.chunks) + 3 <= 64
+        launch(plan, s.blocks)
+        read(streams)
+        steps += 1
+    assert steps == -(-1000 // 61)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    s = scheduler()
+    s.submit(sequence(1, 2000))
+    s.submit(short := sequence(2, 30))
+    plan = s.plan(8)
+    assert {chunk.sequence: chunk.count for chunk in plan.chunks}[short] == 30
+    assert sum(chunk.count for chunk in plan.chunks) == 512
+
+
+def test_shares() -> None:
+    assert shares([("a", 100), ("b", 5), ("c", 100)], 60) == [("a", 28), ("b", 5), ("c", 27)]
+    assert shares([("a", 1), ("b", 1)], 60) == [("a", 1), ("b", 1)]
+    assert shares([("a", 9), ("b", 9), ("c", 9)], 2) == [("a", 1), ("b", 1)]
+
+
+def test_priorities_then_arrival() -> None:
+    s = scheduler(slots=2)
+    for id, priority in ((1, 0), (2, 5), (3, -1), (4, 0)):
+        s.submit(sequence(id, 10, priority=priority))
+    assert [one.request.id for one in s.plan(8).admitted] == [3, 1]
+    s.drop(s.running[0])
+    assert [one.request.id for one in s.plan(8).admitted] == [4]
+
+
+def test_the_queue_is_bounded() -> None:
+    s = scheduler(queue=2, slots=1)
+    for id in (1, 2, 4):
+        s.submit(sequence(id, 10))
+    with pytest.raises(QueueFullError, match=r"2 requests wait already.*engine\.queue"):
+        s.submit(sequence(3, 10))
+
+
+def test_deadlines() -> None:
+    s = scheduler(slots=1)
+    for id, deadline in ((1, 5), (2, 9), (3, None)):
+        s.submit(sequence(id, 10, deadline=deadline))  # type: ignore[arg-type]
+    s.plan(1)
+    assert [one.request.id for one in s.expired(6.0)] == [1]
+    assert [one.request.id for one in s.expired(9.0)] == [1, 2]
+
+
+def test_the_last_to_come_is_preempted_and_computed_again() -> None:
+    s = scheduler(blocks=8)
+    first, second = sequence(1, 200, 200), sequence(2, 190, 200)
+    for one in (first, second):
+        s.submit(one)
+    for _ in range(200):
+        plan = s.plan(1)
+        if plan.wait:
+            read([first, second])
+            continue
+        launch(plan, s.blocks)
+        if second.preempted:
+            break
+    read([first])
+    assert second.held is None
+    assert second.tokens[:190] == list(second.request.prompt)
+    assert first.held is not None
+    s.drop(first)
+    plan = s.plan(1)
+    assert plan.admitted == (second,)
+    assert second.computed > 0, "some of its blocks have not been needed by others"
+    assert s.preemptions == 1
+
+
+def test_tokens_are_read_before_anybody_is_preempted() -> None:
+    s = scheduler(blocks=7)
+    pair = [sequence(i, 190, 200) for i in (1, 2)]
+    for one in pair:
+        s.submit(one)
+    waited = 0
+    for _ in range(20):
+        if (plan := s.plan(1)).wait:
+            waited += 1
+            assert any(one.unread for one in pair)
+            assert not s.preemptions
+            break
+        launch(plan, s.blocks)
+    assert waited
+
+
+def test_a_beginning_that_another_computes_is_waited_for() -> None:
+    s = scheduler()
+    leader = sequence(1, 1000, begin=0)
+    followers = [sequence(i, 1000 + i, begin=0) for i in range(2, 5)]
+    for one in (leader, *followers):
+        s.submit(one)
+    other = sequence(8, 20)
+    s.submit(other)
+    plan = s.plan(8)
+    assert set(plan.admitted) == {leader, other}
+    launch(plan, s.blocks)
+    read([leader, other])
+    launch(plan := s.plan(8), s.blocks)
+    while leader.computed < 1000:
+        launch(s.plan(1), s.blocks)
+        read([leader, other])
+    plan = s.plan(1)
+    assert all(990 < (one.cached or 0) <= 1000 for one in followers[:2])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
+    """Random arrivals, cancellations and a small pool: all end, in finitely many steps."""
+    rng = random.Random(seed)
+    s = scheduler(
+        rng.randint(6, 20), rng.randint(1, 5), rng.choice([64, 512]), mixed=rng.choice([16, 64])
+    )
+    most = s.blocks.pools["all"].count * BLOCK
+    left = [
+        sequence(
+            i, rng.randint(1, min(300, most - 60)), rng.randint(1, 50), priority=rng.randint(0, 1)
+        )
+        for i in range(12)
+    ]
+    alive: list[Running] = []
+    steps = 0
+    while left or alive:
+        steps += 1
+        assert steps < 3000
+        if left and rng.random() < 0.3:
+            s.submit(one := left.pop())
+            alive.append(one)
+        if alive and rng.random() < 0.02:
+            s.drop(alive.pop(rng.randrange(len(alive))))
+        plan = s.plan(rng.choice([1, 8]))
+        if not plan.wait:
+            launch(plan, s.blocks)
+            slots = [one.slot for one in s.running]
+            assert len(set(slots)) == len(slots)
+        if plan.wait or plan.empty or rng.random() < 0.7:
+            read(s.running)
+        for one in [one for one in alive if len(one.tokens) >= one.request.limit]:
+            assert len(one.tokens) == one.request.limit
+            s.drop(one)
+            alive.remove(one)
+    assert s.blocks.held == 0
+    assert not s.running
+    assert not s.waiting

@@ -1,0 +1,166 @@
+"""Random schedules: whoever comes when and goes, everybody's tokens are those it gets alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from jinfer import LLM, SamplingParams
+from jinfer.engine import engine
+from jinfer.engine.generation import Usage
+from tests.test_smollm2 import ROOT
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+STORIES = GOLDENS / "stories260K"
+SMOLLM2 = ROOT / "specs" / "smollm2_135m_instruct.toml"
+# Each with what else it needs; strategies that need much room come less often.
+STRATEGIES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
+    {"min_p": 0.05},
+    {"typical_p": 0.9},
+    {"tfs_z": 0.9},
+    {"top_a": 0.1},
+    {"top_n_sigma": 1.0},
+    {"mirostat": 1, "temperature": 1.0},
+    {"mirostat": 2, "temperature": 1.0},
+    {"temperature": 1.0, "xtc_probability": 0.5},
+    {"temperature": 1.0, "dry_multiplier": 0.8, "dry_sequence_breakers": (3,)},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 1.0, "frequency_penalty": 0.3, "logit_bias": {5: 3.0, 9: -4.0}},
+    {"temperature": 1.0, "dynatemp_range": 0.3},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(10, 60)), "min_tokens": 3},
+    {"strategy": "fsd"},
+    {"strategy": "random_fsd"},
+    {"strategy": "contrastive", "top_k": 4},
+    {"strategy": "beam", "beams": 3},
+]
+
+
+@dataclass
+class Asked:
+    """A request, and what it should get and got."""
+
+    prompt: list[int]
+    params: SamplingParams
+    expected: list[int] = field(default_factory=list)
+    got: list[int] = field(default_factory=list)
+    cancel_after: int | None = None
+
+
+def request(rng: random.Random, vocab: int, most: int, common: list[int]) -> Asked:
+    length = rng.choice([1, 3, 17, 60, 64, 65, 130, most - 70])
+    own = [rng.randrange(3, vocab) for _ in range(length)]
+    begin = common[: rng.choice([0, 0, 40, 64, 100])]
+    chosen = rng.choice(STRATEGIES)
+    params = SamplingParams(
+        **{
+            "max_tokens": rng.randint(1, 30),
+            "ignore_eos": True,
+            "seed": rng.randrange(99),
+            **chosen,
+        }
+    )
+    cancel = (
+        rng.randint(1, 10) if rng.random() < 0.15 and chosen.get("strategy") != "beam" else None
+    )
+    return Asked((begin + own)[: most - 61], params, cancel_after=cancel)
+
+
+def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
+    """Requests that arrive over time; some callers leave before their answer is complete."""
+    done = threading.Semaphore(0)
+
+    def consume(one: Asked, prepared: Any, pieces: SimpleQueue[Any]) -> None:
+        while not isinstance(piece := pieces.get(), Usage):
+            if isinstance(piece, BaseException):
+                one.got = [-1]
+                break
+            one.got += piece.token_ids
+            if one.cancel_after is not None and len(one.got) >= one.cancel_after:
+                llm.frontend.thread.cancel(prepared.request.id)
+                break
+        done.release()
+
+    for one in asked:
+        (prepared,) = llm.frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
+        pieces: SimpleQueue[Any] = SimpleQueue()
+        llm.frontend.submit(prepared, pieces.put)
+        threading.Thread(target=consume, args=(one, prepared, pieces)).start()
+        time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+    for _ in asked:
+        assert done.acquire(timeout=300)
+
+
+def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
+    """Plays a schedule; nothing may differ, nothing may leak."""
+    play(llm, asked, rng)
+    for index, one in enumerate(asked):
+        assert one.got, (seed, index)
+        assert one.got == one.expected[: len(one.got)], (seed, index, one)
+        if one.cancel_after is None:
+            assert len(one.got) == len(one.expected), (seed, index, one)
+    llm.frontend.thread.run(lambda engine: None)
+    assert llm.stats().blocks_held == 0
+    assert llm.stats().running == llm.stats().waiting == 0
+
+
+def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
+    """The model with different sizes of pools, slots and chunks."""
+    settings: dict[str, Any] = {"engine.context": most, **overrides}
+    for keys in (
+        {"engine.slots": 1},
+        {"engine.slots": 4, "engine.kv_tokens": 2 * most + 64, "engine.prefill_chunk": 64},
+        {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
+        {"engine.slots": 7, "engine.kv_tokens": 3 * most, "engine.mixed_chunk": 40},
+    ):
+        with LLM(source, **{**settings, **keys}) as llm:
+            yield llm
+
+
+def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any) -> None:
+    rng = random.Random(seed)
+    with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
+        vocab = alone.spec.dims["vocab"]
+        common = [rng.randrange(3, vocab) for _ in range(100)]
+        every = [request(rng, vocab, most, common) for _ in range(24)]
+        for one in every:
+            one.expected = alone.generate([one.prompt], one.params)[0].token_ids
+    preempted = 0
+    for llm in variants(source, most, **overrides):
+        for number in range(rounds):
+            asked = [
+                Asked(one.prompt, one.params, one.expected, [], one.cancel_after)
+                for one in rng.sample(every, rng.randint(4, 20))
+            ]
+            check(llm, 1000 * seed + number, asked, rng)
+        preempted += llm.stats().preemptions
+    assert preempted > 0, "the small pools were meant to be too small"
+
+
+@pytest.mark.parametrize("seconds", [0.0, engine.CALL_SECONDS])
+def test_stories(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+    schedules(STORIES, 256, 2, seed=int(seconds > 0))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cache", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("seed", range(10))
+def test_many_of_stories(cache: str, seed: int) -> None:
+    schedules(STORIES, 256, 5, seed, **{"quantization.kv_cache": cache})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_many_of_smollm2(seed: int) -> None:
+    schedules(SMOLLM2, 512, 10, seed)

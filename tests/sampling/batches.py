@@ -1,0 +1,111 @@
+"""Batches of requests for the tests of samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jinfer.sampling.history import History
+from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.rows import Progress, Sampler, progress_row, sampler_row
+from jinfer.sampling.sampler import Sampled, filtered, sample
+from tests.reference.numpy_sampling import Floats
+
+VOCAB = 200
+LENGTH = 48  # tokens that a history has room for
+SAMPLE = jax.jit(sample, static_argnames="logprobs")
+_FILTER = jax.jit(filtered)
+
+
+class Batch(NamedTuple):
+    """What `sample` takes besides logits."""
+
+    sampler: Sampler
+    progress: Progress
+    history: Array
+    slots: Array
+    lengths: Array
+    prompts: Array
+
+    def with_progress(self, progress: Progress) -> Batch:
+        """The same later."""
+        return self._replace(progress=progress)
+
+    @property
+    def past(self) -> History:
+        """The sequences, as stages take them."""
+        return History(self.history, self.slots, self.lengths, self.prompts)
+
+
+def params(**fields: Any) -> SamplingParams:
+    """Parameters with a seed."""
+    return SamplingParams(**{"seed": 0} | fields)
+
+
+def encode(text: str) -> list[int]:
+    """A token per character."""
+    return [ord(char) % VOCAB for char in text]
+
+
+def batch(
+    *rows: SamplingParams,
+    end_ids: Iterable[int] = (),
+    past: Sequence[Sequence[int]] = (),
+    prompts: Sequence[int] = (),
+    length: int = LENGTH,
+    vocab: int = VOCAB,
+) -> Batch:
+    """Rows of requests; `past` are their tokens so far, of which the first `prompts` are given."""
+    ends, count = tuple(end_ids), len(rows)
+    each = [(sampler_row(r, ends, vocab, encode), progress_row(r)) for r in rows]
+    sampler, progress = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
+    texts = [*past, *[()] * (count - len(past))]
+    history = np.full((count, length), 7, np.int32)  # what follows a sequence is not looked at
+    for row, text in enumerate(texts):
+        history[row, : len(text)] = text
+    lengths = np.array([len(text) for text in texts], np.int32)
+    given = np.array([*prompts, *lengths[len(prompts) :]], np.int32)
+    slots = np.arange(count, dtype=np.int32)
+    return Batch(sampler, progress, *map(jnp.asarray, (history, slots, lengths, given)))
+
+
+def call(logits: Floats, rows: Batch, **options: Any) -> tuple[Sampled, Progress]:
+    """One step of just these rows."""
+    return SAMPLE(jnp.asarray(logits, jnp.float32), *rows, **options)
+
+
+def padded(logits: Floats, rows: Batch) -> tuple[Floats, Batch]:
+    """With the last row again and again, so that few programs serve all tests."""
+    more = -len(logits) % 16
+    again = jax.tree.map(lambda part: jnp.concatenate([part, *[part[-1:]] * more]), rows)
+    return np.concatenate([logits, *[logits[-1:]] * more]), again
+
+
+def draw(logits: Floats, rows: Batch, steps: int = 1) -> np.ndarray:
+    """Tokens [steps, batch], from the same logits and histories at each step."""
+    count, drawn = len(logits), []
+    logits, rows = padded(logits, rows)
+    for _ in range(steps):
+        sampled, progress = call(logits, rows)
+        rows = rows.with_progress(progress)
+        drawn.append(np.asarray(sampled.tokens)[:count])
+    return np.stack(drawn)
+
+
+def left(logits: Floats, rows: Batch) -> Floats:
+    """What all stages leave, in float64."""
+    count = len(logits)
+    logits, rows = padded(logits, rows)
+    got = _FILTER(jnp.asarray(logits, jnp.float32), rows.sampler, rows.progress, rows.past)
+    return np.asarray(got, np.float64)[:count]
+
+
+def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> Floats:
+    """As a float32 has them, so that both sides see the same numbers."""
+    wide = np.random.default_rng(seed).normal(0, 3, (rows, vocab))
+    return wide.astype(np.float32).astype(np.float64)

@@ -1,0 +1,196 @@
+"""All strategies in one batch: each row as alone, to the bit, and one program for all of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jinfer.sampling.history import History
+from jinfer.sampling.names import SAMPLERS
+from jinfer.sampling.order import PLAIN, chain, is_plain
+from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.rows import Progress, Sampler
+from jinfer.sampling.sampler import Sampled, filtered, sample
+from tests.sampling.batches import Batch, batch, params
+
+ALL: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"top_k": 5, "temperature": 1.2},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"typical_p": 0.8},
+    {"tfs_z": 0.9},
+    {"top_a": 0.1},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.02},
+    {"temperature": 1.0, "dynatemp_range": 0.5},
+    {"mirostat": 1, "mirostat_tau": 4.0},
+    {"mirostat": 2, "mirostat_tau": 4.0},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.3, "temperature": 1.0},
+    {"frequency_penalty": 0.2},
+    {"dry_multiplier": 0.8, "dry_sequence_breakers": (), "temperature": 0.5},
+    {"strategy": "fsd"},
+    {"strategy": "random_fsd"},
+    {"logit_bias": {3: 5.0}, "banned_token_ids": [4], "bad_words_ids": [[5], [1, 2]]},
+    {"min_tokens": 5, "stop_token_ids": [7], "temperature": 1.0},
+    {"samplers": SAMPLERS[::-1], "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}
+    | {"temperature": 1.5, "repetition_penalty": 1.1, "tfs_z": 0.99, "top_a": 0.01}
+    | {"dry_multiplier": 0.2, "dry_sequence_breakers": (), "top_n_sigma": 2.0},
+    {"samplers": ["min_p", "temperature", "top_k"], "min_p": 0.02, "top_k": 30},
+]
+STEPS = 4
+
+
+class Run:
+    """A batch that goes on: what is chosen becomes history. Programs are counted."""
+
+    def __init__(self, rows: list[dict[str, Any]], seeds: list[int], vocab: int) -> None:
+        text = [[(seed * 31 + i * i) % 11 for i in range(20)] for seed in seeds]
+        made = [params(seed=seed, **fields) for seed, fields in zip(seeds, rows, strict=True)]
+        self.rows = batch(*made, past=text, prompts=[12] * len(rows), vocab=vocab)
+
+    def step(self, program: Any, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens chosen, and mirostat's mu."""
+        rows = self.rows
+        sampled, progress = program(jnp.asarray(logits, jnp.float32), *rows)
+        history = rows.history.at[rows.slots, rows.lengths].set(sampled.tokens)
+        self.rows = Batch(
+            rows.sampler, progress, history, rows.slots, rows.lengths + 1, rows.prompts
+        )
+        return np.asarray(sampled.tokens), np.asarray(progress.mu)
+
+
+def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
+    """Each row's own, whatever its place."""
+    return np.stack([np.random.default_rng([s, step]).normal(0, 3, vocab) for s in seeds])
+
+
+def test_every_row_is_as_alone() -> None:
+    """Together, in another order, in twos and alone: the same tokens, the same mu, to the bit."""
+    program, vocab = jax.jit(sample), 5003
+    seeds = list(range(len(ALL)))
+
+    def run(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        going = Run([ALL[i] for i in which], which, vocab)
+        steps = [going.step(program, logits_of(which, s, vocab)) for s in range(STEPS)]
+        tokens, mus = zip(*steps, strict=True)
+        return np.stack(tokens), np.stack(mus)
+
+    together, mu = run(seeds)
+    mixed = np.random.default_rng(1).permutation(seeds).tolist()
+    for which in (mixed, *([i, i + 1] for i in seeds[:-1:2]), *([i] for i in seeds)):
+        tokens, mus = run(which)
+        assert np.array_equal(tokens, together[:, which]), which
+        assert np.array_equal(mus, mu[:, which]), which
+    assert np.unique(together, axis=1).shape[1] == len(ALL)
+
+
+def test_what_is_left_has_the_same_bits() -> None:
+    program, vocab = jax.jit(filtered), 49152
+
+    def left(which: list[int]) -> np.ndarray:
+        rows = Run([ALL[i] for i in which], which, vocab).rows
+        x = jnp.asarray(logits_of(which, 0, vocab), jnp.float32)
+        return np.asarray(program(x, rows.sampler, rows.progress, rows.past))
+
+    together = left(list(range(len(ALL))))
+    for row in range(len(ALL)):
+        assert np.array_equal(left([row])[0], together[row]), ALL[row]
+
+
+def test_one_program_serves_all_parameters() -> None:
+    traces = 0
+
+    def counted(*arguments: Any) -> tuple[Sampled, Progress]:
+        nonlocal traces
+        traces += 1
+        return sample(*arguments)
+
+    program = jax.jit(counted)
+    for seed, fields in enumerate(ALL):
+        going = Run([fields] * 2, [seed, seed + 1], 300)
+        for step in range(2):
+            going.step(program, logits_of([seed, seed + 1], step, 300))
+    assert traces == 1
+
+
+def test_a_program_of_the_plain_stages_chooses_the_same() -> None:
+    plain = [i for i, fields in enumerate(ALL) if is_plain(params(**fields))]
+    assert len(plain) > 6
+    going = [Run([ALL[i] for i in plain], plain, 300) for _ in range(2)]
+    programs = jax.jit(sample), jax.jit(lambda *arguments: sample(*arguments, stages=PLAIN))
+    for step in range(STEPS):
+        x = logits_of(plain, step, 300)
+        full, few = (r.step(p, x)[0] for r, p in zip(going, programs, strict=True))
+        assert np.array_equal(full, few)
+
+
+def test_only_what_looks_at_the_history_depends_on_it() -> None:
+    seeds = list(range(len(ALL)))
+    program, rows = jax.jit(filtered), Run(ALL, seeds, 300).rows
+    x = jnp.asarray(logits_of(seeds, 0, 300), jnp.float32)
+    left, other = (
+        np.asarray(program(x, rows.sampler, rows.progress, rows.past._replace(tokens=tokens)))
+        for tokens in (rows.history, (rows.history + 1) % 11)
+    )
+    changed = {row for row in seeds if not np.array_equal(left[row], other[row])}
+    looking = {"penalties", "dry"}
+    looks = {i for i in seeds if looking & set(chain(SamplingParams(**ALL[i])))}
+    assert changed <= looks
+    assert len(changed) > 2
+
+
+def test_no_history_is_gathered_outside_a_branch() -> None:
+    """A batch in which nobody looks at it pays nothing for it."""
+    vocab, length = 300, 77_777
+
+    def traced(*arguments: Any) -> tuple[Sampled, Progress]:
+        return sample(*arguments)
+
+    rows = Run(ALL[:2], [0, 1], vocab).rows
+    rows = rows._replace(history=jnp.zeros((2, length), jnp.int32))
+    jaxpr = jax.make_jaxpr(traced)(jnp.zeros((2, vocab)), *rows)
+
+    def used(jaxpr: Any, variable: Any, inside: bool) -> list[str]:
+        """The primitives outside branches that read the history."""
+        found = []
+        for equation in jaxpr.eqns:
+            for place, value in enumerate(equation.invars):
+                if value is not variable:
+                    continue
+                name = equation.primitive.name
+                if name in ("cond", "scan") or inside:
+                    continue
+                if name in ("while", "pjit", "jit"):
+                    found += inner(equation, place)
+                else:
+                    found.append(name)
+        return found
+
+    def inner(equation: Any, place: int) -> list[str]:
+        if equation.primitive.name == "while":
+            conditions = equation.params["cond_nconsts"]
+            body = equation.params["body_jaxpr"].jaxpr
+            return used(body, body.invars[place - conditions], False)
+        called = equation.params["jaxpr"].jaxpr
+        return used(called, called.invars[place], False)
+
+    leaves = jax.tree.leaves((jnp.zeros(()), *rows))
+    place = next(i for i, leaf in enumerate(leaves) if leaf.shape == (2, length))
+    assert used(jaxpr.jaxpr, jaxpr.jaxpr.invars[place], False) == []
+    gathering = jax.make_jaxpr(lambda t: History(t, *rows[3:]).at(rows.slots[:, None]))(
+        rows.history
+    )
+    assert "gather" in str(gathering)
+
+
+def test_rows_and_progress_are_all_that_a_request_needs() -> None:
+    """Their shapes depend on the vocabulary no more than on the request."""
+    shapes = set()
+    for fields in ALL:
+        row = Run([fields], [0], 300).rows
+        shapes.add(str(jax.tree.map(jnp.shape, (row.sampler, row.progress))))
+    assert len(shapes) == 1
+    assert isinstance(row.sampler, Sampler)

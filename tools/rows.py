@@ -1,0 +1,39 @@
+"""What a description says of each tensor, and of parameters without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jinfer.checkpoint import Tensor
+
+
+@dataclass
+class Row:
+    """A tensor of the file.
+
+    Attributes:
+        parameters: what it holds; "name[3]" is an index of a parameter's first axis.
+        note: "", "unused", "ignored" or "wrong shape"; of a converted one, what it was made from.
+    """
+
+    tensor: Tensor
+    parameters: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A parameter without a tensor; `names` are those that were looked for, none if unmapped."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class Rows(NamedTuple):
+    """Tensors, parameters without one, and tensors of a wrong shape, one clause each."""
+
+    rows: tuple[Row, ...]
+    missing: tuple[Missing, ...]
+    wrong: tuple[str, ...]
