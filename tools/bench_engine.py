@@ -1,0 +1,251 @@
+"""What streams feel of one another: `python -m tools.bench_engine SOURCE [--svg FILE]`.
+
+Three measurements, all on one engine in one run, so that they are ratios to one another:
+
+- a prompt that arrives while four streams decode: the longest gap between two tokens of a stream
+  beside the gap it has when nobody disturbs it, and the new prompt's time to its first token;
+- a beginning of 1,000 tokens that 16 requests share: how often it is computed, and the first
+  token's time of the first request and of the others;
+- streams of mixed lengths that arrive over time: tokens a second together, beside one stream alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jinfer import LLM, Chunk, SamplingParams, Usage
+from tools.command import run
+
+_LONG, _COMMON = 1500, 1000  # tokens
+
+
+@dataclass
+class Stream:
+    """A request, and when its tokens came, in seconds from its beginning."""
+
+    prompt: list[int]
+    tokens: int
+    begun: float = 0.0
+    times: list[float] = field(default_factory=list)
+    usage: Usage | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, llm: LLM) -> Stream:
+        """Submits it; greedy, without an end."""
+        params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
+        (prepared,) = llm.frontend.prepare(self.prompt, params)
+        self.begun = time.perf_counter()
+        llm.frontend.submit(prepared, self._take)
+        return self
+
+    def _take(self, piece: Any) -> None:
+        if isinstance(piece, Chunk):
+            self.times += [time.perf_counter() - self.begun] * len(piece.token_ids)
+            return
+        self.usage = piece if isinstance(piece, Usage) else None
+        self.done.set()
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """A long prompt beside streams, in seconds.
+
+    Attributes:
+        usual, longest: gap between two arrivals at a stream, alone and beside the prompt; tokens of
+            one call arrive together.
+        first: from the prompt's arrival to its first token, beside the streams; and alone.
+    """
+
+    usual: float
+    longest: float
+    first: float
+    first_alone: float
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A beginning that several requests share.
+
+    Attributes:
+        computed: tokens of all prompts that were computed.
+        asked: tokens of all prompts.
+        first, others: seconds to the first token, of the first request and (median) of the others.
+        own: the same for a prompt of only what the others have for themselves.
+    """
+
+    computed: int
+    asked: int
+    first: float
+    others: float
+    own: float
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Tokens a second of many streams together, and of one alone."""
+
+    streams: int
+    together: float
+    alone: float
+
+
+def _prompt(rng: random.Random, vocab: int, length: int) -> list[int]:
+    return [rng.randrange(3, vocab) for _ in range(length)]
+
+
+def _wait(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.done.wait()
+
+
+def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[Gaps, list[Stream]]:
+    """A prompt of 1,500 tokens arrives while four streams decode."""
+    vocab = llm.spec.dims["vocab"]
+    alone = Stream(_prompt(rng, vocab, _LONG), 2).start(llm)
+    _wait([alone])
+    streams = [Stream(_prompt(rng, vocab, 16), tokens).start(llm) for _ in range(4)]
+    while min(len(stream.times) for stream in streams) < tokens // 3:
+        time.sleep(0.005)
+    arrived = time.perf_counter()
+    long = Stream(_prompt(rng, vocab, _LONG), 2).start(llm)
+    _wait([*streams, long])
+    before: list[float] = []
+    during: list[float] = []
+    for stream in streams:
+        for a, b in pairwise(sorted({stream.begun + at for at in stream.times})):
+            if b < arrived:
+                before.append(b - a)
+            elif a < arrived + long.times[0]:
+                during.append(b - a)
+    usual = statistics.median(before)
+    return Gaps(usual, max(during), long.times[0], alone.times[0]), [*streams, long]
+
+
+def shared(llm: LLM, rng: random.Random) -> Shared:
+    """16 requests with the same first 1,000 tokens arrive together."""
+    vocab = llm.spec.dims["vocab"]
+    begin = _prompt(rng, vocab, _COMMON)
+    streams = [Stream([*begin, *_prompt(rng, vocab, 20)], 4) for _ in range(16)]
+    before = llm.stats()
+    for stream in streams:
+        stream.start(llm)
+    _wait(streams)
+    after = llm.stats()
+    asked = after.prompt_tokens - before.prompt_tokens
+    computed = asked - (after.cached_tokens - before.cached_tokens)
+    late = Stream([*begin, *_prompt(rng, vocab, 20)], 4).start(llm)
+    _wait([late])
+    own = Stream(_prompt(rng, vocab, 20), 4).start(llm)
+    _wait([own])
+    return Shared(computed, asked, streams[0].times[0], late.times[0], own.times[0])
+
+
+def mixed(llm: LLM, rng: random.Random, tokens: int) -> Mixed:
+    """Streams of mixed lengths that arrive over time."""
+    vocab = llm.spec.dims["vocab"]
+    one = Stream(_prompt(rng, vocab, 16), tokens).start(llm)
+    _wait([one])
+    alone = (tokens - 1) / (one.times[-1] - one.times[0])
+    begun = time.perf_counter()
+    streams = []
+    for _ in range(24):
+        length, new = rng.choice([8, 40, 200]), rng.choice([tokens // 4, tokens // 2, tokens])
+        streams.append(Stream(_prompt(rng, vocab, length), new).start(llm))
+        time.sleep(rng.expovariate(1 / (tokens / alone / 16)))
+    _wait(streams)
+    together = sum(stream.tokens for stream in streams) / (time.perf_counter() - begun)
+    return Mixed(len(streams), together, alone)
+
+
+def drawing(streams: Sequence[Stream], path: str) -> None:
+    """When the tokens of each stream came, as an SVG or PNG."""
+    import matplotlib as mpl
+
+    mpl.use("svg" if path.endswith("svg") else "agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    start = min(stream.begun for stream in streams)
+    for row, stream in enumerate(streams):
+        at = [1e3 * (stream.begun - start + t) for t in stream.times]
+        axes.plot(at, [row] * len(at), "|", markersize=12)
+        axes.plot(1e3 * (stream.begun - start), row, "k>", markersize=4)
+    names = [f"stream {i + 1}" for i in range(len(streams) - 1)]
+    axes.set_yticks(range(len(streams)), [*names, f"prompt of {_LONG}"])
+    axes.set_xlabel("milliseconds; a stroke is a token, a triangle an arrival")
+    axes.invert_yaxis()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Prints the measurements."""
+    rng = random.Random(options.seed)
+    keys: dict[str, Any] = {
+        "engine.slots": 16,
+        "engine.context": _LONG + 600,
+        "engine.warm_up": True,
+    }
+    with LLM(options.source, progress=True, **keys) as llm:
+        made = llm.compilations
+        print(f"{made} programs made at start")
+        gaps(llm, rng, options.tokens)  # once, so that nothing is new to the machine
+        rounds = [gaps(llm, rng, options.tokens) for _ in range(options.rounds)]
+        found = [result for result, _ in rounds]
+        print("| a prompt of 1,500 tokens beside 4 streams | milliseconds |\n|---|---|")
+        for name, word in (
+            ("usual", "usual gap between two arrivals at a stream"),
+            ("longest", "longest gap while the prompt is computed"),
+            ("first", "first token of the prompt, beside the streams"),
+            ("first_alone", "first token of the prompt, alone"),
+        ):
+            print(f"| {word} | {1e3 * statistics.median(getattr(g, name) for g in found):.0f} |")
+        sharing, mixture = shared(llm, rng), mixed(llm, rng, options.tokens)
+        print(
+            f"\n16 requests with the same first {_COMMON} tokens: {sharing.computed:,} of "
+            f"{sharing.asked:,} tokens computed; first token of the first "
+            f"{1e3 * sharing.first:.0f} ms, of a later one {1e3 * sharing.others:.0f} ms, of a "
+            f"prompt without the beginning {1e3 * sharing.own:.0f} ms"
+        )
+        print(
+            f"{mixture.streams} streams over time: {mixture.together:.0f} tokens/s, one alone "
+            f"{mixture.alone:.0f} ({mixture.together / mixture.alone:.2f})"
+        )
+        print(f"programs made after start: {llm.compilations - made}")
+    if options.svg:
+        drawing(rounds[-1][1], options.svg)
+    if options.json:
+        record = {
+            "gaps": list(map(asdict, found)),
+            "shared": asdict(sharing),
+            "mixed": asdict(mixture),
+        }
+        Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench_engine", description=__doc__)
+    parser.add_argument("source", help="as for jinfer.generate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=120, help="that a stream gets")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--svg", metavar="FILE", help="a drawing of the last round")
+    parser.add_argument("--json", metavar="FILE", help="the figures")
+    return run(measure, parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
