@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.engine.blocks import Copy, Held
 from jinfer.engine.engine import Engine
-from jinfer.engine.forward import forward
+from jinfer.engine.forward import NoRoomError, forward
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
@@ -52,8 +52,13 @@ class Contrastive:
         for sequence in sequences:  # one at most
             if sequence.left <= 0:
                 continue
-            if self._past is None:
-                self._begin(engine, sequence)
+            while self._past is None:
+                try:
+                    self._begin(engine, sequence)
+                except NoRoomError:
+                    events += engine.free_blocks(sequence)
+                    if sequence.held is None:
+                        return events
             while (rows := self._rows(engine, sequence)) is None:
                 events += engine.free_blocks(sequence)
                 if sequence.held is None:

@@ -55,6 +55,7 @@ class Asked:
     expected: list[int] = field(default_factory=list)
     got: list[int] = field(default_factory=list)
     cancel_after: int | None = None
+    error: BaseException | None = None
 
 
 def request(rng: random.Random, vocab: int, most: int, common: list[int]) -> Asked:
@@ -83,7 +84,7 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
     def consume(one: Asked, prepared: Any, pieces: SimpleQueue[Any]) -> None:
         while not isinstance(piece := pieces.get(), Usage):
             if isinstance(piece, BaseException):
-                one.got = [-1]
+                one.error = piece
                 break
             one.got += piece.token_ids
             if one.cancel_after is not None and len(one.got) >= one.cancel_after:
@@ -105,6 +106,7 @@ def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
     """Plays a schedule; nothing may differ, nothing may leak."""
     play(llm, asked, rng)
     for index, one in enumerate(asked):
+        assert one.error is None, (seed, index, one.params)
         assert one.got, (seed, index)
         assert one.got == one.expected[: len(one.got)], (seed, index, one)
         if one.cancel_after is None:
@@ -119,9 +121,9 @@ def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {"engine.context": most, **overrides}
     for keys in (
         {"engine.slots": 1},
-        {"engine.slots": 4, "engine.kv_tokens": 2 * most + 64, "engine.prefill_chunk": 64},
+        {"engine.slots": 4, "engine.kv_tokens": 704, "engine.prefill_chunk": 64},
         {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
-        {"engine.slots": 7, "engine.kv_tokens": 3 * most, "engine.mixed_chunk": 40},
+        {"engine.slots": 7, "engine.kv_tokens": 704, "engine.mixed_chunk": 40},
     ):
         with LLM(source, **{**settings, **keys}) as llm:
             yield llm
