@@ -47,7 +47,7 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-mat
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _ISA_FLAGS = {"_avx2": _AVX2, "_avx512": (*_AVX512, "-mprefer-vector-width=512")}
-_SECONDS = 45  # of one core, to compile everything
+_SECONDS = 50  # of one core, to compile everything
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
 
