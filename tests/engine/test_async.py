@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(GOLDEN, **{"dtype": "float32", "engine.slots": 2, "engine.queue": 3}) as llm:
+    keys: dict[str, Any] = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
+    with LLM(GOLDEN, **keys) as llm:
         llm.generate([PROMPTS[0]], GREEDY)
         yield llm
 

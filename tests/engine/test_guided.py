@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import pytest
@@ -27,7 +28,8 @@ PROMPT = "A person as JSON:\n"
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(SPEC, **{"engine.slots": 4, "engine.context": 1024}) as llm:
+    keys: dict[str, Any] = {"engine.slots": 4, "engine.context": 1024}
+    with LLM(SPEC, **keys) as llm:
         yield llm
 
 

@@ -17,6 +17,8 @@ def test_logits_of_bfloat16_are_not_rounded() -> None:
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(300, 64)), jnp.bfloat16)
     x = jnp.asarray(rng.normal(size=(5, 64)), jnp.bfloat16)
+    definition: Any
+    state: Any
     definition, state = nnx.split(head)
     state["weight"].set_value(weight)
     logits = jax.jit(lambda state, x: nnx.merge(definition, state)(x))(state, x)
