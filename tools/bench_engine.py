@@ -128,8 +128,9 @@ def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[Gaps, list[Stream]]
                 before.append(b - a)
             elif a < arrived + long.times[0]:
                 during.append(b - a)
-    usual = statistics.median(before)
-    return Gaps(usual, max(during), long.times[0], alone.times[0]), [*streams, long]
+    # A tiny model's streams may have ended before the prompt was looked at.
+    usual = statistics.median(before or during or [long.times[0]])
+    return Gaps(usual, max(during, default=usual), long.times[0], alone.times[0]), [*streams, long]
 
 
 def shared(llm: LLM, rng: random.Random) -> Shared:
