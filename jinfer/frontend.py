@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.device import flat_sizes
 from jinfer.engine.driver import Driver
 from jinfer.engine.engine import Engine
-from jinfer.engine.guided import Guided
 from jinfer.engine.memory import block_bytes, cache_blocks
 from jinfer.engine.programs import Programs, Shape, Sizes
 from jinfer.engine.requests import Request, RequestError
@@ -42,6 +41,9 @@ from jinfer.weights.find import find_weights
 
 Prompt = str | Sequence[int]
 
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -50,6 +52,7 @@ class Prepared:
     request: Request
     choice: Choice
     driver: Driver | None
+    matcher: Matcher | None
 
 
 class Frontend:
@@ -80,7 +83,6 @@ class Frontend:
         )
         self.engine = _engine(weights.model, opened)
         self.thread = EngineThread(self.engine, opened.tokenizer)
-        self._guided = Guided()
         self._ids = count()
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -226,9 +228,9 @@ class Frontend:
             choice = Choice.of(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return Prepared(request, choice, self._driver(request))
+        return Prepared(request, choice, _driver(request), self._matcher(request))
 
-    def _driver(self, request: Request) -> Driver | None:
+    def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling
         given: dict[str, Any] = {
             "json_schema": sampling.json_schema,
@@ -245,17 +247,7 @@ class Frontend:
             constraint = compile_constraint(
                 self.tokenizer, **given, at_text_start=bool(request.encoder)
             )
-            self._guided.matchers[request.id] = constraint.start()
-            return self._guided
-        if sampling.strategy == "contrastive":
-            return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
-        if sampling.strategy == "beam":
-            ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
-            every = ends | set(sampling.stop_token_ids)
-            most = request.limit - len(request.prompt)
-            early = sampling.early_stopping
-            start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
-            return BeamSearch(start)
+            return constraint.start()
         return None
 
     def _check_room(self, request: Request) -> None:
@@ -281,7 +273,23 @@ class Frontend:
 
     def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
         """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
-        self.thread.submit(prepared.request, prepared.choice, sink, prepared.driver)
+        driver, matcher = prepared.driver, prepared.matcher
+        self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
+
+
+def _driver(request: Request) -> Driver | None:
+    """Who drives the strategies that are not a choice of one token after the other."""
+    sampling = request.sampling
+    if sampling.strategy == "contrastive":
+        return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
+    if sampling.strategy == "beam":
+        ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
+        every = ends | set(sampling.stop_token_ids)
+        most = request.limit - len(request.prompt)
+        early = sampling.early_stopping
+        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+        return BeamSearch(start)
+    return None
 
 
 def _engine(model: AbstractModel, opened: Opened) -> Engine:
@@ -331,10 +339,14 @@ def all_shapes(engine: Engine) -> list[Shape]:
         return []
     slots = engine.programs.sizes.slots
     counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
-    chosen = sorted({1, slots})
-    shapes = [Shape("admit"), Shape("copy")]
-    shapes += [Shape("logits", size, n) for size in engine.scheduler.sizes for n in chosen]
+    flat = [
+        Shape("logits", size, chosen)
+        for size in engine.scheduler.sizes
+        for chosen in sorted({1, engine.chosen_count(size, 2)})
+    ]
+    shapes = [Shape("admit"), Shape("copy"), *flat]
+    choices = sorted({shape.chosen for shape in flat})
     for stages in (PLAIN, STAGES):
-        shapes += [Shape("choose", chosen=count, stages=stages) for count in chosen]
+        shapes += [Shape("choose", chosen=count, stages=stages) for count in choices]
         shapes += [Shape("decode", count, stages=stages) for count in counts]
     return shapes

@@ -18,7 +18,8 @@ from jinfer.engine.steps import MAX_COPIES, Chosen
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 
-SIZES = (16, 64, 256)  # tokens of flat batches; the largest is `prefill_chunk`
+SIZES = (16, 32, 64, 256)  # tokens of flat batches; the largest is `prefill_chunk`
+FEW = (1, 4, 8)  # those of steps that only continue sequences, and of the ends of prompts
 
 
 @dataclass(kw_only=True)
@@ -109,9 +110,9 @@ class Device:
             table[table == GIVEN_BACK] = 0
         return tables
 
-    def chosen_count(self, tokens: int) -> int:
-        """Of how many tokens after which one is chosen programs are made."""
-        return 1 if tokens <= 1 else self.programs.sizes.slots
+    def chosen_count(self, size: int, chosen: int) -> int:
+        """The number of choices that a program is made for which computes `size` tokens."""
+        return 1 if chosen <= 1 else min(size, self.programs.sizes.slots)
 
     def row_count(self, sequences: int) -> int:
         """A power of two, at most the number of slots."""
@@ -138,4 +139,4 @@ def padded_length(tokens: int) -> int:
 def flat_sizes(chunk: int, mixed: int, slots: int) -> tuple[int, ...]:
     """Sizes of flat batches, rising; the largest has room for a chunk, a mixed step, all slots."""
     most = max(chunk, mixed, slots + 1)
-    return (*(size for size in SIZES if size < most), most)
+    return (*(size for size in (*FEW, *SIZES) if size < most), most)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,6 +19,8 @@ from jax import Array
 
 from jinfer.engine.device import Device, token_of
 from jinfer.engine.driver import Driver
+from jinfer.engine.guided import Guides
+from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.scheduler import Plan, Running, Scheduler
@@ -29,28 +31,12 @@ from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.sampling.rows import Progress
 
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
+
 # A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
 # waits no longer than two calls, and the host has little to do with a small model's short steps.
 CALL_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """A call whose tokens the host has not read yet.
-
-    Attributes:
-        chosen: with a leading axis of steps.
-        rows: (row of the result, sequence).
-        steps: tokens of each sequence, at most.
-        at: when, in seconds.
-        decodes: whether it is of decoding alone, whose steps are timed.
-    """
-
-    chosen: Chosen
-    rows: tuple[tuple[int, Running], ...]
-    steps: int
-    at: float
-    decodes: bool
 
 
 @dataclass(kw_only=True)
@@ -68,25 +54,38 @@ class Engine(Device):
     _choices: dict[int, Choice] = field(default_factory=dict)
     _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
-    _launched: deque[_Launched] = field(default_factory=deque)
+    _launched: deque[Launched] = field(default_factory=deque)
     _involved: list[int] = field(default_factory=list)
+    _guides: Guides = field(default_factory=Guides)
+    _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
 
     def __post_init__(self) -> None:
         self.scheduler.on_release = self._released
 
+    def runs(self, sequence: Running) -> bool:
+        """Whether it was admitted, and its request goes on."""
+        return self._sequences.get(sequence.request.id) is sequence and sequence.held is not None
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self._sequences)
 
-    def submit(self, request: Request, choice: Choice, driver: Driver | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        choice: Choice,
+        driver: Driver | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
         """Queues a request; it runs until `finish`. Raises `QueueFullError`.
 
         Args:
             choice: how its tokens are chosen.
             driver: of a request whose tokens the host chooses.
+            matcher: of one whose tokens have to match a grammar.
         """
         sequence = Running(
             request,
@@ -94,12 +93,16 @@ class Engine(Device):
             list(request.prompt),
             seed=self._seed(request),
             driven=driver is not None,
+            guided=matcher is not None,
         )
         self.scheduler.submit(sequence)
         self._arrivals += 1
         self._sequences[request.id], self._choices[request.id] = sequence, choice
         if driver is not None:
             self._drivers[request.id] = driver
+        if matcher is not None:
+            self._guides.matchers[request.id] = matcher
+            self._events += self._guides.force(sequence)
 
     def finish(self, request: int) -> Running | None:
         """Ends a request, wherever it is; what it held is free at once."""
@@ -108,7 +111,7 @@ class Engine(Device):
             return None
         self._describe(sequence)
         self.scheduler.drop(sequence)
-        for known in (self._choices, self._progress):
+        for known in (self._choices, self._progress, self._guides.matchers):
             known.pop(request, None)
         if (driver := self._drivers.pop(request, None)) is not None:
             driver.end(request)
@@ -122,7 +125,8 @@ class Engine(Device):
         """
         self._involved = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
-        tokens = [token for driver in drivers for token in driver.settle(self)]
+        tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
+        tokens += self._guides.choose(self)
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
@@ -134,25 +138,20 @@ class Engine(Device):
         launched = self._launch(plan)
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
-        while len(self._launched) > int(launched):
+        # Masks need the tokens before; the device computes the logits that they are for.
+        kept = 0 if self._guides.computed else int(launched)
+        while len(self._launched) > kept:
             tokens += self._read(self._launched.popleft())
-        return tokens
+        return [*tokens, *self._flushed()]
+
+    def _flushed(self) -> list[Token | Failed]:
+        events, self._events = self._events, []
+        return events
 
     def _ready(self, driver: Driver) -> list[Running]:
         """A driver's sequences that wait for it, those that came first first."""
         own = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
         return sorted((s for s in own if not s.in_prompt), key=lambda s: s.order)
-
-    def make_room(self, sequence: Running, steps: int) -> list[Token | Failed]:
-        """Makes room for new tokens of a sequence, or preempts it.
-
-        Returns:
-            Tokens that had to be read before.
-        """
-        tokens: list[Token | Failed] = []
-        while not self.scheduler.make_room(sequence, steps):
-            tokens += self.read_all()
-        return tokens
 
     def free_blocks(self, sequence: Running) -> list[Token | Failed]:
         """Preempts somebody for a driven sequence, or the sequence itself if it came last.
@@ -168,17 +167,17 @@ class Engine(Device):
         self.scheduler.preempt(last)
         return events
 
-    def compute(
-        self, places: Sequence[tuple[int, int]], last: Sequence[int], chosen: int
+    def _compute(
+        self, places: Sequence[tuple[int, int]], last: Sequence[int]
     ) -> tuple[Array, Array]:
         """Logits after some tokens, and the rows of the state they are of: see `steps.logits`.
 
         Args:
             places: slot and position of each token; position -1: the last one known.
             last: the tokens, by their place in the list, after which one is to be chosen.
-            chosen: of how many such tokens the program is made.
         """
         size = self.size_of(len(places))
+        chosen = self.chosen_count(size, len(last))
         at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
         at[:, : len(places)] = np.array(places, np.int32).T
         picked[: len(last)] = last
@@ -190,16 +189,16 @@ class Engine(Device):
     def choose(
         self,
         logits: Array,
-        rows: Array,
+        rows: Array | np.ndarray,
         sequences: Sequence[Running],
         mask: np.ndarray | None = None,
     ) -> Chosen:
         """The next tokens of some sequences: see `steps.choose`."""
         count = logits.shape[0]
-        words = np.zeros((count, -(-self.programs.sizes.vocab // 32)), np.uint32)
         program = self.programs.get(Shape("choose", chosen=count, stages=self.stages_of(sequences)))
-        given = (words if mask is None else mask, np.bool_(mask is not None))
-        self._state, chosen = program(self.state, logits, rows, *given)
+        guided = np.bool_(mask is not None)
+        mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
+        self._state, chosen = program(self.state, logits, rows, mask, guided)
         return chosen
 
     def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
@@ -219,6 +218,7 @@ class Engine(Device):
             again from the tokens that are known.
         """
         self._launched.clear()
+        self._guides.computed = None
         self._cache = self._state = None
         for sequence in list(self.scheduler.running):
             sequence.unread = 0
@@ -284,7 +284,8 @@ class Engine(Device):
             return False
         for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
             self._slide(sequence)
-        return self._mixed(plan) if plan.chunks else self._decode(plan)
+        guided = any(sequence.guided for sequence in plan.decoding)
+        return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
 
     def _slide(self, sequence: Running) -> None:
         assert sequence.held is not None, "it is planned"
@@ -293,23 +294,26 @@ class Engine(Device):
 
     def _mixed(self, plan: Plan) -> bool:
         rows = [(s.slot, -1) for s in plan.decoding]
-        chosen = list(enumerate(plan.decoding))
-        last = list(range(len(rows)))
+        chosen, last = [*plan.decoding], [*range(len(rows))]
         for chunk in plan.chunks:
             places = range(chunk.start, chunk.start + chunk.count)
             rows += [(chunk.sequence.slot, position) for position in places]
             if chunk.chooses:
-                chosen.append((len(last), chunk.sequence))
+                chosen.append(chunk.sequence)
                 last.append(len(rows) - 1)
         begun = time.perf_counter()
-        out = self.compute(rows, last, self.chosen_count(len(last)))
-        result = self.choose(*out, [sequence for _, sequence in chosen]) if chosen else None
+        logits, which = self._compute(rows, last)
         for chunk in plan.chunks:
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
-        if result is None:
+        if any(sequence.guided for sequence in chosen):
+            self._guides.computed = logits, tuple(chosen)
             return False
-        return self._note(_Launched(result, tuple(chosen), 1, begun, False))
+        if not chosen:
+            return False
+        result = self.choose(logits, which, chosen)
+        self.note(Launched(result, tuple(enumerate(chosen)), 1, begun))
+        return True
 
     def _decode(self, plan: Plan) -> bool:
         """Launches a call; not while its program is compiled and there are tokens to give out."""
@@ -325,13 +329,14 @@ class Engine(Device):
             self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps)
         )
         chosen = tuple(enumerate(plan.decoding))
-        return self._note(_Launched(result, chosen, plan.steps, begun, True))
+        self.note(Launched(result, chosen, plan.steps, begun, decodes=True))
+        return True
 
-    def _note(self, launched: _Launched) -> bool:
+    def note(self, launched: Launched) -> None:
+        """Keeps in mind a call whose tokens are to be read."""
         for _, sequence in launched.rows:
             sequence.unread += launched.steps
         self._launched.append(launched)
-        return True
 
     def tables(self) -> dict[str, np.ndarray]:
         """Where the blocks of each slot's sequence are, by group."""
@@ -343,24 +348,30 @@ class Engine(Device):
         """The tokens of the smallest program that takes so many."""
         return next(size for size in self.scheduler.sizes if size >= tokens)
 
-    def read_all(self) -> Iterator[Token]:
+    def read_all(self) -> Iterator[Token | Failed]:
         """Reads all that was launched."""
         while self._launched:
             yield from self._read(self._launched.popleft())
 
-    def _read(self, launched: _Launched) -> Iterator[Token]:
+    def _read(self, launched: Launched) -> Iterator[Token | Failed]:
         tokens = np.asarray(launched.chosen.tokens)
         self._time(launched, tokens)
         for row, sequence in launched.rows:
             sequence.unread -= launched.steps
-            if self._sequences.get(sequence.request.id) is not sequence:
+            if not self.runs(sequence):
                 continue  # it has ended meanwhile
             count = int(np.count_nonzero(tokens[:, row] >= 0))
             if count:
                 self._progress[sequence.request.id] = (launched.chosen.progress, count - 1, row)
-            yield from self.take(sequence, launched.chosen, row, count)
+            new = self._take(sequence, launched.chosen, row, count)
+            if not sequence.guided:
+                yield from new
+                continue
+            yield from self._guides.take(sequence, list(new))
+            if sequence.in_prompt:
+                self.enter(sequence)
 
-    def take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
+    def _take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
         """The first `count` new tokens of a sequence, which it has from now on."""
         for step in range(count):
             token = token_of(chosen, step, row, sequence.request)
@@ -379,7 +390,7 @@ class Engine(Device):
             computed = min(sequence.computed, len(sequence.tokens))
             self.scheduler.blocks.describe(sequence.held, sequence.tokens, computed)
 
-    def _time(self, launched: _Launched, tokens: np.ndarray) -> None:
+    def _time(self, launched: Launched, tokens: np.ndarray) -> None:
         now = time.perf_counter()
         steps = max(1, int(np.count_nonzero((tokens >= 0).any(axis=1))))
         if launched.decodes:

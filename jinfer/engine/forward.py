@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jinfer.engine.blocks import Held
-from jinfer.engine.device import padded_length
+from jinfer.engine.device import SIZES, padded_length
 from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import RequestError
@@ -95,7 +95,8 @@ def _pieces(engine: Engine, tokens: int) -> Iterator[tuple[int, int, int]]:
     start, chunk = 0, engine.scheduler.chunk
     while start < tokens:
         count = engine.scheduler.filling(min(chunk, tokens - start))
-        yield start, count, engine.size_of(count)
+        # Programs of few tokens are made for decoding alone.
+        yield start, count, max(engine.size_of(count), min(SIZES[0], engine.scheduler.sizes[-1]))
         start += count
 
 

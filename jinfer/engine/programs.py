@@ -22,6 +22,7 @@ from jinfer.engine import steps
 from jinfer.model import AbstractModel, Want
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
+from jinfer.sampling.rows import mask_words
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
@@ -147,6 +148,11 @@ class Programs:
         """The state's abstract arrays."""
         return jax.eval_shape(self.empty_state)
 
+    @property
+    def words(self) -> int:
+        """Words of a mask with a bit for each token."""
+        return mask_words(self.sizes.vocab)
+
     @cached_property
     def hidden(self) -> int:
         """Width of the last hidden states."""
@@ -181,7 +187,7 @@ class Programs:
             case "logits":
                 return self._of(steps.logits), 1, (leaves, cache, state, *batch, _int32(chosen))
             case "choose":
-                words = jax.ShapeDtypeStruct((chosen, -(-self.sizes.vocab // 32)), jnp.uint32)
+                words = jax.ShapeDtypeStruct((chosen, self.words), jnp.uint32)
                 out = jax.eval_shape(*self._eval(Shape("logits", chosen, chosen)))[1:]
                 function: Any = partial(steps.choose, self.model, shape.stages)
                 flag = jax.ShapeDtypeStruct((), jnp.bool_)

@@ -17,6 +17,8 @@ from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
+WORTH_A_STEP = 16  # tokens; fewer are never left for a step of their own
+
 
 @dataclass(eq=False)
 class Running:
@@ -34,6 +36,8 @@ class Running:
         cached: tokens of the prompt that were found in the cache when it was first admitted.
         driven: the host drives it token by token; only what comes before its last token is
             computed in chunks.
+        guided: it has a grammar, so the host has to know each token before the next is chosen.
+        ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
     """
 
@@ -47,6 +51,8 @@ class Running:
     unread: int = 0
     cached: int | None = None
     driven: bool = False
+    guided: bool = False
+    ended: bool = False
     preempted: int = 0
 
     @property
@@ -57,12 +63,13 @@ class Running:
     @property
     def in_prompt(self) -> bool:
         """Whether more than its last token has to be computed before a new one can come."""
-        return self.unread == 0 and len(self.tokens) - self.computed > 1
+        known = self.unread == 0 and not self.ended
+        return known and len(self.tokens) - self.computed > 1
 
     @property
     def left(self) -> int:
         """New tokens it may still have beyond those launched."""
-        return self.request.limit - len(self.tokens) - self.unread
+        return 0 if self.ended else self.request.limit - len(self.tokens) - self.unread
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Plan:
         copies: blocks to be copied first.
         chunks: of prompts.
         decoding: sequences whose next token is computed.
-        steps: tokens of each of those, at most; 1 beside chunks.
+        steps: tokens of each of those, at most; 1 beside chunks, or where one has a grammar.
         wait: nothing can be planned before the results of earlier calls are read.
     """
 
@@ -177,7 +184,8 @@ class Scheduler:
         admitted, copies = self._admit()
         prompts = [s for s in self.running if s.in_prompt]
         decoding = [s for s in self.running if not s.driven and not s.in_prompt and s.left > 0]
-        steps = 1 if prompts else min(steps, max((s.left for s in decoding), default=1))
+        one = prompts or any(s.guided for s in decoding)
+        steps = 1 if one else min(steps, max((s.left for s in decoding), default=1))
         for sequence in sorted(decoding, key=lambda s: s.order):
             if sequence.held is not None and not self.make_room(sequence, steps):
                 return Plan(tuple(admitted), tuple(copies), wait=True)
@@ -213,7 +221,8 @@ class Scheduler:
             heapq.heappop(self._waiting)
             sequence.held, sequence.slot = held, self._free.popleft()
             sequence.computed = cached
-            sequence.cached = cached if sequence.cached is None else sequence.cached
+            if sequence.cached is None:
+                sequence.cached = min(cached, len(sequence.request.prompt))
             self.running.append(sequence)
             admitted.append(sequence)
             copies += made
@@ -271,10 +280,9 @@ class Scheduler:
             (s, len(s.tokens) - s.computed - s.driven)
             for s in sorted(prompts, key=lambda s: s.order)
         ]
-        if decoding:
-            budget = max(1, self.mixed - decoding)
-        else:
-            budget = self.filling(min(self.chunk, sum(count for _, count in wanted)))
+        most = self.mixed if decoding else self.chunk
+        total = self.filling(min(most, decoding + sum(count for _, count in wanted)))
+        budget = max(1, total - decoding)
         chunks = []
         for sequence, count in shares(wanted, budget):
             assert sequence.held is not None
@@ -286,6 +294,8 @@ class Scheduler:
 
     def filling(self, count: int) -> int:
         """So many of some tokens that a program is not mostly padding."""
+        if count <= WORTH_A_STEP:
+            return count
         size = next((size for size in self.sizes if size >= count), self.sizes[-1])
         smaller = [size for size in self.sizes if size < count]
         return smaller[-1] if smaller and 2 * size > 3 * count else min(size, count)

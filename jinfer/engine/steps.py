@@ -6,6 +6,7 @@ Pure functions of flat parameters, a cache and a state that are given away, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
 from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.sampling import penalties
 from jinfer.sampling.contrastive import candidates, contrastive
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
@@ -100,12 +102,8 @@ def choose(
     Returns:
         What was chosen has a leading axis of one step.
     """
-
-    def allowed() -> Array:
-        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-        bits = mask[:, ids // 32] >> (ids % 32).astype(jnp.uint32)[None] & jnp.uint32(1)
-        return jnp.where(bits != 0, logits, -jnp.inf)
-
+    every = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    allowed = partial(penalties.masked, logits, mask, every, every >= 0)
     left = lax.cond(masked, allowed, lambda: logits)
     state, chosen = _choose(model, stages, state, left, rows)
     return state, jax.tree.map(lambda one: one[None], chosen)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinfer.engine.driver import Driver
 from jinfer.engine.engine import Engine
@@ -24,6 +24,9 @@ from jinfer.engine.generation import Generation, Usage
 from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
 from jinfer.engine.state import Choice
 from jinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
 
 type Job = Callable[[Engine], Any]
 
@@ -71,14 +74,16 @@ class EngineThread:
         choice: Choice,
         sink: Callable[[Any], None],
         driver: Driver | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """Queues a request.
 
         Args:
             sink: is called on the engine's thread with each `Chunk`, and last with the `Usage`, or
                 with an exception that ends the request.
+            driver, matcher: as `Engine.submit`.
         """
-        self._send(lambda loop: loop.submit(request, choice, sink, driver))
+        self._send(lambda loop: loop.submit(request, choice, sink, driver, matcher))
 
     def cancel(self, request: int) -> None:
         """Ends a request within a step; its sink is not called again after that."""
@@ -169,10 +174,11 @@ class _Loop:
         choice: Choice,
         sink: Callable[[Any], None],
         driver: Driver | None,
+        matcher: Matcher | None,
     ) -> None:
         """Queues a request, or tells its sink why not."""
         try:
-            self.engine.submit(request, choice, driver)
+            self.engine.submit(request, choice, driver, matcher)
         except RequestError as error:
             sink(error)
             return
