@@ -44,6 +44,22 @@ STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "contrastive", "top_k": 4},
     {"strategy": "beam", "beams": 3},
 ]
+# For a model with a tokenizer; more than one of twenty, because they take other ways.
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": r"[a-z]{2,12}( and so it was: [a-z]{2,9}\.)+", "temperature": 1.0},
+    {"choice": ("yes", "no", "that cannot be said of somebody who is not here")},
+    {"grammar": 'start: "<item>" /[a-z0-9]{1,12}/ "</item>"', "temperature": 1.3, "top_k": 50},
+    {"regex": r"(ab?c?)*", "temperature": 1.0, "repetition_penalty": 1.3},
+    {
+        "json_schema": {
+            "type": "object",
+            "properties": {"first": {"type": "integer"}, "second": {"enum": ["red", "blue"]}},
+            "required": ["first", "second"],
+            "additionalProperties": False,
+        },
+        "temperature": 1.0,
+    },
+] * 2
 
 
 @dataclass
@@ -58,11 +74,17 @@ class Asked:
     error: BaseException | None = None
 
 
-def request(rng: random.Random, vocab: int, most: int, common: list[int]) -> Asked:
+def request(
+    rng: random.Random,
+    vocab: int,
+    most: int,
+    common: list[int],
+    strategies: list[dict[str, Any]],
+) -> Asked:
     length = rng.choice([1, 3, 17, 60, 64, 65, 130, most - 70])
     own = [rng.randrange(3, vocab) for _ in range(length)]
     begin = common[: rng.choice([0, 0, 40, 64, 100])]
-    chosen = rng.choice(STRATEGIES)
+    chosen = rng.choice(strategies)
     params = SamplingParams(
         **{
             "max_tokens": rng.randint(1, 30),
@@ -134,7 +156,8 @@ def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any)
     with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
         vocab = alone.spec.dims["vocab"]
         common = [rng.randrange(3, vocab) for _ in range(100)]
-        every = [request(rng, vocab, most, common) for _ in range(24)]
+        strategies = STRATEGIES + (GRAMMARS if alone.tokenizer else [])
+        every = [request(rng, vocab, most, common, strategies) for _ in range(24)]
         for one in every:
             one.expected = alone.generate([one.prompt], one.params)[0].token_ids
     preempted = 0
