@@ -50,14 +50,14 @@ struct Part {
 };
 
 Dense matrix_of(const Dense& stack, int64_t index) {
-  const int64_t size = stack.outputs * stack.inputs * bytes_of(stack.kind);
   Dense out = stack;
-  out.data = static_cast<const char*>(stack.data) + index * size;
+  out.data = static_cast<const char*>(stack.data) + index * stack.apart * bytes_of(stack.kind);
   return out;
 }
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
-                 ffi::RemainingRets rets, int64_t activation, int64_t select) {
+                 ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
+                 int64_t first, int64_t taken) {
   const DenseKernels& k = kernels();
   if (x.dimensions().size() != 2) return invalid("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
@@ -75,18 +75,25 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
     if (buffer.has_error()) return buffer.error();
     const auto shape = buffer->dimensions();
     const size_t lead = select == kOnly ? 0 : 1;
-    if (shape.size() != lead + 2 || shape[lead + 1] != inputs)
-      return invalid("a weight's shape does not fit");
+    if (shape.size() != lead + 2) return invalid("a weight's shape does not fit");
+    // Rows first .. first + taken - 1 of each matrix are what counts; all where none are named.
+    const int64_t columns = shape[lead + 1], count = taken ? taken : shape[lead];
+    if (first < 0 || count < 0 || first > shape[lead] - count)
+      return invalid("a weight has not so many rows");
+    if ((transposed ? count : columns) != inputs) return invalid("a weight's shape does not fit");
     for (const Segment& segment : segments)
       if (lead && (segment.index < 0 || segment.index >= shape[0]))
         return invalid("no such matrix in the stack");
-    Dense weight{buffer->untyped_data(), Kind::f32, shape[lead], inputs};
+    Dense weight{nullptr, Kind::f32, transposed ? columns : count, inputs, transposed,
+                 shape[lead] * columns};
     switch (buffer->element_type()) {
       case ffi::DataType::F32: weight.kind = Kind::f32; break;
       case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
       case ffi::DataType::F16: weight.kind = Kind::f16; break;
       default: return invalid("a weight's type is not known");
     }
+    weight.data = static_cast<const char*>(buffer->untyped_data()) +
+                  first * columns * bytes_of(weight.kind);
     weights.push_back(weight);
   }
   if (rets.size() != (gated ? 1 : weights.size())) return invalid("wrong number of results");
@@ -118,7 +125,8 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
     for (const Product& p : products) {
       const int64_t count = s.end - s.begin;
       // A panel of a narrow matrix would be mostly empty.
-      const bool few = count < k.many_rows || p.weight.outputs < k.many_outputs;
+      const bool few =
+          transposed || count < k.many_rows || p.weight.outputs < k.many_outputs;
       const int64_t tile = few ? k.few_outputs : k.many_outputs;
       const int64_t tiles = (p.weight.outputs + tile - 1) / tile;
       int64_t blocks = few ? 1 : (count + MOST_ROWS - 1) / MOST_ROWS;
@@ -199,4 +207,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_dense, jinfer::dense,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("select"));
+                                  .Attr<int64_t>("select")
+                                  .Attr<bool>("transposed")
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("taken"));

@@ -9,11 +9,13 @@
 
 namespace jinfer {
 
-// [outputs, inputs] in one of the plain kinds.
+// [outputs, inputs] in one of the plain kinds; [inputs, outputs] where it is transposed.
 struct Dense {
   const void* data;
   Kind kind;
   int64_t outputs, inputs;
+  bool transposed;
+  int64_t apart;  // numbers from one matrix of a stack to the next
 };
 
 // Two ways to the same bits: y[m * stride + n] for outputs begin .. end - 1 and all rows m of x.

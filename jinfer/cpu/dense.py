@@ -25,6 +25,8 @@ def dense_linear(
     activation: str = "none",
     index: Int[Array, ""] | None = None,
     offsets: Int[Array, " experts_1"] | None = None,
+    transposed: bool = False,
+    part: slice | None = None,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ weight.T for each weight, in float32; all weights share the reading of x.
 
@@ -34,11 +36,15 @@ def dense_linear(
         activation: other than "none": there are two weights, gate and up, of equal shape, and the
             one result is activation(x @ gate.T) * (x @ up.T).
         index, offsets: as in `coded_linear`; with one of them weights have three axes, else two.
+        transposed: weights are [inputs, outputs] instead: x @ weight.
+        part: the rows of each matrix that count, as if there were no others.
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
     results = weights if activation == "none" else weights[:1]
-    shapes = [jax.ShapeDtypeStruct((x.shape[0], w.shape[-2]), np.float32) for w in results]
+    first, end, _ = (part or slice(None)).indices(weights[0].shape[-2])
+    widths = [w.shape[-1] if transposed else end - first if part else w.shape[-2] for w in results]
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], width), np.float32) for width in widths]
     select, chosen = selection(index, offsets)
     out = jax.ffi.ffi_call("jinfer_dense", shapes)(
         x,
@@ -46,5 +52,8 @@ def dense_linear(
         *weights,
         activation=np.int64(ACTIVATIONS.index(activation)),
         select=np.int64(select),
+        transposed=np.bool_(transposed),
+        first=np.int64(first),
+        taken=np.int64(end - first if part else 0),
     )
     return tuple(out)

@@ -110,6 +110,51 @@ void few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t en
   }
 }
 
+// y[m][..] = the sum over i of x[m][i] times row i of a transposed weight, for M rows and the first
+// `count` of N vectors of outputs; i comes in order whatever rows there are.
+template <int M, int N, class T>
+void multiply_across(const float* x, int64_t inputs, const T* weight, int64_t outputs,
+                     int64_t count, float* y, int64_t stride) {
+  Floats sum[M][N] = {};
+  const bool whole = count == N * LANES;
+  for (int64_t i = 0; i < inputs; ++i) {
+    const T* row = weight + i * outputs;
+    Floats w[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+      w[n] = whole ? load(row + n * LANES) : load_some(row, count);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Floats v = all(x[m * inputs + i]);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
+    }
+  }
+  for (int m = 0; m < M; ++m) memcpy(y + m * stride, sum[m], 4 * count);
+}
+
+template <class T>
+void across(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
+            int64_t stride) {
+  const T* weights = static_cast<const T*>(w.data);
+  for (int64_t n = begin; n < end;) {
+    const bool wide = end - n >= WIDTH;
+    const int64_t count = wide ? WIDTH : std::min<int64_t>(LANES, end - n);
+    for (int64_t m = 0; m < rows; m += TALL)
+      counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
+        constexpr int M = tall.value;
+        const float* from = x + m * w.inputs;
+        float* to = y + m * stride + n;
+        if (wide) {
+          multiply_across<M, WIDE>(from, w.inputs, weights + n, w.outputs, count, to, stride);
+        } else {
+          multiply_across<M, 1>(from, w.inputs, weights + n, w.outputs, count, to, stride);
+        }
+      });
+    n += count;
+  }
+}
+
 // How many of a row's inputs each lane has: sums of few rows take so many steps.
 inline int64_t steps(int64_t inputs) { return (inputs + LANES - 1) / LANES; }
 
@@ -223,7 +268,10 @@ void typed(Kind kind, F f) {
 
 void multiply_few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                   float* y, int64_t stride) {
-  typed(w.kind, [&](auto type) { few<decltype(type)>(w, x, rows, begin, end, y, stride); });
+  typed(w.kind, [&](auto type) {
+    if (w.transposed) return across<decltype(type)>(w, x, rows, begin, end, y, stride);
+    few<decltype(type)>(w, x, rows, begin, end, y, stride);
+  });
 }
 
 void multiply_many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,

@@ -21,6 +21,7 @@ from jinfer.nn.position import Rotary
 from jinfer.nn.step import Step, split
 from jinfer.ops.attention import extend
 from jinfer.ops.cache import LayerCache, cache_group
+from jinfer.ops.dense import by_head
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.spec import blocks
 
@@ -57,10 +58,10 @@ class LatentAttention(nnx.Module):
         unfold = self.kv_b.weight[...].reshape(
             block.heads, block.nope_dim + block.value_dim, block.latent_rank
         )
-        to_key, to_value = unfold[:, : block.nope_dim], unfold[:, block.nope_dim :]
+        to_key, to_value = slice(block.nope_dim), slice(block.nope_dim, None)
         q = split(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
-        in_latent = jnp.einsum("bthn,hnr->bthr", nope, to_key)
+        in_latent = by_head(nope[0], unfold, to_key, transposed=True).astype(x.dtype)[None]
         cos_sin = step.cos_sin_of(self.rope)
         rotated = self.rope(rotated, cos_sin)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
@@ -70,8 +71,8 @@ class LatentAttention(nnx.Module):
         keys = jnp.concatenate([latent, shared_key], axis=-1)
         at = step.placement(cache_group(None))
         out, cache = extend(q[0], keys[0], None, cache, at, self._rules())
-        out = jnp.einsum("thr,hvr->thv", out[..., : block.latent_rank], to_value)
-        return self.o(out.reshape(*x.shape[:2], -1)), cache
+        out = by_head(out[..., : block.latent_rank], unfold, to_value)
+        return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
     def _query(self, x: Array) -> Array:
         if self.block.query_rank is None:

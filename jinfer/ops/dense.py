@@ -53,6 +53,43 @@ def products(
     return products_reference(x, weights, index=index, activation=activation)
 
 
+def by_head(
+    x: Float[Array, "rows heads inputs"],
+    weight: Float[Array, "heads outputs inputs"],
+    part: slice,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "rows heads outputs"]:
+    """Each head's x with a matrix of its own, in float32; the same bits however many rows.
+
+    Args:
+        part: the rows of each head's matrix that count.
+        transposed: they are inputs: x @ weight instead of x @ weight.T.
+    """
+    if not reads_as_stored():
+        return by_head_reference(x, weight, part, transposed=transposed)
+    rows, heads, inputs = x.shape
+    sorted_by_head = x.astype(jnp.float32).swapaxes(0, 1).reshape(heads * rows, inputs)
+    offsets = jnp.arange(heads + 1, dtype=jnp.int32) * rows
+    given: dict[str, Any] = {"offsets": offsets, "transposed": transposed, "part": part}
+    (y,) = cpu.dense_linear(sorted_by_head, [weight], **given)
+    return y.reshape(heads, rows, -1).swapaxes(0, 1)
+
+
+def by_head_reference(
+    x: Float[Array, "rows heads inputs"],
+    weight: Float[Array, "heads outputs inputs"],
+    part: slice,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "rows heads outputs"]:
+    """The same in XLA's operations."""
+    wanted = "rhi,hio->rho" if transposed else "rhi,hoi->rho"
+    return jnp.einsum(
+        wanted, x, weight[:, part].astype(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
 def products_reference(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Float[Array, "*stack outputs inputs"]],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build
 from jinfer.cpu.dense import dense_linear
-from jinfer.ops.dense import products_reference
+from jinfer.ops.dense import by_head, by_head_reference, products_reference
 from tests.cpu.helpers import FUNCTIONS, isas
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
@@ -72,6 +72,43 @@ def test_any_shape(type: str, rows: int, inputs: int, outputs: int) -> None:
     x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
     stack = within_nan(weight)
     on_all(lambda: check(run(x, [stack], index=1)[0], x, weight))
+
+
+@settings(max_examples=25)
+@given(
+    type=st.sampled_from(TYPES),
+    sizes=st.tuples(st.integers(1, 5), *(st.integers(1, 130) for _ in range(3))),
+    rows=st.integers(1, 40),
+    transposed=st.booleans(),
+)
+def test_a_part_of_each_heads_matrix(
+    type: str, sizes: tuple[int, ...], rows: int, transposed: bool
+) -> None:
+    """Against NumPy, and to the bit against each row alone."""
+    heads, before, taken, width = sizes
+    weight = matrix(type, heads, before + taken + 1, width)
+    weight[:, :before] = weight[:, before + taken :] = np.nan
+    part = slice(before, before + taken)
+    x = matrix("float32", rows, heads, taken if transposed else width, seed=1)
+    run = jax.jit(lambda x: by_head(x, jnp.asarray(weight), part, transposed=transposed))
+
+    def compare() -> None:
+        got = np.asarray(run(x))
+        for head in range(heads):
+            own = weight[head, part]
+            check(got[:, head], x[:, head], own.T if transposed else own)
+        np.testing.assert_array_equal(np.asarray(run(x[-1:]))[0], got[-1])
+
+    on_all(compare)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_reference_by_heads_agrees(transposed: bool) -> None:
+    weight, part = jnp.asarray(matrix("float32", 3, 40, 24)), slice(8, 30)
+    x = jnp.asarray(matrix("float32", 5, 3, 22 if transposed else 24, seed=1))
+    got = by_head(x, weight, part, transposed=transposed)
+    wanted = by_head_reference(x, weight, part, transposed=transposed)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("type", TYPES)

@@ -20,6 +20,13 @@ pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 PLAIN = coded(matrix(QuantFormat("4", symmetric=True), 48, 320))
 TWO_LEVEL = coded(matrix(QuantFormat("4", 32, False, two_level=True), 48, 512))
 CODED = coded(matrix(QuantFormat("4", symmetric=True, codebook=tuple(range(16))), 48, 320))
+DENSE: dict[str, Any] = {
+    "activation": np.int64(0),
+    "select": np.int64(0),
+    "transposed": np.bool_(False),
+    "first": np.int64(0),
+    "taken": np.int64(0),
+}
 
 
 def run(matrices: list[Coded], inputs: int, activation: str = "none", **which: Any) -> None:
@@ -93,7 +100,7 @@ def test_gate_and_up_of_different_shapes() -> None:
 def test_activations_of_another_rank() -> None:
     assert dense.available()
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3,), np.float32)])
-    more = {"activation": np.int64(0), "select": np.int64(0)}
+    more = DENSE
     with pytest.raises(Exception, match="x is no matrix"):
         jax.block_until_ready(call(jnp.ones(8), jnp.ones((3, 8)), **more))
 
@@ -102,8 +109,17 @@ def test_activations_of_another_rank() -> None:
 def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
     assert dense.available()
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct(shape, np.float32)])
-    more = {"activation": np.int64(0), "select": np.int64(0)}
+    more = DENSE
     with pytest.raises(Exception, match="result's shape"):
+        jax.block_until_ready(call(jnp.ones((3, 5)), jnp.ones((8, 5)), **more))
+
+
+@pytest.mark.parametrize(("first", "taken"), [(-1, 2), (0, 9), (7, 2), (8, 1), (0, -1)])
+def test_a_part_that_is_not_there(first: int, taken: int) -> None:
+    assert dense.available()
+    call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3, 2), np.float32)])
+    more = DENSE | {"first": np.int64(first), "taken": np.int64(taken)}
+    with pytest.raises(Exception, match="not so many rows"):
         jax.block_until_ready(call(jnp.ones((3, 5)), jnp.ones((8, 5)), **more))
 
 

@@ -31,7 +31,10 @@ def same(source: Any, keys: dict[str, Any], chunks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_cache"),
-    [("llama2", "q8"), ("mixtral", "f32"), ("gemma2", "q4"), ("bloom", "f16"), ("falcon7b", "f32")],
+    [
+        *[("llama2", "q8"), ("mixtral", "f32"), ("gemma2", "q4"), ("bloom", "f16")],
+        *[("falcon7b", "f32"), ("deepseek_v2", "f32"), ("deepseek_v2", "q8")],
+    ],
 )
 def test_structures(name: str, kv_cache: str) -> None:
     keys = {"dtype": "float32", "quantization.kv_cache": kv_cache}
