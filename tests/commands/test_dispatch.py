@@ -11,6 +11,7 @@ import pytest
 
 import jinfer
 from jinfer.commands import dispatch, main
+from jinfer.commands.checkout import provide_tools
 from jinfer.commands.table import COMMANDS, GROUPS, Command
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_every_tool_is_a_command() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_says_what_was_typed(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    dispatch.provide_tools()
+    provide_tools()
     if find_spec(command.module) is None:
         assert main(command.name.split()) == 2
         wanted = f"error: this version of jinfer has no {command.name!r} yet\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.checkpoint import open_checkpoint
 from tools import bench_cpu
 from tools.bench_cpu import main, step_bytes, summary, table
 
@@ -36,11 +37,11 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 
 def test_bytes_of_a_step() -> None:
     """All tensors but a table that is only looked up; with experts nobody knows."""
-    untied = bench_cpu.open_checkpoint(MODEL).tensors
+    untied = open_checkpoint(MODEL).tensors
     assert "output.weight" in untied
     table = untied["token_embd.weight"].nbytes
     assert step_bytes(str(MODEL)) == sum(each.nbytes for each in untied.values()) - table
-    tied = bench_cpu.open_checkpoint(GOLDENS / "gguf_gemma" / "model.gguf").tensors
+    tied = open_checkpoint(GOLDENS / "gguf_gemma" / "model.gguf").tensors
     assert "output.weight" not in tied
     whole = sum(each.nbytes for each in tied.values())
     assert step_bytes(str(GOLDENS / "gguf_gemma" / "model.gguf")) == whole
