@@ -39,7 +39,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without a network, from a copy: a build leaves things behind that the next one takes."""
+    """Built without a network, from a copy: a build leaves behind what the next one takes."""
     source, out = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
     for name in INSTALLED:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -122,7 +122,7 @@ def test_it_is_the_wheel_that_runs(installation: Installation) -> None:
 def test_models_are_listed(installation: Installation) -> None:
     lines = installation.run("jinfer", "list").splitlines()
     names = [line.split()[0] for line in lines[1:-2]]
-    assert names == sorted(path.stem for path in (ROOT / "specs").glob("*.toml"))
+    assert sorted(names) == sorted(path.stem for path in (ROOT / "specs").glob("*.toml"))
     (demo,) = (line.split() for line in lines if line.startswith("smollm2_135m_instruct "))
     assert demo[3] == "135M"
 
