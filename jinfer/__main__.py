@@ -1,8 +1,6 @@
 """`python -m jinfer`: the same as the command `jinfer`."""
 
-import sys
-
-from jinfer.commands import main
+from jinfer.commands import enter
 
 if __name__ == "__main__":
-    sys.exit(main())
+    enter()

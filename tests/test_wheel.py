@@ -71,7 +71,7 @@ def test_it_installs_one_command_and_no_package_of_a_common_name(wheel: Path) ->
     with zipfile.ZipFile(wheel) as archive:
         (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert (
-            archive.read(entries).decode() == "[console_scripts]\njinfer = jinfer.commands:main\n"
+            archive.read(entries).decode() == "[console_scripts]\njinfer = jinfer.commands:enter\n"
         )
         tops = {name.split("/")[0] for name in archive.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jinfer", "kernels_pallas"}

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from jinfer.commands.checkout import provide_tools
 from jinfer.commands.program import command, jinfer
@@ -17,6 +18,18 @@ from jinfer.engine.collector import paused
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 _NAMES = {command.name: command for command in COMMANDS}
+
+
+def enter() -> NoReturn:
+    """The whole of the command `jinfer`; where it was interrupted it ends at once.
+
+    Else Python waits for threads, which may be compiling.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

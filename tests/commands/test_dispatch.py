@@ -61,7 +61,7 @@ def test_help_says_what_was_typed(command: Command, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as ended:
         main([*command.name.split(), "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: jinfer {command.name} [-h] ")
+    assert capsys.readouterr().out.startswith(f"usage: jinfer {command.name} [")
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS - NOT_RUN_BY_USERS))
@@ -105,7 +105,7 @@ def test_ends_without_a_traceback(error: type[BaseException], tmp_path: Path) ->
     script = (
         "import sys; from jinfer.commands import dispatch, table\n"
         "dispatch._NAMES['list'] = table.Command('list', 'stops', '')\n"
-        "sys.exit(dispatch.main(['list']))"
+        "sys.argv[1:] = ['list']; dispatch.enter()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
