@@ -44,7 +44,8 @@ class Llama:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context, 2048, 512
         # Of the machine's cores perhaps not all are this process's.
-        threads = threads or len(os.sched_getaffinity(0))
+        allowed = getattr(os, "sched_getaffinity", None)
+        threads = threads or (len(allowed(0)) if allowed else os.cpu_count() or 1)
         settings.n_seq_max, settings.kv_unified = sequences, True
         settings.n_threads = settings.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
