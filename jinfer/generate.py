@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from jinfer.commands.program import program
 from jinfer.engine.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.errors import USER_ERRORS
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jinfer.generate",
+        prog=program(__spec__.name),
         description="Generates text. Without a prompt, in a terminal: a chat.",
     )
     add = parser.add_argument

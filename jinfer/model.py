@@ -18,13 +18,13 @@ from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.build import build_module
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
-from jinfer.nn.parameter import Role
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
 from jinfer.nn.step import Step
 from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
+from jinfer.spec.quantization import Role
 
 # Results for every token, and "pooled" for every text.
 Want = Literal["logits", "hidden", "pooled"]

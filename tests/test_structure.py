@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 LEVELS = [
     {"kernels_pallas", "cpu"},
-    {"guard"},
+    {"guard", "version"},
     {"spec", "checkpoint", "tokenizer", "template", "quant"},
     {"ops"},
     {"nn"},
@@ -32,7 +32,7 @@ LEVELS = [
     {"errors", "frontend"},
     {"llm", "trace"},
     {"async_llm"},
-    {"jinfer", "server", "generate", "serve", "client", "tools"},
+    {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 KERNELS = LEVELS[0]
@@ -178,9 +178,8 @@ def unlisted_packages(root: Path) -> list[str]:
     """Folders with code that pyproject.toml does not name, and would be missing from a wheel."""
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {
-        ".".join(path.parent.relative_to(root).parts)
+        ".".join(path.parent.relative_to(root).parts).replace("tools", "jinfer.tools")
         for path in source_files(root)
-        if path.relative_to(root).parts[0] != "tools"
     }
     return sorted(folders - set(listed))
 
@@ -198,7 +197,8 @@ def tree(tmp_path: Path) -> Path:
         "jinfer/ops.py": "import kernels_pallas.matmul\n",
         "kernels_pallas/matmul.py": "import jax\n",
         "tools/bench.py": "import torch\nfrom jinfer import LLM\n",
-        "pyproject.toml": 'tool.setuptools.packages = ["jinfer", "jinfer.nn", "kernels_pallas"]\n',
+        "pyproject.toml": "tool.setuptools.packages = "
+        '["jinfer", "jinfer.nn", "jinfer.tools", "kernels_pallas"]\n',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

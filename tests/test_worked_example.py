@@ -53,7 +53,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def printed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command of the page prints."""
     program, _, rest = command.partition(" gptj")
-    if program == "python -m tools.inspect":
+    if program == "jinfer inspect":
         assert main(f"gptj{rest}".split()) == 0
     elif command == "python compare.py":
         runpy.run_path("compare.py")

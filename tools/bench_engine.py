@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Chunk, SamplingParams, Usage
-from tools.command import run
+from jinfer.commands.program import program
+
+from .command import run
 
 _LONG, _COMMON = 1500, 1000  # tokens
 
@@ -238,11 +240,16 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench_engine", description=__doc__)
-    parser.add_argument("source", help="as for jinfer.generate")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=120, help="that a stream gets")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Measures what streams feel of one another: gaps, first tokens, rates.",
+    )
+    parser.add_argument(
+        "source", help="a model's name, a spec (.toml), a checkpoint folder or file, ..."
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of gaps (3)")
+    parser.add_argument("--tokens", type=int, default=120, help="that a stream gets (120)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
     parser.add_argument("--svg", metavar="FILE", help="a drawing of the last round")
     parser.add_argument("--json", metavar="FILE", help="the figures")
     return run(measure, parser.parse_args(arguments))

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.commands.program import program
 from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas import Kept, Packed, Queries, Scores, attend, matmul
 from kernels_pallas.kept import TOKENS
+
+from .command import run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 SHAPES = {  # outputs, inputs
@@ -251,18 +254,27 @@ def measure(
     return result
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="bench_kernels", description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    return run(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Times the kernels of a GPU, beside its memory and its tensor cores.",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     if jax.default_backend() != "gpu":
-        print(f"bench_kernels needs a GPU; JAX found {jax.default_backend()}", file=sys.stderr)
-        return 1
+        raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
     result = measure(options.widths, options.rows, options.backend, options.caches)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

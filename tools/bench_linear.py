@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jinfer.commands.program import program
 from jinfer.ops.linear import linear
 from jinfer.quant.format import parse_format
 from jinfer.quant.tensor import Activations, QuantizedTensor, abstract
-from tools.command import run
+
+from .command import run
 
 _SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
 _BYTES = 256 << 20  # of all matrices of a shape
@@ -67,15 +69,18 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table, and writes it as JSON if asked; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench_linear", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Measures products with quantized matrices, by width, shape and rows.",
+    )
     add = parser.add_argument
-    add("--formats", type=_list(_format), default="q4,q8,q3.5")
+    add("--formats", type=_list(_format), default="q4,q8,q3.5", help="such as q4,q3.5_b64_sym")
     add("--shapes", type=_list(_shape), default=_SHAPES, help="outputs x inputs")
-    add("--rows", type=_list(_count), default="1,8,512")
-    add("--mode", default="int8", choices=["int8", "float"])
+    add("--rows", type=_list(_count), default="1,8,512", help="of the other factor")
+    add("--mode", default="int8", choices=["int8", "float"], help="of the other factor")
     add("--seconds", type=float, default=0.5, help="of each measurement")
     add("--most", type=_count, default=64, help="matrices of a shape")
-    add("--json", type=Path)
+    add("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
     return run(_run, parser.parse_args(arguments))
 
 

@@ -1,20 +1,31 @@
-"""Checkpoints to measure with: real weights in another type, or made-up ones of a real shape."""
+"""Checkpoints to measure with: `python -m tools.bench_models OUT.gguf (--source X | --shape 1.1b)`.
+
+Real weights with all matrices in one type, or made-up ones of a real shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from gguf.quants import quantize
+from gguf.quants import QuantError, quantize
 
-from jinfer.checkpoint import open_checkpoint
+from jinfer.checkpoint import CheckpointError, open_checkpoint
+from jinfer.commands.program import program
+from jinfer.opening.recognize import open_source
+
+from .command import run
 
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+_WORDS = "smollm2_135m_instruct"  # whose tokenizer a made-up model has
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,8 @@ def make_up(shape: LlamaShape, tokenizer: Path, out: Path, type_name: str) -> No
             continue
         rows = rng.standard_normal((_MADE_UP_ROWS, size[1]), np.float32) / np.sqrt(size[1])
         kind = gguf.GGMLQuantizationType[type_name]
-        packed = np.resize(quantize(rows, kind), (size[0], quantize(rows[:1], kind).shape[1]))
-        writer.add_tensor(name, packed, raw_dtype=kind)
+        packed = _packed(name, rows, type_name)
+        writer.add_tensor(name, np.resize(packed, (size[0], packed.shape[1])), raw_dtype=kind)
     finish(writer)
 
 
@@ -101,7 +112,15 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name
         writer.add_tensor(name, values)
         return
     kind = gguf.GGMLQuantizationType[type_name]
-    writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor(name, _packed(name, values, type_name), raw_dtype=kind)
+
+
+def _packed(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
+    try:
+        return quantize(values, gguf.GGMLQuantizationType[type_name])
+    except QuantError:
+        reason = f"rows of {values.shape[-1]} are no whole blocks of {type_name}"
+        raise CheckpointError(name, reason) from None
 
 
 def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
@@ -138,3 +157,36 @@ def finish(writer: gguf.GGUFWriter) -> None:
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Writes a .gguf to measure with, all its matrices in one type.",
+    )
+    add = parser.add_argument
+    add("out", type=Path, help="the .gguf to write")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--source", help="real weights: a .gguf, or a model whose weights are one")
+    which.add_argument("--shape", choices=SHAPES, help="made-up weights of a Llama of this size")
+    add("--type", choices=TYPES, default="Q4_0", help="of all matrices (Q4_0)")
+    add("--tokenizer", metavar="SOURCE", help=f"of made-up weights: a .gguf's ({_WORDS})")
+    return run(_run, parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.source is not None and options.tokenizer is not None:
+        raise CheckpointError(options.tokenizer, "--tokenizer goes with --shape alone")
+    path = open_source(options.source or options.tokenizer or _WORDS, {}).weights
+    if open_checkpoint(path).format != "gguf":
+        raise CheckpointError(path, "is no GGUF file, and only these are written again")
+    if options.source is not None:
+        convert(path, options.out, options.type)
+    else:
+        make_up(SHAPES[options.shape], path, options.out, options.type)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

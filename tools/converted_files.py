@@ -21,7 +21,8 @@ from jinfer.opening.recognize import SPEC_FILE, Located, read_json_value
 from jinfer.opening.sources import SourceError
 from jinfer.spec.files import families, with_families
 from jinfer.spec.resolve import merge
-from tools.toml_text import toml_text
+
+from .toml_text import toml_text
 
 SHARD_BYTES = 4 << 30
 CHUNK_BYTES = 1 << 20  # of an array in Orbax's folder

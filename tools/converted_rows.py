@@ -12,7 +12,8 @@ from jinfer.model import AbstractModel
 from jinfer.quant.format import FORMATS, QuantFormat
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.mapping import by_name, look_for
-from tools.rows import Missing, Row, Rows
+
+from .rows import Missing, Row, Rows
 
 
 def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint) -> Rows:

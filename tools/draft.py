@@ -9,7 +9,8 @@ from typing import Any
 
 from jinfer.checkpoint import Tensor
 from jinfer.opening.recognize import Located
-from tools.roles import Line, is_ignorable, module_of, roles_of
+
+from .roles import Line, is_ignorable, module_of, roles_of
 
 # jinfer's word -> the words that config files have for it, and what holds without any.
 _DIMS = {

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinfer.commands.program import program
 from jinfer.opening.recognize import Located
 from jinfer.spec.drawing import draw
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
-from tools.command import run
-from tools.draft import draft
-from tools.matching import describe
-from tools.report import to_html, to_json, to_text
+
+from .command import run
+from .draft import draft
+from .matching import describe
+from .report import to_html, to_json, to_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.inspect",
+        prog=program(__spec__.name),
         description="Prints what a checkpoint is and which tensor is which parameter.",
     )
     add = parser.add_argument

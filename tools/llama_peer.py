@@ -1,7 +1,8 @@
 """llama.cpp to measure against, through `llama_cpp`'s C functions; imports nothing of jinfer.
 
-`python -m tools.llama_peer` runs in a Python that has llama-cpp-python, which need not be jinfer's:
-it reads a request in JSON from standard input and writes arrays to a file.
+This file is run by its path (`command`), in a Python that has llama-cpp-python and need not be
+jinfer's. It reads a request in JSON from standard input and writes arrays to a file; or, with the
+name of a model, it measures what standard input asks for.
 """
 
 from __future__ import annotations
@@ -9,9 +10,19 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+PROMPT = 16  # tokens before decoding begins
+STEPS = 48  # tokens decoded in a measurement
+
+
+def command(python: str, *arguments: str) -> list[str]:
+    """What runs this file in a Python; -P, because beside it lie files named as Python's own."""
+    return [python, "-P", os.path.abspath(__file__), *arguments]
 
 
 class Llama:
@@ -21,7 +32,7 @@ class Llama:
         vocab: tokens that it knows.
     """
 
-    def __init__(self, model: str, context: int, sequences: int) -> None:
+    def __init__(self, model: str, context: int, sequences: int, threads: int = 0) -> None:
         import llama_cpp
 
         self.api = llama_cpp
@@ -32,8 +43,11 @@ class Llama:
             raise OSError(f"{model}: llama.cpp cannot load it")
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context, 2048, 512
-        settings.n_seq_max, settings.n_threads = sequences, os.cpu_count()
-        settings.n_threads_batch, settings.kv_unified = os.cpu_count(), True
+        # Of the machine's cores perhaps not all are this process's.
+        allowed = getattr(os, "sched_getaffinity", None)
+        threads = threads or (len(allowed(0)) if allowed else os.cpu_count() or 1)
+        settings.n_seq_max, settings.kv_unified = sequences, True
+        settings.n_threads = settings.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self.batch = llama_cpp.llama_batch_init(2048, 0, sequences)
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -100,12 +114,76 @@ def _score(request: dict[str, Any]) -> None:
              logits=np.concatenate(logits) if logits else empty)  # fmt: skip
 
 
-def main() -> int:
-    """Does what a line of JSON asks: {"quantize": ...} or {"score": ...}."""
-    import llama_cpp
+class Engine(Protocol):
+    """What can be measured."""
 
-    request = json.loads(sys.stdin.read())
+    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
+        """Seconds to compute prompts and then so many tokens of each."""
+
+    def timed(self, prompt: int, rows: int, steps: int) -> float:
+        """Seconds of the decoding alone, or of the prefill where there are no steps."""
+
+
+def answer_tasks(start: Callable[[], Engine]) -> int:
+    """Measures what standard input asks for, a task a line, such as "decode 4"."""
+    begun = time.time() - time.process_time()
+    engine = start()
+    engine.run(1, 1)
+    print(json.dumps({"seconds": time.time() - begun}), flush=True)
+    for line in sys.stdin:
+        kind, size = line.split()
+        prompt, rows = (int(size), 1) if kind == "prefill" else (PROMPT, int(size))
+        steps = 0 if kind == "prefill" else STEPS
+        seconds = engine.timed(prompt, rows, steps)
+        print(json.dumps({"rate": (rows * steps if steps else prompt) / seconds}), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"rss": peak}), flush=True)
+    return 0
+
+
+class Peer:
+    """llama.cpp, greedy, as its own batched benchmark does it."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        self.llama = Llama(model, 16 * 1024, 16, threads)
+
+    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
+        """Seconds to compute prompts and then so many tokens of each."""
+        return sum(self._both(prompt, rows, steps))
+
+    def timed(self, prompt: int, rows: int, steps: int) -> float:
+        """Seconds of the decoding alone, or of the prefill where there are no steps."""
+        prefill, decode = self._both(prompt, rows, steps)
+        return decode if steps else prefill
+
+    def _both(self, prompt: int, rows: int, steps: int) -> tuple[float, float]:
+        llama = self.llama
+        llama.forget()
+        begun = time.perf_counter()
+        last = []
+        for row in range(rows):
+            llama.decode([(100 + (row * 7 + i * 3) % 1000, i, row, i == prompt - 1)
+                          for i in range(prompt)])  # fmt: skip
+            last.append(int(llama.logits(prompt - 1).argmax()))
+        middle = time.perf_counter()
+        for step in range(steps):
+            llama.decode([(token, prompt + step, row, True) for row, token in enumerate(last)])
+            last = [int(llama.logits(row).argmax()) for row in range(rows)]
+        return middle - begun, time.perf_counter() - middle
+
+
+def main() -> int:
+    """Measures `MODEL THREADS`, or does what JSON asks: {"quantize": ...} or {"score": ...}."""
     try:
+        import llama_cpp
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    try:
+        if len(sys.argv) > 1:
+            return answer_tasks(lambda: Peer(sys.argv[1], int(sys.argv[2])))
+        request = json.loads(sys.stdin.read())
         if "quantize" in request:
             silence(llama_cpp)
             quantize(llama_cpp, *request["quantize"])

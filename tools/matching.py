@@ -16,8 +16,9 @@ from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.mapping import LoadError, Origin, by_name, look_for, unused
 from jinfer.weights.sizes import Sizes, sizes_of
-from tools.converted_rows import match_converted
-from tools.rows import Missing, Row, Rows
+
+from .converted_rows import match_converted
+from .rows import Missing, Row, Rows
 
 
 @dataclass(frozen=True)

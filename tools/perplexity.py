@@ -16,8 +16,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jinfer import LLM
+from jinfer.commands.program import program
 from jinfer.spec.files import parse_override
-from tools.command import run
+
+from .command import run
 
 Definition = Literal["halves", "whole"]
 
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.perplexity", description="Measures the perplexity of a text."
+        prog=program(__spec__.name), description="Measures the perplexity of a text."
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")

@@ -25,9 +25,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jinfer import LLM
+from jinfer.commands.program import program
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from tools.command import run
-from tools.perplexity import Window, perplexity, summary, text_windows
+
+from .command import run
+from .llama_peer import command
+from .perplexity import Window, perplexity, summary, text_windows
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
@@ -165,11 +168,8 @@ def peer_rows(
 
 def _ask(python: str, request: dict[str, Any]) -> None:
     """Lets llama.cpp do something, in its own process."""
-    command = [python, "-m", "tools.llama_peer"]
-    root = str(Path(__file__).resolve().parents[1])
-    done = subprocess.run(
-        command, input=json.dumps(request), text=True, cwd=root, capture_output=True, check=False
-    )
+    asked = json.dumps(request)
+    done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
     if done.returncode:
         raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr else "llama.cpp ended")
 
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.quality", description="Measures quality against bits per weight."
+        prog=program(__spec__.name), description="Measures quality against bits per weight."
     )
     add = parser.add_argument
     add("source", help="unquantized: a spec (.toml), a checkpoint folder or file")

@@ -29,6 +29,7 @@ from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
 from jinfer.checkpoint.mapped import release
 from jinfer.checkpoint.orbax import orbax_api
+from jinfer.commands.program import program
 from jinfer.model import AbstractModel, build
 from jinfer.opening.recognize import open_source
 from jinfer.quant import OutlierTensor, QuantizedTensor
@@ -43,9 +44,10 @@ from jinfer.weights.converted import packing, part_names, weight_settings
 from jinfer.weights.load import find_origins, parameter_shapes, quantized, read_values, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
-from tools.calibration import MOST_TOKENS, collect_inputs
-from tools.command import run
-from tools.converted_files import (
+
+from .calibration import MOST_TOKENS, collect_inputs
+from .command import run
+from .converted_files import (
     SHARD_BYTES,
     OrbaxWriter,
     Writer,
@@ -330,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.quantize",
+        prog=program(__spec__.name),
         description="Writes a quantized checkpoint that loads at once.",
     )
     add = parser.add_argument

@@ -12,11 +12,12 @@ from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
 from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
-from tools.converted_rows import converted_facts
-from tools.draft import SAYS_NOTHING, draft
-from tools.folding import fold, fold_names, pattern_of
-from tools.matching import Description
-from tools.roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
+
+from .converted_rows import converted_facts
+from .draft import SAYS_NOTHING, draft
+from .folding import fold, fold_names, pattern_of
+from .matching import Description
+from .roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
 
 _WIDTH_HEADS = ("bits", "stored", "embeddings", "all else", "together")
 _TENSOR_HEADS = ("tensor", "shape", "type")

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jinfer.checkpoint import Tensor
-from tools.folding import numbered
-from tools.rows import Missing
+
+from .folding import numbered
+from .rows import Missing
 
 # Where in a layer a module stands, by a word anywhere in its name; the first that fits.
 _AREAS = {

@@ -18,9 +18,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from tools.bench_models import add_tensor, copy_metadata, finish
-from tools.command import run
+from jinfer.checkpoint import Checkpoint, CheckpointError
+from jinfer.commands.program import program
+from jinfer.opening.recognize import open_source
+
+from .bench_models import add_tensor, copy_metadata, finish
+from .command import run
 
 # The tensors of a layer that read the stream, by the norm they read it through; that write to it.
 _READERS = {
@@ -107,7 +110,7 @@ def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.rotate",
+        prog=program(__spec__.name),
         description="Writes a model of the same function whose weights lie on no grid.",
     )
     parser.add_argument("source", help="a .gguf with RMS norms before its blocks")
@@ -118,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    write(open_checkpoint(options.source), options.out, options.seed, options.type)
+    write(open_source(options.source, {}).checkpoint, options.out, options.seed, options.type)
     return 0
 
 

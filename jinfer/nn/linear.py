@@ -11,9 +11,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jinfer.nn.parameter import Role, parameter
+from jinfer.nn.parameter import parameter
 from jinfer.ops.linear import linear, linears, take_rows
 from jinfer.spec import blocks
+from jinfer.spec.quantization import Role
 
 
 class Linear(nnx.Module):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-# What a parameter is used for, which decides how it may be stored: "matrix" and "head" are only
-# multiplied with (the head gives logits), rows of a "table" are looked up, "plain" is all else.
-Role = Literal["plain", "matrix", "table", "head"]
+from jinfer.spec.quantization import Role
 
 
 def parameter(

@@ -8,14 +8,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jinfer.checkpoint import CheckpointError
-from jinfer.opening.recognize import open_source
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import read_toml, specs_folder, with_families
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
-from jinfer.spec.tables import check_count
+from jinfer.spec.tables import check_parameters
 from jinfer.weights.sizes import WIDTHS, Sizes, count_text, gib_text, sizes_of
 
 _HEADS = ("name", "family", "type", "size", *(f"{bits:g}" for bits in WIDTHS), "source")
@@ -65,18 +63,17 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
         tables = with_families(table, path)
         stacks = {stack for each in tables for stack in STACKS if stack in each}
         kind = "-".join(sorted(stacks, reverse=True))
-        spec = _resolved(path)
-        sizes: Sizes | None = None
-        if spec is not None:
+        said, sizes = table.get("parameters"), None
+        if said is not None:
+            sizes = Sizes(**check_parameters(said, path))
+        elif (spec := _resolved(path)) is not None:
             sizes = sizes_of(spec)
-        elif "parameters" in table:
-            sizes = Sizes(matrices=check_count(table["parameters"], path, "parameters"))
         yield Entry(
             name=path.stem,
             family=family,
             type=kind if len(stacks) > 1 else f"{kind}-only",
             parameters=sizes.parameters if sizes else None,
-            exact=spec is not None,
+            exact=sizes is not None and not isinstance(said, str),
             memory=tuple(sizes.total_bytes(bits) for bits in WIDTHS) if sizes else (),
             source=str(table.get("weights", "-")),
         )
@@ -97,6 +94,10 @@ def _resolved(path: Path) -> ModelSpec | None:
         pass
     if str(tables[-1].get("weights", "")).startswith("hf://"):
         return None  # a list downloads nothing
+    # Here, because it needs JAX, and nearly every specification says how large its model is.
+    from jinfer.checkpoint import CheckpointError
+    from jinfer.opening.recognize import open_source
+
     try:
         return open_source(path, {}).spec({})
     except (SourceError, CheckpointError, SpecError):

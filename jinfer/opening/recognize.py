@@ -13,6 +13,7 @@ from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.checkpoint.scaled import decode_scaled, read_block
 from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.opening.names import in_full
 from jinfer.opening.sources import SourceError, locate
 from jinfer.opening.unread import unread
 from jinfer.spec.errors import SpecError, show
@@ -128,7 +129,8 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     Raises:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
-    path = locate(str(source), Path.cwd())
+    source = in_full(str(source), Path.cwd())
+    path = locate(source, Path.cwd())
     enclosed = path.is_dir() and is_there(path / SPEC_FILE)
     if enclosed:
         path = path / SPEC_FILE
@@ -149,7 +151,7 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     config = _config(weights, checkpoint)
     if not isinstance(checkpoint, ConvertedCheckpoint):
         checkpoint = decode_scaled(checkpoint, read_block(config, _config_path(weights)))
-    trust = _trust(str(source), {} if enclosed else own, overrides, path)
+    trust = _trust(source, {} if enclosed else own, overrides, path)
     return Located(path, own, weights, checkpoint, config, trust, enclosed)
 
 

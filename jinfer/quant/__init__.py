@@ -1,9 +1,16 @@
 """Linear block quantization: formats, packed tensors, and how numbers become codes."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from jinfer.quant.format import FORMATS, QuantFormat, parse_format
-from jinfer.quant.quantize import quantize, quantize_apart
-from jinfer.quant.sparse import OutlierTensor, SparseTensor
-from jinfer.quant.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from jinfer.quant.sparse import OutlierTensor, SparseTensor
+    from jinfer.quant.tensor import QuantizedTensor
+
+# Imported when they are first asked for: a specification names formats, and needs no JAX for that.
+_HOMES = {"OutlierTensor": "sparse", "QuantizedTensor": "tensor", "SparseTensor": "sparse"}
 
 __all__ = [
     "FORMATS",
@@ -12,6 +19,12 @@ __all__ = [
     "QuantizedTensor",
     "SparseTensor",
     "parse_format",
-    "quantize",
-    "quantize_apart",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'jinfer.quant' has no attribute {name!r}")
+        globals()[name] = getattr(import_module(f"jinfer.quant.{_HOMES[name]}"), name)
+        return globals()[name]

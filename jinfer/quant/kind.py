@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
 
 from jinfer.quant.format import FORMATS, QuantFormat
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 # What numbers of the cache are kept as.
 type Kind = DTypeLike | QuantFormat
 
-PLAIN = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+PLAIN = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 def parse_kind(name: str) -> Kind:

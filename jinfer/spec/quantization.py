@@ -15,6 +15,11 @@ from jinfer.spec.values import Values
 
 AUTO, PLAIN = "auto", "plain"
 _MOST_OUTLIERS = 0.1  # above, a wider format takes less memory
+_TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
+
+# What a parameter is used for, which decides how it may be stored: "matrix" and "head" are only
+# multiplied with (the head gives logits), rows of a "table" are looked up, "plain" is all else.
+Role = Literal["plain", "matrix", "table", "head"]
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,15 @@ def read_quantization(written: Any, values: Values) -> QuantizationSpec:
             for key, rule in ((f"quantization.rules[{i}]", rule) for i, rule in enumerate(rules))
         ),
     )
+
+
+def usual_word(spec: QuantizationSpec, role: Role) -> str:
+    """The format that a weight has without a rule."""
+    if role == "table" and spec.embedding is not None:
+        return spec.embedding
+    if role == "head" and (named := spec.head or spec.embedding) is not None:
+        return named
+    if role == "matrix" or spec.weights in (AUTO, PLAIN):
+        return spec.weights
+    wide = parse_format(spec.weights).bits_per_weight >= _TABLE_FORMAT.bits_per_weight
+    return spec.weights if wide else _TABLE_FORMAT.name

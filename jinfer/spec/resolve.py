@@ -17,8 +17,8 @@ from jinfer.spec.reader import fields, read
 from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
 from jinfer.spec.tables import (
     as_table,
-    check_count,
     check_keys,
+    check_parameters,
     check_plain,
     check_text,
     texts_in,
@@ -133,7 +133,7 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
     check_match(table.get("match", {}), path)
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)
-    check_count(table.get("parameters", "1B"), path, "parameters")
+    check_parameters(table.get("parameters", "1B"), path)
     if not isinstance(table.get("trust", False), bool):
         raise SpecError(path, "trust", f"{show(table['trust'])} is not true or false")
     for name, text in check_keys(

@@ -9,6 +9,7 @@ from typing import Any
 from jinfer.spec.errors import SpecError, nearest, show
 
 Table = dict[str, Any]
+_USES = ("embeddings", "matrices", "heads", "plain")
 MAX_DEPTH = 16  # of tables and lists in each other; real specifications have about six
 
 
@@ -42,6 +43,20 @@ def check_count(written: Any, path: object, key: str) -> int:
     if not found:
         raise SpecError(path, key, f'{show(written)} is not a count, such as "6.7B" or "135M"')
     return round(float(found[1]) * 10 ** (3 * " KMBT".index(found[2])))
+
+
+def check_parameters(written: Any, path: object) -> dict[str, int]:
+    """How many parameters a model has, by their use, or all as if they were in matrices.
+
+    Raises:
+        SpecError: it is neither such a table nor a text.
+    """
+    if not isinstance(written, Mapping):
+        return {"matrices": check_count(written, path, "parameters")}
+    for use, count in check_keys(written, _USES, path, "parameters").items():
+        if type(count) is not int or not 0 <= count < 10**15:
+            raise SpecError(path, f"parameters.{use}", f"{show(count)} is not a number of weights")
+    return dict(written)
 
 
 def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:

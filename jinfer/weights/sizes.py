@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-from jinfer.model import AbstractModel, build
-from jinfer.nn.parameter import Role
-from jinfer.ops.cache import ENCODER
 from jinfer.quant import parse_format
 from jinfer.spec.model import ModelSpec
-from jinfer.spec.quantization import QuantizationSpec
+from jinfer.spec.quantization import QuantizationSpec, Role, usual_word
 from jinfer.spec.tensors import TensorMap
-from jinfer.weights.storage import usual_word
+
+if TYPE_CHECKING:
+    from jinfer.model import AbstractModel
 
 WIDTHS = (2, 3, 3.5, 4, 5, 6, 8, 16, 32)
 WIDTHS_NOTE = (
@@ -71,6 +71,10 @@ def stored_bits(bits: float, role: Role = "matrix") -> float:
 
 def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
     """The sizes of a model; `model` is what `build` makes of the specification."""
+    # Here, so that to show sizes that are known needs no JAX.
+    from jinfer.model import build
+    from jinfer.ops.cache import ENCODER
+
     model = model or build(spec, "float32")
     counts = Counter[Role]()
     seen = set[Hashable]()

@@ -14,26 +14,22 @@ import numpy as np
 
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.model import AbstractModel
-from jinfer.nn.parameter import Role
 from jinfer.quant import (
     OutlierTensor,
     QuantFormat,
     QuantizedTensor,
     parse_format,
-    quantize,
-    quantize_apart,
 )
 from jinfer.quant.calibration import Inputs
 from jinfer.quant.ggml import kept_format, quantized_tensor
-from jinfer.quant.quantize import Method
+from jinfer.quant.quantize import Method, quantize, quantize_apart
 from jinfer.quant.sparse import abstract_outliers
 from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.spec.errors import SpecError, nearest
-from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, RuleSpec
+from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, Role, RuleSpec, usual_word
 from jinfer.weights.mapping import Origin, Shapes
 
 _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
-_TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
 
 
 def columns_here(format: QuantFormat) -> int:
@@ -213,15 +209,3 @@ def _word(spec: QuantizationSpec, name: str, role: Role) -> str:
 def _matches(rule: RuleSpec, name: str) -> bool:
     """Rules name modules or parameters: "decoder.*.attn.v" is "decoder.*.attn.v.weight" as well."""
     return fnmatchcase(name, rule.match) or fnmatchcase(name.removesuffix(".weight"), rule.match)
-
-
-def usual_word(spec: QuantizationSpec, role: Role) -> str:
-    """The format that a weight has without a rule."""
-    if role == "table" and spec.embedding is not None:
-        return spec.embedding
-    if role == "head" and (named := spec.head or spec.embedding) is not None:
-        return named
-    if role == "matrix" or spec.weights in (AUTO, PLAIN):
-        return spec.weights
-    wide = parse_format(spec.weights).bits_per_weight >= _TABLE_FORMAT.bits_per_weight
-    return spec.weights if wide else _TABLE_FORMAT.name

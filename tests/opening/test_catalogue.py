@@ -6,9 +6,11 @@ import pytest
 
 from jinfer.generate import main
 from jinfer.opening.catalogue import entries, table
+from jinfer.opening.recognize import open_source
 from jinfer.spec.errors import SpecError
-from jinfer.spec.files import families, specs_folder
-from jinfer.weights.sizes import WIDTHS
+from jinfer.spec.files import families, read_toml, specs_folder
+from jinfer.spec.tables import check_parameters
+from jinfer.weights.sizes import WIDTHS, sizes_of
 
 SIZES = """
 [dims]
@@ -86,6 +88,32 @@ def test_sizes_come_from_the_dims_the_key_or_nowhere(tmp_path: Path) -> None:
     lines = table(tmp_path).splitlines()
     assert lines[2].split()[3] == "~6.74B"
     assert lines[3].split()[3:13] == ["-"] * 10
+
+
+def test_sizes_that_a_specification_says_are_those_of_its_model(tmp_path: Path) -> None:
+    """Of those that come with jinfer, where the weights are at hand; and exact without any."""
+    checked = 0
+    for path in specs_folder().glob("*.toml"):
+        said = read_toml(path).get("parameters")
+        if isinstance(said, dict):
+            found = sizes_of(open_source(path, {}).spec({}))
+            assert check_parameters(said, path) == {use: getattr(found, use) for use in said}
+            assert found.parameters == sum(said.values())
+            checked += 1
+    assert checked == 2
+    exact = "parameters = { embeddings = 3200, matrices = 64, plain = 16 }"
+    (tmp_path / "a.toml").write_text(f'family = "llama"\nweights = "hf://a/b"\n{exact}\n')
+    (entry,) = entries(tmp_path)
+    assert (entry.parameters, entry.exact) == (3280, True)
+    assert entry.memory[WIDTHS.index(4)] == (3200 * 7 + 64 * 5) // 8 + 16 * 2
+
+
+@pytest.mark.parametrize("table", ["{ matrix = 1 }", "{ plain = -1 }", "{ heads = 1.5 }"])
+def test_a_table_of_sizes_that_is_none(tmp_path: Path, table: str) -> None:
+    text = f'family = "llama"\nweights = "hf://a/b"\nparameters = {table}\n'
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(SpecError, match=r"parameters\.(matrix|plain|heads): "):
+        list(entries(tmp_path))
 
 
 @pytest.mark.parametrize("count", ["7", "7b", "7 B", "-7B", "", "12345B", 7])

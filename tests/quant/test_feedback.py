@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from jinfer.quant import parse_format, quantize
+from jinfer.quant import parse_format
 from jinfer.quant.feedback import DAMPING, feedback
 from jinfer.quant.nearest import decoded
+from jinfer.quant.quantize import quantize
 
 OUTPUTS, INPUTS = 48, 200  # the last block is not whole
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jinfer.quant import FORMATS, QuantFormat, parse_format, quantize
+from jinfer.quant import FORMATS, QuantFormat, parse_format
+from jinfer.quant.quantize import quantize
 from jinfer.quant.tensor import abstract
 
 ALL = [

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.quant import OutlierTensor, SparseTensor, parse_format, quantize, quantize_apart
+from jinfer.quant import OutlierTensor, SparseTensor, parse_format
 from jinfer.quant.outliers import find_outliers, without_outliers
-from jinfer.quant.quantize import Method
+from jinfer.quant.quantize import Method, quantize, quantize_apart
 from jinfer.quant.sparse import abstract_outliers, outlier_count, sparse_of
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jinfer.quant import QuantFormat, parse_format, quantize
+from jinfer.quant import QuantFormat, parse_format
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes, nearest_numbers
+from jinfer.quant.quantize import quantize
 from jinfer.quant.search import search
 
 FORMATS = [parse_format(name) for name in ("q2", "q3.5_b64", "q4_sym", "q3.5_sym", "q8")]

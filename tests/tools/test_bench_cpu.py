@@ -1,37 +1,96 @@
-"""tools.bench_cpu: medians of the rounds' ratios, and one-line errors; speed itself is no test."""
+"""tools.bench_cpu: medians of the rounds' ratios, shares, one-line errors; speed is no test."""
 
+import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from jinfer.checkpoint import open_checkpoint
 from tools import bench_cpu
-from tools.bench_cpu import main, table
+from tools.bench_cpu import main, step_bytes, summary, table
 
-MODEL = Path(__file__).parents[1] / "goldens" / "gguf_llama2" / "model.gguf"
+ROOT = Path(__file__).parents[2]
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODEL = GOLDENS / "gguf_llama2" / "model.gguf"
+# What measures a tiny model in no time.
+SMALL = ("--rounds", "2", "--only", "decode1", "--set", "engine.context=256")
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
-    found = bench_cpu._summary({"llama.cpp": [1.0, 2.0, 10.0], "jinfer": [2.0, 6.0, 11.0]})
-    assert found == {"llama.cpp": 2, "jinfer": 6, "ratio": 2, "least": 1.1, "most": 3}
-    both = {"llama.cpp": {"seconds": 1.0, "rss": 10.0}, "jinfer": {"seconds": 3.0, "rss": 5.0}}
-    result = {"model": "a/b.gguf", "started": both, "memory": both, "tasks": {"decode 1": found}}
+    found = summary({"jinfer": [2.0, 6.0, 11.0], "llama.cpp": [1.0, 2.0, 10.0]}, "jinfer")
+    assert found["rates"] == {"jinfer": 6, "llama.cpp": 2}
+    assert found["ratios"] == {"llama.cpp": {"ratio": 2, "least": 1.1, "most": 3}}
+    started = {"jinfer": {"seconds": 3.0}, "llama.cpp": {"seconds": 1.0}}
+    memory = {"jinfer": {"rss": 5.0}, "llama.cpp": {"rss": 10.0}}
+    result = {"model": "a/b.gguf", "started": started, "memory": memory}
+    result["tasks"] = {"decode 4": found, "prefill 64": dict(found)}
+    bench_cpu.add_shares(result, 1000, 10_000)
     lines = table([result]).splitlines()
-    assert "| decode 1 | 2.0 | 6.0 | 2.00 (1.10-3.00) |" in lines
-    assert "| start to first token, s | 1.00 | 3.00 | 3.00 |" in lines
-    assert "| peak memory, MiB | 10.00 | 5.00 | 0.50 |" in lines
+    assert "| decode 4 | 6.0 (15%) | 2.0 (5%) | 2.00 (1.10-3.00) |" in lines
+    assert "| prefill 64 | 6.0 | 2.0 | 2.00 (1.10-3.00) |" in lines
+    assert "| start to first token, s | 3.00 | 1.00 | 3.00 |" in lines
+    assert "| peak memory, MiB | 5.00 | 10.00 | 0.50 |" in lines
+
+
+def test_bytes_of_a_step() -> None:
+    """All tensors but a table that is only looked up; with experts nobody knows."""
+    untied = open_checkpoint(MODEL).tensors
+    assert "output.weight" in untied
+    table = untied["token_embd.weight"].nbytes
+    assert step_bytes(str(MODEL)) == sum(each.nbytes for each in untied.values()) - table
+    tied = open_checkpoint(GOLDENS / "gguf_gemma" / "model.gguf").tensors
+    assert "output.weight" not in tied
+    whole = sum(each.nbytes for each in tied.values())
+    assert step_bytes(str(GOLDENS / "gguf_gemma" / "model.gguf")) == whole
+    assert step_bytes(str(GOLDENS / "gguf_mixtral" / "model.gguf")) is None
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
+def test_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert main([str(MODEL), *SMALL, "--json", str(report)]) == 0
+    printed = capfd.readouterr().out
+    assert "nothing to compare with: no Python with llama_cpp" in printed
+    assert re.search(r"^the memory gives \d+\.\d GB/s to \d+ cores$", printed, re.MULTILINE)
+    assert re.search(r"^\| decode 1 \| \d+\.\d \(\d+%\) \|$", printed, re.MULTILINE)
+    assert re.search(r"^\| peak memory, MiB \| \d+\.\d\d \|$", printed, re.MULTILINE)
+    found = json.loads(report.read_text())
+    (row,) = (result["tasks"]["decode 1"] for result in found["results"])
+    share = step_bytes(str(MODEL)) * row["rates"]["jinfer"] / found["bandwidth"]
+    assert row["shares"] == {"jinfer": pytest.approx(share)}
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
+def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The other one's own worker is run, in its folder: here one that is slow by a sure factor."""
+    (tmp_path / "old" / "tools").mkdir(parents=True)
+    (tmp_path / "old" / "tools" / "__init__.py").touch()
+    (tmp_path / "old" / "tools" / "bench_cpu.py").write_text(
+        "import os, sys\n"
+        f"model, options = {str(MODEL)!r}, {SMALL[-2:]!r}\n"
+        "assert sys.argv[1:] == ['--worker', 'jinfer', model, *options]\n"
+        f"assert os.getcwd() == {str(tmp_path / 'old')!r}\n"
+        "print('{\"seconds\": 1}', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    print('{\"rate\": 0.001}', flush=True)\n"
+        "print('{\"rss\": 1}')\n"
+    )
+    assert main([str(MODEL), *SMALL, "--beside", str(tmp_path / "old")]) == 0
+    printed = capfd.readouterr().out
+    assert "| | jinfer tokens/s (of the bandwidth) | jinfer in old tokens/s | ratio" in printed
+    assert re.search(r"^\| decode 1 \| .* \| 0\.0 \(0%\) \| \d{4,}\.\d\d \(", printed, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere.gguf"], "nowhere.gguf: there is no such file"),
-        (
-            [str(MODEL), "--peer-python", sys.executable],
-            "--peer-python has to name a Python with llama-cpp-python",
-        ),
+        ([str(MODEL), "--beside", str(GOLDENS)], "goldens: is no checkout of jinfer"),
+        ([str(GOLDENS / "llama2")], "llama2: is no GGUF file"),
+        ([str(MODEL), *SMALL, "--set", "engine.slts=2"], "jinfer ended without an answer"),
     ],
 )
 def test_what_is_refused(
@@ -41,3 +100,17 @@ def test_what_is_refused(
     errors = capfd.readouterr().err.splitlines()
     assert words in errors[-1]
     assert all(line.startswith("error: ") for line in errors)
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
+def test_a_peer_that_is_none(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), *SMALL, "--peer-python", sys.executable]) == 2
+    errors = capfd.readouterr().err.splitlines()
+    assert errors[0] == "error: No module named 'llama_cpp'"
+    assert "--peer-python has to name a Python with llama-cpp-python" in errors[-1]
+
+
+def test_the_worker_of_before_is_still_understood() -> None:
+    """Another version of jinfer, measuring beside this one, starts it so."""
+    options = bench_cpu._parser().parse_args(["--worker", "jinfer", "m.gguf", "--set", "a=1"])
+    assert (options.worker, options.models, options.set) == ("jinfer", ["m.gguf"], ["a=1"])

@@ -12,8 +12,8 @@ from tools import bench_kernels
 def test_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
-    assert bench_kernels.main([]) == 1
-    assert capsys.readouterr().err == "bench_kernels needs a GPU; JAX found cpu\n"
+    assert bench_kernels.main([]) == 2
+    assert capsys.readouterr().err == "error: this needs a GPU; JAX found cpu\n"
 
 
 @pytest.mark.parametrize("width", ["3.5", "8"])

@@ -1,0 +1,126 @@
+"""From the words of a command line to the program that they name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from jinfer.commands.checkout import provide_tools
+from jinfer.commands.program import command, jinfer
+from jinfer.commands.table import COMMANDS, GROUPS, Command
+from jinfer.engine.collector import paused
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+_NAMES = {command.name: command for command in COMMANDS}
+
+
+def enter() -> NoReturn:
+    """The whole of the command `jinfer`; where it was interrupted it ends at once.
+
+    Else Python waits for threads, which may be compiling.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program that the first words name; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    match words:
+        case [] | ["-h" | "--help" | "help"]:
+            print(_help())
+            return 0
+        case ["-V" | "--version" | "version"]:
+            from jinfer.version import __version__
+
+            print(f"jinfer {__version__}")
+            return 0
+        case ["help", *words]:
+            words = [*words, "--help"]
+    if words[0] in GROUPS:
+        if len(words) == 1 or words[1] in ("-h", "--help"):
+            print(_group_help(words[0]))
+            return 0
+        words[:2] = [" ".join(words[:2])]
+    chosen = _NAMES.get(words[0])
+    if chosen is None:
+        print(f"error: {_unknown(words[0])}", file=sys.stderr)
+        return 2
+    return _run(chosen, words[1:])
+
+
+def _run(chosen: Command, words: Sequence[str]) -> int:
+    try:
+        provide_tools()
+        if find_spec(chosen.module) is None:
+            print(f"error: this version of jinfer has no {chosen.name!r} yet", file=sys.stderr)
+            return 2
+        with command(chosen.name):
+            with paused():
+                module = import_module(chosen.module)
+            return int(module.main([*chosen.first, *words]))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _help() -> str:
+    lines = {name: about for name, about in _about().items() if " " not in name}
+    return "\n".join(
+        [
+            f"usage: {jinfer()} COMMAND [ARGUMENTS]   ({jinfer()} COMMAND --help says more)",
+            "",
+            *_columns(lines),
+            "",
+            f"{jinfer()} --version says which jinfer this is.",
+        ]
+    )
+
+
+def _group_help(group: str) -> str:
+    inside = {name: about for name, about in _about().items() if name.startswith(f"{group} ")}
+    usage = f"usage: {jinfer()} {group} WHAT [ARGUMENTS]"
+    return "\n".join([usage, "", *_columns(inside)])
+
+
+def _about() -> dict[str, str]:
+    """A line of help for every word; a group stands where its first command does."""
+    lines: dict[str, str] = {}
+    for each in COMMANDS:
+        group, _, rest = each.name.partition(" ")
+        if rest and group not in lines:
+            inside = (n.removeprefix(f"{group} ") for n in _NAMES if n.startswith(f"{group} "))
+            lines[group] = f"{GROUPS[group]}: {', '.join(inside)}"
+        lines[each.name] = each.about
+    return lines
+
+
+def _columns(lines: dict[str, str]) -> list[str]:
+    width = max(map(len, lines))
+    return [f"  {name:{width}}  {about}" for name, about in lines.items()]
+
+
+def _unknown(word: str) -> str:
+    """What is said of a word that names no command."""
+    if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
+        return f"{word} is no command; did you mean '{jinfer()} generate {word}'?"
+    group, _, rest = word.partition(" ")
+    names = [
+        name for name in _about() if (name.startswith(f"{group} ") if rest else " " not in name)
+    ]
+    near = get_close_matches(word, names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"there is no command {word!r}; {hint}there are: {', '.join(names)}"

@@ -1,0 +1,37 @@
+"""`jinfer list`: the models whose specifications come with jinfer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jinfer.commands.program import program
+from jinfer.opening import catalogue
+from jinfer.spec.errors import SpecError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Shows the models whose specifications come with jinfer. Their names are "
+        "sources: jinfer generate NAME.",
+    )
+    parser.add_argument(
+        "text",
+        nargs="?",
+        default="",
+        help="only models with it in their name or their family's; may be a pattern: 'qwen*'",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        print(catalogue.table(text=options.text))
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Which jinfer this is."""
+
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from pathlib import Path
+
+
+def find_version(package: Path) -> str:
+    """The version of the package in a folder: a checkout's own, else that of the installation.
+
+    A checkout comes first, because another version may be installed beside it.
+    """
+    try:
+        project = tomllib.loads((package.parent / "pyproject.toml").read_text("utf-8"))["project"]
+        if project["name"] == "jinfer":
+            return str(project["version"])
+    except (OSError, ValueError, KeyError):  # no checkout, or the folder of another project
+        pass
+    try:
+        return installed("jinfer")
+    except PackageNotFoundError:  # its files were copied
+        return "unknown"
+
+
+__version__ = find_version(Path(__file__).parent)

@@ -1,0 +1,359 @@
+"""Every command and every block of Python printed in README and docs is run as it is printed.
+
+In a folder in which what they name lies ready, tiny where a model is meant. What cannot be run here
+is in a table with the reason, and its arguments are parsed all the same. So a command that is
+printed anew is run, or fails until it can be.
+"""
+
+import argparse
+import ast
+import asyncio
+import inspect
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jinfer import LLM
+from jinfer.commands import main
+from jinfer.commands.table import COMMANDS
+from jinfer.opening.recognize import open_source
+from tools.bench_models import LlamaShape, make_up
+
+from .test_worked_example import SCRIPT, sessions
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# What cannot be run here, and why; of these the arguments are parsed.
+NOT_RUN = {
+    "jinfer pull qwen3_0.6b": "fetches from a hub",
+    "jinfer bench kernels": "needs a GPU",
+    "pytest -m gpu": "needs a GPU",
+    "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
+    "jinfer quality smol_f16.gguf --text text.txt --windows 32 "
+    '--calibrated "q3.5 calibrated" --calibrated "q3.5 by chance" --peer-python PYTHON': "needs "
+    "llama.cpp",
+    "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
+    "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
+    "pip install 'jinfer[hub]'": "installs",
+    "pip install 'jinfer[orbax]'": "installs",
+    "pip install '.[sass]'": "installs",
+    "make test": "is what runs this",
+    "make soak": "is what runs this",
+    "make lint": "checks this file too",
+    ".ci/run": "is what runs this",
+}
+# What takes long is run with the other tests that do.
+SLOW = {
+    "jinfer bench cpu MODEL.gguf",
+    "jinfer bench cpu MODEL.gguf --beside CHECKOUT",
+    "jinfer bench engine smollm2_135m_instruct",
+    "jinfer bench models made.gguf --shape 1.1b",
+    "jinfer quality SOURCE --text text.txt",
+}
+ELSEWHERE = {
+    **{command: "tests/test_worked_example.py" for command, _ in sessions()},
+    SCRIPT: "tests/test_worked_example.py",
+    "make demo": "test_the_demonstration, below",
+}
+# Blocks of Python with one of these lines, and what they need.
+NOT_IMPORTABLE = {"import torch": "makes goldens, in an environment of its own"}
+# Commands that do nothing without arguments.
+NAMES = {command.name for command in COMMANDS} - {"list"}
+PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail")
+LANGUAGES = {"", "sh", "console", "python", "toml", "json"}
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`]+)`")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A command, or a block of Python, and where it stands."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def printed_on(page: Path) -> Iterator[Printed]:
+    """All that a page prints that can be run, from its blocks and from within its sentences."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for fence in _FENCE.finditer(text):
+        language, inside = fence.groups()
+        line = text.count("\n", 0, fence.start()) + 2
+        if language == "python":
+            found.append(Printed(page.name, line, language, inside))
+        elif language in ("sh", "console"):
+            found += commands(page.name, line, inside, "$ " if language == "console" else "")
+    # Blocks become empty lines, so that lines keep their numbers.
+    rest = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for span in _SPAN.finditer(rest):
+        command = " ".join(span[1].split())
+        if is_command(command):
+            line = rest.count("\n", 0, span.start()) + 1
+            found.append(Printed(page.name, line, "sh", command))
+    yield from sorted(found, key=lambda each: each.line)
+
+
+def commands(page: str, line: int, block: str, prompt: str) -> Iterator[Printed]:
+    """The commands of a block; a backslash at its end joins a line to the next."""
+    joined = re.sub(r"\\\n\s*", lambda found: "\0" * found[0].count("\n"), block)
+    for each in joined.split("\n"):
+        if each.strip() and each.startswith(prompt):
+            text = each.removeprefix(prompt).replace("\0", "")
+            yield Printed(page, line, "sh", re.sub(r"\s+#.*", "", text).strip())
+        line += 1 + each.count("\0")
+
+
+def is_command(text: str) -> bool:
+    """Whether words between backticks are a command, not a path or a name of something."""
+    program, _, rest = text.partition(" ")
+    if program in ("jinfer", ".ci/run"):
+        return True
+    if program == "python":
+        return rest.startswith("-m ")
+    return program in PROGRAMS and bool(rest)
+
+
+ALL = [each for page in PAGES for each in printed_on(page)]
+HERE = [each for each in ALL if each.text not in ELSEWHERE]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights that knows words and how to chat."""
+    path = tmp_path_factory.mktemp("tiny") / "model.gguf"
+    words = open_source("smollm2_135m_instruct", {}).weights
+    make_up(LlamaShape(2, 64, 4, 2, 96, context=8192), words, path, "Q4_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each page a folder with what its commands name."""
+    made = {}
+    for page in PAGES:
+        made[page.name] = folder = tmp_path_factory.mktemp(page.stem)
+        for name in ("path/to/checkpoint", "checkpoints/small", "specs/families"):
+            (folder / name).mkdir(parents=True)
+        for name in ("model.gguf", "MODEL.gguf", "SOURCE", "smol_f16.gguf",
+                     "path/to/checkpoint/model.gguf", "checkpoints/small/model.gguf"):  # fmt: skip
+            os.link(tiny, folder / name)
+        (folder / "spec.toml").write_text('weights = "model.gguf"\n')
+        for name in ("small", "smollm2_135m_instruct"):
+            (folder / f"specs/{name}.toml").write_text('weights = "../model.gguf"\n')
+        shutil.copy(ROOT / "specs/families/gptj.toml", folder / "specs/families")
+        for name in ("text.txt", "calibration.txt"):
+            (folder / name).write_text("The quick brown fox jumps over the lazy dog. " * 80)
+        (folder / "CHECKOUT").symlink_to(ROOT)
+    return made
+
+
+@pytest.fixture
+def folder(
+    folders: dict[str, Path], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Where the test's own command is run; what it reads from the keyboard is a word."""
+    here = folders[request.getfixturevalue("each").page]
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    return here
+
+
+def run(text: str) -> int:
+    """Runs a command as a shell would, but jinfer's own in this process; returns its status."""
+    words = shlex.split(text)
+    try:
+        match words:
+            case ["jinfer", *name] if " ".join(name) in NAMES:  # spoken of, not printed to be run
+                return main([*name, "--help"])
+            case ["jinfer", *arguments]:
+                return main(arguments)
+            case ["python", "-m", module, *arguments]:
+                return run_module(module, arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    match words:
+        case [("mv" | "tail"), *_]:
+            return subprocess.run(words, check=False).returncode
+    raise AssertionError(f"{text}: nothing here knows how to run that; see NOT_RUN")
+
+
+def run_module(module: str, arguments: list[str]) -> int:
+    """`python -m module`."""
+    before, known = sys.argv, sys.modules.pop(module, None)  # as if nobody had imported it
+    sys.argv = ["python -m", *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+        if known is not None:
+            sys.modules[module] = known
+    return 0
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=each.id, marks=[pytest.mark.soak] if each.text in SLOW else [])
+        for each in HERE
+        if each.language == "sh" and each.text not in NOT_RUN
+    ],
+)
+def test_a_command_runs(each: Printed, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = run(each.text)
+    printed = capsys.readouterr()
+    assert status == 0, f"{each.id}: {each.text}\n{printed.err}"
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=each.id)
+        for each in HERE
+        if each.language == "python" and not any(line in each.text for line in NOT_IMPORTABLE)
+    ],
+)
+def test_a_block_of_python_runs(each: Printed, folder: Path, tiny: Path) -> None:
+    """As in a notebook: with what the page speaks of at hand, and `await` at the top."""
+    names: dict[str, Any] = {"LLM": LLM}
+    if "tokenizer" in each.text:
+        with LLM(tiny) as llm:
+            names["tokenizer"] = llm.tokenizer
+    code = compile(each.text, each.id, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(eval(code, names))
+    else:
+        exec(code, names)
+
+
+class ParsedError(Exception):
+    """Raised instead of going on after the arguments were understood."""
+
+
+@pytest.mark.parametrize("text", [*NOT_RUN, *sorted(SLOW)])
+def test_arguments_of_the_others_are_understood(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(self, *arguments)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    program, *words = shlex.split(text)
+    if program == "jinfer":
+        with pytest.raises(ParsedError):
+            main(words)
+    elif program == "make":
+        subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
+    elif program == "pytest":
+        flag, marker, *paths = words
+        markers = PROJECT["tool"]["pytest"]["ini_options"]["markers"]
+        assert flag == "-m"
+        assert any(each.startswith(f"{marker}:") for each in markers)
+        assert all((ROOT / path).exists() for path in paths)
+    elif program == "pip":
+        found = re.fullmatch(r"(?:jinfer|\.)(?:\[(\w+)\])?", words[-1])
+        assert found
+        assert words[:-1] == ["install"]
+        assert found[1] in (None, *PROJECT["project"]["optional-dependencies"])
+    else:
+        assert os.access(ROOT / program, os.X_OK)
+
+
+def test_nothing_else_is_excused() -> None:
+    """Each exception is printed somewhere, and blocks say what they are."""
+    texts = {each.text for each in ALL}
+    assert {*NOT_RUN, *SLOW, *ELSEWHERE} <= texts
+    for line in NOT_IMPORTABLE:
+        (block,) = (each for each in ALL if f"{line}\n" in each.text)
+        compile(block.text, block.id, "exec")
+    for page in PAGES:
+        for language, inside in _FENCE.findall(page.read_text(encoding="utf-8")):
+            assert language in LANGUAGES, page
+            if not language:
+                assert not any(is_command(line.removeprefix("$ ")) for line in inside.split("\n"))
+
+
+def test_what_is_printed_is_found(tmp_path: Path) -> None:
+    """The finder itself, on a page made up for it."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Say `jinfer list` or\n`python -m\njinfer`, not `jinfer/llm.py` nor `make`.\n\n"
+        "```sh\njinfer a \\\n    --b  # why\n\njinfer c\n```\n"
+        "```console\n$ make x\nprinted\n```\n```python\nx = 1\n```\n"
+    )
+    found = [(each.line, each.language, each.text) for each in printed_on(page)]
+    assert found == [
+        (1, "sh", "jinfer list"),
+        (2, "sh", "python -m jinfer"),
+        (6, "sh", "jinfer a --b"),
+        (9, "sh", "jinfer c"),
+        (12, "sh", "make x"),
+        (16, "python", "x = 1\n"),
+    ]
+    assert run("jinfer genrate") == 2
+    with pytest.raises(AssertionError, match="nothing here knows"):
+        run("rm x")
+
+
+# The demonstration.
+
+
+def wanted_answer() -> str:
+    """What README shows of `make demo`, but for the last line, of figures."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^\$ make demo .*\n((?:.*\n)*?)load .*\n", page, re.MULTILINE)
+    assert found
+    return " ".join(found[1].split())
+
+
+def demonstrate(folder: Path, *settings: str) -> None:
+    """Runs `make demo` and compares its answer."""
+    done = subprocess.run(
+        ["make", "demo", *settings], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).endswith(wanted_answer())
+    assert re.search(r"^load \d+\.\d\d s \| .* tokens/s$", done.stderr, re.MULTILINE)
+
+
+def test_the_demonstration(tmp_path: Path) -> None:
+    """With this environment in place of one that is made first."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pip").touch()
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "bin/python").chmod(0o755)
+    (tmp_path / "installed").touch()
+    demonstrate(ROOT, f"VENV={tmp_path}")
+
+
+@pytest.mark.soak
+def test_the_demonstration_from_a_fresh_copy(tmp_path: Path) -> None:
+    """As after a clone: the environment is made, packages are fetched, kernels compiled."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    demonstrate(tmp_path)

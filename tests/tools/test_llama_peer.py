@@ -1,0 +1,73 @@
+"""The protocol of what measures llama.cpp, with a stand-in for its functions."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.llama_peer import PROMPT, STEPS, command
+
+# Counts what it computes; a token takes a thousandth of a second.
+STAND_IN = """
+import ctypes, types
+llama_log_set = lambda *_: None
+llama_backend_init = llama_memory_clear = llama_get_memory = lambda *_: None
+llama_model_default_params = types.SimpleNamespace
+llama_context_default_params = types.SimpleNamespace
+llama_model_load_from_file = lambda name, _: name != b"broken"
+llama_model_get_vocab = lambda _: None
+llama_vocab_n_tokens = lambda _: 8
+def llama_init_from_model(model, settings):
+    print("threads", settings.n_threads, settings.n_threads_batch)
+    return True
+class llama_batch_init:
+    def __init__(self, tokens, _, sequences):
+        self.token, self.pos, self.n_seq_id, self.logits = ([0] * tokens for _ in range(4))
+        self.seq_id = [[0] for _ in range(tokens)]
+def llama_decode(context, batch):
+    import time
+    time.sleep(batch.n_tokens / 1000)
+    return 0
+numbers = (ctypes.c_float * 8)()
+llama_get_logits_ith = lambda *_: ctypes.cast(numbers, ctypes.POINTER(ctypes.c_float))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "llama_cpp.py").write_text(STAND_IN)
+    return tmp_path
+
+
+def test_it_measures_with_the_threads_it_is_told(folder: Path) -> None:
+    done = subprocess.run(
+        command(sys.executable, "model", "3"),
+        input="decode 2\nprefill 64\n",
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    threads, started, decode, prefill, memory = done.stdout.splitlines()
+    assert threads == "threads 3 3"
+    assert json.loads(started)["seconds"] > 0
+    assert json.loads(memory)["rss"] > 0
+    # Two sequences of STEPS tokens, or a prompt; PROMPT tokens before decoding do not count.
+    assert PROMPT > 0 < STEPS
+    assert 200 < json.loads(decode)["rate"] <= 1000
+    assert 200 < json.loads(prefill)["rate"] <= 1000
+
+
+def test_a_model_that_is_none(folder: Path) -> None:
+    done = subprocess.run(
+        command(sys.executable, "broken", "3"),
+        input="",
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: broken: llama.cpp cannot load it\n"
