@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from jaxtyping import Float
@@ -14,10 +14,11 @@ from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
 from jinfer.engine.requests import RequestError
 from jinfer.engine.thread import Stats
-from jinfer.frontend import Prepared, Prompt
-from jinfer.llm import LLM
+from jinfer.frontend import Prepared
+from jinfer.inputs import Params, Prompt
+from jinfer.llm import LLM, Prompts
 from jinfer.opening.conversation import Message
-from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.keywords import ChatKeywords, Sampling
 
 
 class AsyncLLM:
@@ -33,11 +34,12 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        params: Params | Sequence[Params] | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> list[Completion]:
         """As `LLM.generate`.
 
@@ -45,7 +47,7 @@ class AsyncLLM:
             priority: lower ones go first.
             timeout: seconds after which it is given up with a `DeadlineError`.
         """
-        listed = self.llm.listed(prompts, params)
+        listed = self.llm.listed(prompts, params, **sampling)
         frontend = self.llm.frontend
         groups = [
             frontend.prepare(self.llm.encode(prompt), one, priority=priority, timeout=timeout)
@@ -62,14 +64,16 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
+        prompt: Prompt,
+        params: Params | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Chunk]:
         """As `LLM.stream`; arguments as `generate`."""
-        prepared = self.llm.streamed(prompt, params, priority=priority, timeout=timeout)
+        chosen = self.llm.frontend.sampling(params, sampling)
+        prepared = self.llm.streamed(prompt, chosen, priority=priority, timeout=timeout)
         pieces = self._pieces(prepared)
         try:
             async for piece in pieces:
@@ -79,10 +83,14 @@ class AsyncLLM:
             await pieces.aclose()
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+        self,
+        messages: str | Sequence[Message],
+        params: Params | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        return (await self.generate([self.llm.encode_chat(messages, **variables)], params))[0]
+        ids, chosen = self.llm.frontend.chat(messages, params, keywords)
+        return (await self.generate(ids, chosen))[0]
 
     async def logits(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens vocab"]]:
         """As `LLM.logits`."""

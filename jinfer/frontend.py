@@ -11,36 +11,30 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jinfer.assembly import all_shapes, assemble, first_shapes
 from jinfer.engine.beam import BeamSearch
-from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
-from jinfer.engine.device import flat_sizes
 from jinfer.engine.driver import Driver
-from jinfer.engine.engine import Engine
 from jinfer.engine.guided import Guided
-from jinfer.engine.memory import block_bytes, cache_blocks
-from jinfer.engine.programs import Programs, Shape, Sizes
+from jinfer.engine.memory import block_bytes
 from jinfer.engine.requests import Request, RequestError
-from jinfer.engine.scheduler import Scheduler
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
-from jinfer.model import AbstractModel, build
+from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
+from jinfer.model import build
 from jinfer.opening.conversation import Message
-from jinfer.opening.settings import Opened, open_model, sampling_params
-from jinfer.ops.cache import BLOCK, ENCODER
+from jinfer.opening.settings import open_model, sampling_params
+from jinfer.ops.cache import BLOCK
 from jinfer.sampling.beam import Beams
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
+from jinfer.spec.errors import nearest, show
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Frontend:
             opened.checkpoint,
             opened.activations,
         )
-        self.engine = _engine(weights.model, opened)
+        self.engine = assemble(weights.model, opened)
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self._guided = Guided()
         self._ids = count()
@@ -115,32 +109,59 @@ class Frontend:
             )
         return self.opened.tokenizer
 
-    def encode(
-        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
-    ) -> list[int]:
+    def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=special is not False)
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return self.encode_chat(cast("Sequence[Message]", prompt), special=bool(special))
-        ids = [int(id) for id in cast("Sequence[int]", prompt)]
+        asked = prompt(given)
+        if isinstance(asked, str):
+            return self.tokenizer.encode(asked, parse_special=special is not False)
+        if is_conversation(asked):
+            return self.encode_chat(asked, special=bool(special))
+        ids = cast("list[int]", asked)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
                 raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
         """As `LLM.encode_chat`."""
-        return self.opened.conversation.encode(self.tokenizer, messages, **variables)
+        return self.opened.conversation.encode(self.tokenizer, messages(given), **variables)
+
+    def chat(
+        self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """A conversation's token ids and parameters; of the keywords some are the template's.
+
+        Raises:
+            RequestError: a keyword that neither sampling nor the template knows.
+        """
+        changes, variables = {}, dict(keywords)
+        named = variables.pop("variables", {})
+        if not isinstance(named, Mapping) or named.keys() & {"messages", "tokenizer", "special"}:
+            raise RequestError(f"variables is {show(named)}; give the chat template's own, by name")
+        conversation = self.opened.conversation
+        for name in keywords.keys() - {"variables", "special"}:
+            if is_parameter(name):
+                changes[name] = variables.pop(name)
+            elif not conversation.reads(name):
+                allowed = (*FIELDS, "special", "variables")
+                raise RequestError(
+                    f"neither sampling nor the model's chat template knows {show(name)}; "
+                    f"{nearest(name, allowed)}"
+                )
+        return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
+
+    def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
+        """A request's parameters, with keywords over them. Raises `RequestError`."""
+        return parameters(self.opened.defaults, params, changes)
 
     def params(self, **changes: Any) -> SamplingParams:
         """As `LLM.params`."""
         return sampling_params({**self.opened.defaults, **changes}, self.opened.spec.path)
 
-    def prefix(self, given: Sequence[int], language: str | None) -> list[int]:
+    def prefix(self, given: Ids, language: str | None) -> list[int]:
         """What the answer of an encoder-decoder starts from."""
-        prefix = list(given)
+        prefix = self.encode(given)
         if language is not None:
             start = prefix or self.opened.decoder_prefix[:1]
             prefix = [*start, self.tokenizer.language_id(language)]
@@ -282,59 +303,3 @@ class Frontend:
     def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
         """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
         self.thread.submit(prepared.request, prepared.choice, sink, prepared.driver)
-
-
-def _engine(model: AbstractModel, opened: Opened) -> Engine:
-    """An engine whose weights are yet to be loaded."""
-    spec, context = opened.spec.engine, opened.context
-    shapes = model.caches
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
-    blocks = cache_blocks(
-        shapes,
-        opened.kv_cache,
-        slots=spec.slots,
-        context=context,
-        chunk=spec.prefill_chunk,
-        tokens=spec.kv_tokens,
-        used=used,
-    )
-    windows = {shape.group: shape.window for shape in shapes.values()}
-    pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
-    encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
-    sizes = Sizes(spec.slots, context, opened.spec.dims.get("vocab", 0), blocks, opened.kv_cache)
-    mixed = max(spec.mixed_chunk, spec.slots + 1)
-    scheduler = Scheduler(
-        BlockManager(pools, encoder),
-        spec.slots,
-        spec.prefill_chunk,
-        mixed,
-        flat_sizes(spec.prefill_chunk, mixed, spec.slots),
-        spec.queue,
-    )
-    return Engine(programs=Programs(model, sizes), scheduler=scheduler)
-
-
-def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
-    """The programs that a request needs if it comes alone, and asks for nothing unusual."""
-    scheduler, shapes = engine.scheduler, [Shape("admit")]
-    while prompt > 1:
-        count = scheduler.filling(min(scheduler.chunk, prompt))
-        shapes.append(Shape("logits", engine.size_of(count), 1))
-        prompt -= count
-    chosen = Shape("choose", chosen=1, stages=PLAIN)
-    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=PLAIN)]
-
-
-def all_shapes(engine: Engine) -> list[Shape]:
-    """The programs that requests of every kind but beam and contrastive search may need."""
-    if not engine.model.caches:
-        return []
-    slots = engine.programs.sizes.slots
-    counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
-    chosen = sorted({1, slots})
-    shapes = [Shape("admit"), Shape("copy")]
-    shapes += [Shape("logits", size, n) for size in engine.scheduler.sizes for n in chosen]
-    for stages in (PLAIN, STAGES):
-        shapes += [Shape("choose", chosen=count, stages=stages) for count in chosen]
-        shapes += [Shape("decode", count, stages=stages) for count in counts]
-    return shapes

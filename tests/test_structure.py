@@ -29,7 +29,7 @@ LEVELS = [
     {"weights", "partition", "sampling"},
     {"engine", "speculate"},
     {"opening"},
-    {"errors", "frontend"},
+    {"assembly", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
     {"async_llm"},
     {"jinfer", "server", "generate", "serve", "client", "tools"},
