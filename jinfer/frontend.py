@@ -101,6 +101,13 @@ class Frontend:
         return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
 
     @property
+    def room(self) -> int:
+        """Tokens that a sequence can have: the context, or less where the cache is smaller."""
+        pools = self.engine.scheduler.blocks.pools.values()
+        counts = [pool.count * BLOCK for pool in pools if pool.window is None]
+        return min([self.opened.context, *counts])
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises `RequestError` where there is none."""
         if self.opened.tokenizer is None:

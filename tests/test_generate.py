@@ -1,19 +1,16 @@
 """The command line: what it prints, its exit status, its errors, its chat."""
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from jinfer.generate import main
+from tests.terminal.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -87,39 +84,6 @@ def test_a_prompt_from_standard_input() -> None:
     command = [sys.executable, "-m", "jinfer.generate", SPEC, "--max-tokens", "12"]
     done = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, ANSWER + "\n")
-
-
-class Terminal:
-    """A program that believes it runs in a terminal."""
-
-    def __init__(self, *command: str) -> None:
-        self.file, theirs = pty.openpty()
-        self.program = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True
-        )
-        os.close(theirs)
-        self.seen = ""
-
-    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
-        """Reads until what the program has printed since the last call matches."""
-        end = time.monotonic() + seconds
-        while (found := re.search(pattern, self.seen)) is None:
-            ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
-            assert ready, f"{pattern!r} did not come; the program printed {self.seen!r}"
-            try:
-                self.seen += os.read(self.file, 4096).decode(errors="replace")
-            except OSError as error:  # the program has ended
-                raise AssertionError(f"ended without {pattern!r}: {self.seen!r}") from error
-        self.seen = self.seen[found.end() :]
-        return found
-
-    def type(self, line: str) -> None:
-        os.write(self.file, line.encode())
-
-    def status(self) -> int:
-        status = self.program.wait(timeout=60)
-        os.close(self.file)
-        return status
 
 
 def test_chat_in_a_terminal() -> None:

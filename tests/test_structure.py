@@ -31,7 +31,7 @@ LEVELS = [
     {"opening"},
     {"assembly", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
-    {"async_llm"},
+    {"async_llm", "terminal"},
     {"jinfer", "server", "generate", "serve", "client", "tools"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
