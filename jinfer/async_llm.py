@@ -126,6 +126,9 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
+
     async def _whole(self, prepared: Prepared) -> Completion:
         chunks: list[Chunk] = []
         async for piece in self._pieces(prepared):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,21 +22,26 @@ from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.driver import Driver
 from jinfer.engine.guided import Guided
-from jinfer.engine.memory import block_bytes
+from jinfer.engine.memory import block_bytes, trim
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
 from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
 from jinfer.model import build
 from jinfer.opening.conversation import Message
-from jinfer.opening.settings import open_model, sampling_params
+from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK
+from jinfer.ops.threads import bound
 from jinfer.sampling.beam import Beams
 from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
+from jinfer.spec.files import read_toml
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
+from jinfer.weights.sizes import count_text, sizes_of
+
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,15 @@ class Frontend:
         overrides: Mapping[str, Any],
         *,
         progress: bool = False,
+        threads: int | None = None,
         first: Callable[[Frontend], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
+        if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
+            raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
         use_persistent_cache()
+        # Before anything starts XLA; it ends with this object, however that ends.
+        self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
         self.opened = opened = open_model(source, overrides)
         weights = find_weights(
             build(opened.spec, jnp.dtype(opened.dtype)),
@@ -74,6 +86,7 @@ class Frontend:
         )
         self.engine = assemble(weights.model, opened)
         self.thread = EngineThread(self.engine, opened.tokenizer)
+        self._family, self._stored = _family(opened), _stored(opened)
         self._guided = Guided()
         self._ids = count()
         if opened.spec.engine.warm_up:
@@ -83,14 +96,38 @@ class Frontend:
         begun = time.perf_counter()
         self.engine.parameters = weights.load(progress)
         self.load_seconds = time.perf_counter() - begun
-        # What is loaded stays: nobody needs to search it for garbage again.
+        # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
+        # would stay too, with the frames of those who called, and so with this.
+        gc.collect(0)
         gc.freeze()
+
+    def close(self) -> None:
+        """As `LLM.close`."""
+        self.thread.close()
+        # The file stays mapped as long as somebody knows its tensors.
+        file = replace(self.opened.checkpoint, tensors={}, metadata={})
+        self.opened = replace(self.opened, checkpoint=file)
+        self._lift()
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        trim()
 
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""
         futures = self.engine.programs.announce(all_shapes(self.engine))
         for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
             future.result()
+
+    def described(self) -> str:
+        """A few words: name, family, size, how weights are stored, context."""
+        spec, model = self.opened.spec, self.engine.model
+        path = Path(spec.path)
+        words = [path.stem if path.suffix == ".toml" else path.name]
+        if self._family:
+            words.append(self._family)
+        words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
+        return ", ".join([*words, self._stored, f"context {self.opened.context}"])
 
     def cache_report(self) -> str:
         """One line: room in the cache, and its size."""
@@ -310,3 +347,23 @@ class Frontend:
     def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
         """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
         self.thread.submit(prepared.request, prepared.choice, sink, prepared.driver)
+
+
+def _nothing() -> None:
+    """There is no bound to be lifted."""
+
+
+def _family(opened: Opened) -> str:
+    """Where the specification, or a GGUF file, says it."""
+    path, named = Path(opened.spec.path), None
+    if path.suffix == ".toml":
+        named = read_toml(path).get("family")
+    return str(named or opened.checkpoint.metadata.get("general.architecture", ""))
+
+
+def _stored(opened: Opened) -> str:
+    """How weights are kept: as asked, else as most of the file is."""
+    asked, sizes = opened.spec.quantization.weights, Counter[str]()
+    for tensor in opened.checkpoint.tensors.values():
+        sizes[tensor.type.lower()] += tensor.nbytes
+    return asked if asked.startswith("q") else next((t for t, _ in sizes.most_common(1)), asked)

@@ -45,6 +45,7 @@ class LLM:
         source: str | Path,
         *,
         progress: bool = False,
+        threads: int | None = None,
         first: Callable[[LLM], list[int]] | None = None,
         **overrides: Any,
     ) -> None:
@@ -54,6 +55,9 @@ class LLM:
             source: a specification, a checkpoint folder, a .gguf, a llama2.c .bin,
                 `package://module/file` or `hf://owner/name`.
             progress: show a bar while weights load.
+            threads: cores of the CPU that may compute. The bound is the process's: of several
+                open models the least counts, and XLA's own pools keep the size that they had when
+                XLA started. None: all that the process may use.
             first: gives the token ids of a prompt that will come first, with the default
                 parameters: its programs are compiled while the weights load.
             **overrides: any key of the specification, dotted names in a `**{...}`:
@@ -64,18 +68,21 @@ class LLM:
                 line that names the file, the key or tensor, and what to do.
         """
         start = None if first is None else lambda frontend: first(self._with(frontend))
-        self._with(Frontend(source, overrides, progress=progress, first=start))
+        self._with(Frontend(source, overrides, progress=progress, threads=threads, first=start))
         self.load_seconds = self.frontend.load_seconds
 
     def _with(self, frontend: Frontend) -> LLM:
         opened = frontend.opened
-        self.frontend, self._opened, self._engine = frontend, opened, frontend.engine
+        self.frontend, self._engine = frontend, frontend.engine
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
         return self
 
     def close(self) -> None:
-        """Ends what runs, and the thread that runs it; the model cannot be used afterwards."""
-        self.frontend.thread.close()
+        """Ends what runs, and gives the memory back; the model cannot be used afterwards.
+
+        A model that nobody refers to any more does so by itself.
+        """
+        self.frontend.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -279,10 +286,10 @@ class LLM:
                 decoder.
             normalize: to length 1; None: as the checkpoint says, else yes.
         """
-        limit = min(self.context, self._opened.pooling.max_tokens or self.context)
+        limit = min(self.context, self.frontend.opened.pooling.max_tokens or self.context)
         ids = [cut(self.encode(text), limit) for text in prompts(texts)]
         hidden = self._forward(ids, "hidden", None, token_type_ids)
-        own = self._opened.pooling
+        own = self.frontend.opened.pooling
         unit = own.normalize if normalize is None else normalize
         return pool(hidden, pooling or own.take, unit, own.projections)
 
@@ -333,11 +340,14 @@ class LLM:
     @property
     def can_chat(self) -> bool:
         """Whether there is a tokenizer and a chat template."""
-        return self.tokenizer is not None and self._opened.conversation.has_template
+        return self.tokenizer is not None and self.frontend.opened.conversation.has_template
 
     def params(self, **changes: Any) -> SamplingParams:
         """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
         return self.frontend.params(**changes)
+
+    def __repr__(self) -> str:
+        return f"LLM({self.frontend.described()})"
 
     def _repr_html_(self) -> str:
         """The model as a notebook shows it: its wiring and sizes."""

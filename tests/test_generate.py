@@ -1,10 +1,12 @@
 """The command line: what it prints, its exit status, its errors, its chat."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,40 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
     assert program.returncode == 130
     assert "Traceback" not in errors
     assert "tokens/s" in errors
+
+
+@pytest.mark.parametrize(
+    ("module", "seconds"),
+    [
+        ("jinfer.sampling.names", 0),
+        ("jax._src.core", 0),
+        ("flax.nnx", 0),
+        ("jinfer.llm", 0),
+        ("jinfer.terminal.run", 0.2),
+        ("jinfer.terminal.run", 1),
+        ("jinfer.terminal.run", 2),
+    ],
+)
+def test_ctrl_c_while_it_starts(module: str, seconds: float) -> None:
+    """While modules are imported, the model is opened, weights are loaded, programs compiled."""
+    program = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "jinfer.generate", SPEC, "--prompt", "Hi"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "JINFER_CACHE": "off", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+    )
+    assert program.stderr is not None
+    for line in program.stderr:
+        if line.rstrip().endswith(f" {module}"):
+            break
+    time.sleep(seconds)
+    program.send_signal(signal.SIGINT)
+    errors = program.stderr.read()
+    assert program.wait(60) == 130, errors[-2000:]
+    assert "Traceback" not in errors
 
 
 def test_a_reader_that_goes_away() -> None:

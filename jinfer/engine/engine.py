@@ -76,6 +76,14 @@ class Engine(Device):
     def __post_init__(self) -> None:
         self.scheduler.on_release = self._released
 
+    def release(self) -> None:
+        """As `Device.release`."""
+        super().release()
+        self._launched.clear()
+        self._progress.clear()
+        # Else the two keep each other.
+        self.scheduler.on_release = _nobody
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
@@ -385,3 +393,7 @@ class Engine(Device):
         if launched.decodes:
             self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now
+
+
+def _nobody(sequence: Running) -> None:
+    """Told of what a scheduler releases that has no engine any more."""

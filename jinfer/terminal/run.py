@@ -50,11 +50,10 @@ def _run(options: argparse.Namespace) -> int:
         overrides = merge(overrides, {"prompt": {"system": options.system}})
     if changes := sampling(options):
         overrides = merge(overrides, {"generation": changes})
-    if options.threads is not None:
-        overrides["threads"] = options.threads
     llm = LLM(
         options.source,
         progress=sys.stderr.isatty(),
+        threads=options.threads,
         first=lambda llm: _first(llm, options, None if chat else prompt),
         **overrides,
     )
