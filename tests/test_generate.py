@@ -157,8 +157,8 @@ def test_ctrl_c_while_it_starts(module: str, seconds: float) -> None:
             break
     time.sleep(seconds)
     program.send_signal(signal.SIGINT)
-    errors = program.stderr.read()
-    assert program.wait(60) == 130, errors[-2000:]
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 130, errors[-2000:]
     assert "Traceback" not in errors
 
 

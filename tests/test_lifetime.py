@@ -155,7 +155,7 @@ def test_reprs_are_short(ids: list[int]) -> None:
         (answer,) = llm.generate("The capital of France is", max_tokens=2)
         assert repr(answer) == "Completion(' Paris.', 2 tokens, 'length')"
     with LLM(LLAMA2) as llm:
-        assert repr(llm) == "LLM(llama2, 98.9K parameters, f32, context 64)"
+        assert repr(llm) == "LLM(llama2, 155K parameters, f16, context 256)"
 
 
 def limit() -> int:
