@@ -108,6 +108,36 @@ def test_what_comes_as_it_closes_has_an_answer(ids: list[int]) -> None:
     assert [str(error) for error in errors] == ["the model was closed; open it again"]
 
 
+LAST = """
+import sys
+from jinfer import LLM
+
+def work():
+    llm = LLM(sys.argv[1])
+    engine = llm._engine
+    llm.generate([1, 5, 9], max_tokens=2)
+    release = engine.release
+
+    def slow():
+        import time
+        time.sleep(1)
+        release()
+        print("released", flush=True)
+
+    engine.release = slow
+
+work()
+"""
+
+
+def test_a_model_forgotten_at_the_end_of_a_program_ends_before_it() -> None:
+    """A thread that frees memory while the interpreter ends would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAST, str(LLAMA2)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "released\n", "")
+
+
 MEMORY = """
 import gc, json, sys, time
 from jinfer import LLM

@@ -112,17 +112,22 @@ class EngineThread:
                     )
                     self._thread.start()
                     _running.add(self)
+                    _threads.add(self._thread)
         self._loop.inbox.put(message)
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """A thread that still computes while the interpreter ends would crash it."""
-    for thread in list(_running):
-        thread.close()
+    for owner in list(_running):
+        owner.close()
+    for thread in list(_threads):  # also those whose owner was forgotten a moment ago
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 @dataclass
