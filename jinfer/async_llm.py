@@ -18,7 +18,10 @@ from jinfer.frontend import Prepared
 from jinfer.inputs import Params, Prompt
 from jinfer.llm import LLM, Prompts
 from jinfer.opening.conversation import Message
+from jinfer.opening.pooling import Pooling
 from jinfer.sampling.keywords import ChatKeywords, Sampling
+
+Types = Sequence[Sequence[int]]
 
 
 class AsyncLLM:
@@ -92,25 +95,56 @@ class AsyncLLM:
         ids, chosen = self.llm.frontend.chat(messages, params, keywords)
         return (await self.generate(ids, chosen))[0]
 
-    async def logits(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens vocab"]]:
+    async def logits(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+    ) -> list[Float[np.ndarray, "tokens vocab"]]:
         """As `LLM.logits`."""
-        return await asyncio.to_thread(self.llm.logits, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.logits, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+        )
 
-    async def score(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, " tokens-1"]]:
+    async def score(
+        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
+    ) -> list[Float[np.ndarray, " tokens-1"]]:
         """As `LLM.score`."""
-        return await asyncio.to_thread(self.llm.score, *args, **kwargs)
+        return await asyncio.to_thread(self.llm.score, prompts, encoder_ids=encoder_ids)
 
-    async def hidden(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens hidden"]]:
+    async def hidden(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+    ) -> list[Float[np.ndarray, "tokens hidden"]]:
         """As `LLM.hidden`."""
-        return await asyncio.to_thread(self.llm.hidden, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.hidden, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+        )
 
-    async def embed(self, *args: Any, **kwargs: Any) -> Float[np.ndarray, "texts hidden"]:
+    async def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        token_type_ids: Types | None = None,
+    ) -> Float[np.ndarray, "texts hidden"]:
         """As `LLM.embed`."""
-        return await asyncio.to_thread(self.llm.embed, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.embed,
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            token_type_ids=token_type_ids,
+        )
 
-    async def fill_mask(self, *args: Any, **kwargs: Any) -> list[list[TokenLogprob]]:
+    async def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
         """As `LLM.fill_mask`."""
-        return await asyncio.to_thread(self.llm.fill_mask, *args, **kwargs)
+        return await asyncio.to_thread(self.llm.fill_mask, text, top=top)
 
     def stats(self) -> Stats:
         """As `LLM.stats`."""
