@@ -168,14 +168,14 @@ print(json.dumps([opened, seen]))
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_ten_models_one_after_another_take_no_more_memory(how: str) -> None:
-    """The weights alone are 90 MiB; the first time, code and libraries stay."""
+    """The weights alone are 90 MiB, ten times 900; the first time, code and libraries stay."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, SPEC, how], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     opened, seen = json.loads(done.stdout)
-    assert max(seen[5:]) < seen[0] + 60, (opened, seen)
-    assert seen[-1] < opened[-1] - 60, (opened, seen)
+    assert max(seen) < seen[0] + 150, (opened, seen)
+    assert sum(seen) < sum(opened) - 600, (opened, seen)
 
 
 def test_reprs_are_short(ids: list[int]) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     terminal.wait_for("> ")
     terminal.type("half a message")
     terminal.wait_for("half a message")
+    time.sleep(0.5)  # a signal between two keys waits for the next one
     terminal.program.send_signal(signal.SIGINT)
     terminal.wait_for(r"\(/exit or Ctrl-D ends\)\s+> ")
     terminal.type('"""\n')
