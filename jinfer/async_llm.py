@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from jaxtyping import Float
@@ -14,10 +14,14 @@ from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
 from jinfer.engine.requests import RequestError
 from jinfer.engine.thread import Stats
-from jinfer.frontend import Prepared, Prompt
-from jinfer.llm import LLM
+from jinfer.frontend import Prepared
+from jinfer.inputs import Params, Prompt
+from jinfer.llm import LLM, Prompts
 from jinfer.opening.conversation import Message
-from jinfer.sampling.params import SamplingParams
+from jinfer.opening.pooling import Pooling
+from jinfer.sampling.keywords import ChatKeywords, Sampling
+
+Types = Sequence[Sequence[int]]
 
 
 class AsyncLLM:
@@ -33,11 +37,12 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        params: Params | Sequence[Params] | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> list[Completion]:
         """As `LLM.generate`.
 
@@ -45,7 +50,7 @@ class AsyncLLM:
             priority: lower ones go first.
             timeout: seconds after which it is given up with a `DeadlineError`.
         """
-        listed = self.llm.listed(prompts, params)
+        listed = self.llm.listed(prompts, params, **sampling)
         frontend = self.llm.frontend
         groups = [
             frontend.prepare(self.llm.encode(prompt), one, priority=priority, timeout=timeout)
@@ -62,14 +67,16 @@ class AsyncLLM:
 
     async def stream(
         self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
+        prompt: Prompt,
+        params: Params | None = None,
         *,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Chunk]:
         """As `LLM.stream`; arguments as `generate`."""
-        prepared = self.llm.streamed(prompt, params, priority=priority, timeout=timeout)
+        chosen = self.llm.frontend.sampling(params, sampling)
+        prepared = self.llm.streamed(prompt, chosen, priority=priority, timeout=timeout)
         pieces = self._pieces(prepared)
         try:
             async for piece in pieces:
@@ -79,30 +86,65 @@ class AsyncLLM:
             await pieces.aclose()
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+        self,
+        messages: str | Sequence[Message],
+        params: Params | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        return (await self.generate([self.llm.encode_chat(messages, **variables)], params))[0]
+        ids, chosen = self.llm.frontend.chat(messages, params, keywords)
+        return (await self.generate(ids, chosen))[0]
 
-    async def logits(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens vocab"]]:
+    async def logits(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+    ) -> list[Float[np.ndarray, "tokens vocab"]]:
         """As `LLM.logits`."""
-        return await asyncio.to_thread(self.llm.logits, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.logits, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+        )
 
-    async def score(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, " tokens-1"]]:
+    async def score(
+        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
+    ) -> list[Float[np.ndarray, " tokens-1"]]:
         """As `LLM.score`."""
-        return await asyncio.to_thread(self.llm.score, *args, **kwargs)
+        return await asyncio.to_thread(self.llm.score, prompts, encoder_ids=encoder_ids)
 
-    async def hidden(self, *args: Any, **kwargs: Any) -> list[Float[np.ndarray, "tokens hidden"]]:
+    async def hidden(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+    ) -> list[Float[np.ndarray, "tokens hidden"]]:
         """As `LLM.hidden`."""
-        return await asyncio.to_thread(self.llm.hidden, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.hidden, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+        )
 
-    async def embed(self, *args: Any, **kwargs: Any) -> Float[np.ndarray, "texts hidden"]:
+    async def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        token_type_ids: Types | None = None,
+    ) -> Float[np.ndarray, "texts hidden"]:
         """As `LLM.embed`."""
-        return await asyncio.to_thread(self.llm.embed, *args, **kwargs)
+        return await asyncio.to_thread(
+            self.llm.embed,
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            token_type_ids=token_type_ids,
+        )
 
-    async def fill_mask(self, *args: Any, **kwargs: Any) -> list[list[TokenLogprob]]:
+    async def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
         """As `LLM.fill_mask`."""
-        return await asyncio.to_thread(self.llm.fill_mask, *args, **kwargs)
+        return await asyncio.to_thread(self.llm.fill_mask, text, top=top)
 
     def stats(self) -> Stats:
         """As `LLM.stats`."""
@@ -117,6 +159,9 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
 
     async def _whole(self, prepared: Prepared) -> Completion:
         chunks: list[Chunk] = []

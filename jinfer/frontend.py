@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,35 +13,34 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from jinfer.assembly import all_shapes, assemble, first_shapes
 from jinfer.engine.beam import BeamSearch
-from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
-from jinfer.engine.device import flat_sizes
 from jinfer.engine.driver import Driver
-from jinfer.engine.engine import Engine
-from jinfer.engine.memory import block_bytes, cache_blocks
-from jinfer.engine.programs import Programs, Shape, Sizes
+from jinfer.engine.memory import block_bytes, trim
 from jinfer.engine.requests import Request, RequestError
-from jinfer.engine.scheduler import Scheduler
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
-from jinfer.model import AbstractModel, build
+from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
+from jinfer.model import build
 from jinfer.opening.conversation import Message
 from jinfer.opening.settings import Opened, open_model, sampling_params
-from jinfer.ops.cache import BLOCK, ENCODER
+from jinfer.ops.cache import BLOCK
+from jinfer.ops.threads import bound
 from jinfer.sampling.beam import Beams
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
+from jinfer.spec.errors import nearest, show
+from jinfer.spec.files import read_toml
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
+from jinfer.weights.sizes import count_text, sizes_of
 
-Prompt = str | Sequence[int]
+MAX_THREADS = 4096
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
@@ -70,10 +71,15 @@ class Frontend:
         overrides: Mapping[str, Any],
         *,
         progress: bool = False,
+        threads: int | None = None,
         first: Callable[[Frontend], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
+        if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
+            raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
         use_persistent_cache()
+        # Before anything starts XLA; it ends with this object, however that ends.
+        self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
         self.opened = opened = open_model(source, overrides)
         weights = find_weights(
             build(opened.spec, jnp.dtype(opened.dtype)),
@@ -81,8 +87,9 @@ class Frontend:
             opened.checkpoint,
             opened.activations,
         )
-        self.engine = _engine(weights.model, opened)
+        self.engine = assemble(weights.model, opened)
         self.thread = EngineThread(self.engine, opened.tokenizer)
+        self._family, self._stored = _family(opened), _stored(opened)
         self._ids = count()
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -91,14 +98,38 @@ class Frontend:
         begun = time.perf_counter()
         self.engine.parameters = weights.load(progress)
         self.load_seconds = time.perf_counter() - begun
-        # What is loaded stays: nobody needs to search it for garbage again.
+        # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
+        # would stay too, with the frames of those who called, and so with this.
+        gc.collect(0)
         gc.freeze()
+
+    def close(self) -> None:
+        """As `LLM.close`."""
+        self.thread.close()
+        # The file stays mapped as long as somebody knows its tensors.
+        file = replace(self.opened.checkpoint, tensors={}, metadata={})
+        self.opened = replace(self.opened, checkpoint=file)
+        self._lift()
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        trim()
 
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""
         futures = self.engine.programs.announce(all_shapes(self.engine))
         for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
             future.result()
+
+    def described(self) -> str:
+        """A few words: name, family, size, how weights are stored, context."""
+        spec, model = self.opened.spec, self.engine.model
+        path = Path(spec.path)
+        words = [path.stem if path.suffix == ".toml" else path.name]
+        if self._family:
+            words.append(self._family)
+        words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
+        return ", ".join([*words, self._stored, f"context {self.opened.context}"])
 
     def cache_report(self) -> str:
         """One line: room in the cache, and its size."""
@@ -109,6 +140,13 @@ class Frontend:
         return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
 
     @property
+    def room(self) -> int:
+        """Tokens that a sequence can have: the context, or less where the cache is smaller."""
+        pools = self.engine.scheduler.blocks.pools.values()
+        counts = [pool.count * BLOCK for pool in pools if pool.window is None]
+        return min([self.opened.context, *counts])
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises `RequestError` where there is none."""
         if self.opened.tokenizer is None:
@@ -117,32 +155,59 @@ class Frontend:
             )
         return self.opened.tokenizer
 
-    def encode(
-        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
-    ) -> list[int]:
+    def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=special is not False)
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return self.encode_chat(cast("Sequence[Message]", prompt), special=bool(special))
-        ids = [int(id) for id in cast("Sequence[int]", prompt)]
+        asked = prompt(given)
+        if isinstance(asked, str):
+            return self.tokenizer.encode(asked, parse_special=special is not False)
+        if is_conversation(asked):
+            return self.encode_chat(asked, special=bool(special))
+        ids = cast("list[int]", asked)
         vocab = self.opened.spec.dims["vocab"]
         for id in ids:
             if not 0 <= id < vocab:
                 raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
         """As `LLM.encode_chat`."""
-        return self.opened.conversation.encode(self.tokenizer, messages, **variables)
+        return self.opened.conversation.encode(self.tokenizer, messages(given), **variables)
+
+    def chat(
+        self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """A conversation's token ids and parameters; of the keywords some are the template's.
+
+        Raises:
+            RequestError: a keyword that neither sampling nor the template knows.
+        """
+        changes, variables = {}, dict(keywords)
+        named = variables.pop("variables", {})
+        if not isinstance(named, Mapping) or named.keys() & {"messages", "tokenizer", "special"}:
+            raise RequestError(f"variables is {show(named)}; give the chat template's own, by name")
+        conversation = self.opened.conversation
+        for name in keywords.keys() - {"variables", "special"}:
+            if is_parameter(name):
+                changes[name] = variables.pop(name)
+            elif not conversation.reads(name):
+                allowed = (*FIELDS, "special", "variables")
+                raise RequestError(
+                    f"neither sampling nor the model's chat template knows {show(name)}; "
+                    f"{nearest(name, allowed)}"
+                )
+        return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
+
+    def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
+        """A request's parameters, with keywords over them. Raises `RequestError`."""
+        return parameters(self.opened.defaults, params, changes)
 
     def params(self, **changes: Any) -> SamplingParams:
         """As `LLM.params`."""
         return sampling_params({**self.opened.defaults, **changes}, self.opened.spec.path)
 
-    def prefix(self, given: Sequence[int], language: str | None) -> list[int]:
+    def prefix(self, given: Ids, language: str | None) -> list[int]:
         """What the answer of an encoder-decoder starts from."""
-        prefix = list(given)
+        prefix = self.encode(given)
         if language is not None:
             start = prefix or self.opened.decoder_prefix[:1]
             prefix = [*start, self.tokenizer.language_id(language)]
@@ -292,61 +357,21 @@ def _driver(request: Request) -> Driver | None:
     return None
 
 
-def _engine(model: AbstractModel, opened: Opened) -> Engine:
-    """An engine whose weights are yet to be loaded."""
-    spec, context = opened.spec.engine, opened.context
-    shapes = model.caches
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
-    blocks = cache_blocks(
-        shapes,
-        opened.kv_cache,
-        slots=spec.slots,
-        context=context,
-        chunk=spec.prefill_chunk,
-        tokens=spec.kv_tokens,
-        used=used,
-    )
-    windows = {shape.group: shape.window for shape in shapes.values()}
-    pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
-    encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
-    sizes = Sizes(spec.slots, context, opened.spec.dims.get("vocab", 0), blocks, opened.kv_cache)
-    mixed = max(spec.mixed_chunk, spec.slots + 1)
-    scheduler = Scheduler(
-        BlockManager(pools, encoder),
-        spec.slots,
-        spec.prefill_chunk,
-        mixed,
-        flat_sizes(spec.prefill_chunk, mixed, spec.slots),
-        spec.queue,
-    )
-    return Engine(programs=Programs(model, sizes), scheduler=scheduler)
+def _nothing() -> None:
+    """There is no bound to be lifted."""
 
 
-def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
-    """The programs that a request needs if it comes alone, and asks for nothing unusual."""
-    scheduler, shapes = engine.scheduler, [Shape("admit")]
-    while prompt > 1:
-        count = scheduler.filling(min(scheduler.chunk, prompt))
-        shapes.append(Shape("logits", engine.size_of(count), 1))
-        prompt -= count
-    chosen = Shape("choose", chosen=1, stages=PLAIN)
-    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=PLAIN)]
+def _family(opened: Opened) -> str:
+    """Where the specification, or a GGUF file, says it."""
+    path, named = Path(opened.spec.path), None
+    if path.suffix == ".toml":
+        named = read_toml(path).get("family")
+    return str(named or opened.checkpoint.metadata.get("general.architecture", ""))
 
 
-def all_shapes(engine: Engine) -> list[Shape]:
-    """The programs that requests of every kind but beam and contrastive search may need."""
-    if not engine.model.caches:
-        return []
-    slots = engine.programs.sizes.slots
-    counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
-    flat = [
-        Shape("logits", size, chosen)
-        for size in engine.scheduler.sizes
-        for chosen in sorted({1, engine.chosen_count(size, 2)})
-    ]
-    shapes = [Shape("admit"), Shape("copy"), *flat]
-    choices = sorted({shape.chosen for shape in flat})
-    for stages in (PLAIN, STAGES):
-        shapes += [Shape("choose", chosen=count, stages=stages) for count in choices]
-        shapes += [Shape("decode", count, stages=stages) for count in counts]
-    return shapes
+def _stored(opened: Opened) -> str:
+    """How weights are kept: as asked, else as most of the file is."""
+    asked, sizes = opened.spec.quantization.weights, Counter[str]()
+    for tensor in opened.checkpoint.tensors.values():
+        sizes[tensor.type.lower()] += tensor.nbytes
+    return asked if asked.startswith("q") else next((t for t, _ in sizes.most_common(1)), asked)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, cast
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -15,16 +14,18 @@ from jaxtyping import Float
 
 from jinfer.engine.answers import best, taken, whole
 from jinfer.engine.collector import paused
-from jinfer.engine.engine import Engine
-from jinfer.engine.forward import encode, forward
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.engine.thread import Stats
-from jinfer.frontend import Frontend, Prepared, Prompt
-from jinfer.model import Want
+from jinfer.frontend import Frontend, Prepared
+from jinfer.inputs import Ids, Params, Prompt, prompts
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling, cut, pool
+from jinfer.results import Result, results
+from jinfer.sampling.keywords import ChatKeywords, Sampling
 from jinfer.sampling.params import SamplingParams
+
+Prompts = Prompt | Sequence[Prompt]
 
 
 class LLM:
@@ -44,6 +45,7 @@ class LLM:
         source: str | Path,
         *,
         progress: bool = False,
+        threads: int | None = None,
         first: Callable[[LLM], list[int]] | None = None,
         **overrides: Any,
     ) -> None:
@@ -53,6 +55,9 @@ class LLM:
             source: a specification, a checkpoint folder, a .gguf, a llama2.c .bin,
                 `package://module/file` or `hf://owner/name`.
             progress: show a bar while weights load.
+            threads: cores of the CPU that may compute. The bound is the process's: of several
+                open models the least counts, and XLA's own pools keep the size that they had when
+                XLA started. None: all that the process may use.
             first: gives the token ids of a prompt that will come first, with the default
                 parameters: its programs are compiled while the weights load.
             **overrides: any key of the specification, dotted names in a `**{...}`:
@@ -63,18 +68,21 @@ class LLM:
                 line that names the file, the key or tensor, and what to do.
         """
         start = None if first is None else lambda frontend: first(self._with(frontend))
-        self._with(Frontend(source, overrides, progress=progress, first=start))
+        self._with(Frontend(source, overrides, progress=progress, threads=threads, first=start))
         self.load_seconds = self.frontend.load_seconds
 
     def _with(self, frontend: Frontend) -> LLM:
         opened = frontend.opened
-        self.frontend, self._opened, self._engine = frontend, opened, frontend.engine
+        self.frontend, self._engine = frontend, frontend.engine
         self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
         return self
 
     def close(self) -> None:
-        """Ends what runs, and the thread that runs it; the model cannot be used afterwards."""
-        self.frontend.thread.close()
+        """Ends what runs, and gives the memory back; the model cannot be used afterwards.
+
+        A model that nobody refers to any more does so by itself.
+        """
+        self.frontend.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -103,32 +111,36 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        params: Params | Sequence[Params] | None = None,
         *,
-        decoder_prefix: Sequence[int] = (),
+        decoder_prefix: Ids = (),
         language: str | None = None,
         special: bool | None = None,
+        **sampling: Unpack[Sampling],
     ) -> list[Completion]:
         """Continues prompts, several at a time; of an encoder-decoder, answers them.
 
         Args:
-            prompts: texts, or lists of token ids; a single one counts as a list of one. An
-                encoder-decoder reads them with its encoder.
-            params: for all, or one for each; None: the specification's `[generation]`.
+            prompts: texts, lists or arrays of token ids, or conversations, which are answered; a
+                single one counts as a list of one. An encoder-decoder reads them with its encoder.
+            params: for all, or one for each; a dictionary lies over the specification's
+                `[generation]`, `SamplingParams` replace it.
             decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
             language: of the answer, for a model that translates; its token joins the prefix.
             special: as `encode`.
+            **sampling: fields of `SamplingParams`, over `params`: `max_tokens=50`.
 
         Returns:
             `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
             order; of several, the likeliest first where `best_of` had more computed.
 
         Raises:
-            RequestError: a prompt is empty or too long, or there is no tokenizer for a text.
+            RequestError: a prompt is empty or too long, or there is no tokenizer for a text, or
+                a parameter is wrong.
         """
-        listed = self.listed(prompts, params)
+        listed = self.listed(prompts, params, **sampling)
         prefix = self.frontend.prefix(decoder_prefix, language)
         prepared = [
             self.frontend.prepare(self.encode(prompt, special=special), chosen, prefix)
@@ -146,31 +158,28 @@ class LLM:
 
     def listed(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        given: Prompts,
+        params: Params | Sequence[Params] | None,
+        **sampling: Unpack[Sampling],
     ) -> list[tuple[Prompt, SamplingParams]]:
         """Each prompt with its parameters. Raises `RequestError` where their numbers differ."""
-        every = _as_list(prompts)
-        each = params if isinstance(params, Sequence) else [params or self.params()] * len(every)
+        every = prompts(given)
+        each: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
         if len(each) != len(every):
             raise RequestError(f"{len(every)} prompts, but {len(each)} sampling parameters")
-        return list(zip(every, each, strict=True))
+        chosen = [self.frontend.sampling(one, sampling) for one in each]
+        return list(zip(every, chosen, strict=True))
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self, prompt: Prompt, params: Params | None = None, **sampling: Unpack[Sampling]
     ) -> Generator[Chunk]:
-        """Continues a prompt, or answers a conversation, piece by piece.
+        """Continues a prompt, or answers a conversation, piece by piece; arguments as `generate`.
 
         Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
         """
-        return self._stream(self.streamed(prompt, params))
+        return self._stream(self.streamed(prompt, self.frontend.sampling(params, sampling)))
 
-    def streamed(
-        self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None,
-        **more: Any,
-    ) -> Prepared:
+    def streamed(self, prompt: Prompt, params: SamplingParams | None, **more: Any) -> Prepared:
         """A request whose answer is one that comes in pieces.
 
         Args:
@@ -184,27 +193,33 @@ class LLM:
         return prepared[0]
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **variables: Any
+        self,
+        messages: str | Sequence[Message],
+        params: Params | None = None,
+        **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """Answers a conversation.
 
         Args:
-            messages: `{"role": "user", "content": "..."}` and so on.
-            **variables: for the chat template, such as `tools`; and `special=True`: special tokens
-                that are written in messages count, which else are text.
+            messages: `{"role": "user", "content": "..."}` and so on; content may be a list of
+                parts `{"type": "text", "text": "..."}`. A text is a message of the user.
+            params: as `generate`.
+            **keywords: fields of `SamplingParams`; variables of the chat template, such as
+                `tools`, or all of them in `variables`; and `special=True`: special tokens that are
+                written in messages count, which else are text.
 
         Raises:
-            RequestError: as `generate`; or the model has no chat template.
-            TemplateError: the template refuses the conversation.
+            RequestError: as `generate`; or nobody knows a keyword.
+            TemplateError: there is no chat template, or it refuses the conversation.
         """
-        ids = self.encode_chat(messages, **variables)
-        return self.generate([ids], params)[0]
+        ids, chosen = self.frontend.chat(messages, params, keywords)
+        return self.generate(ids, chosen)[0]
 
     def logits(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         *,
-        encoder_ids: Sequence[Prompt] | None = None,
+        encoder_ids: Prompts | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Float[np.ndarray, "tokens vocab"]]:
         """The logits after every token of each prompt, float32; of a masked model, at each token.
@@ -220,7 +235,7 @@ class LLM:
         return self._forward(prompts, "logits", encoder_ids, token_type_ids)
 
     def score(
-        self, prompts: Sequence[Prompt], *, encoder_ids: Sequence[Prompt] | None = None
+        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
     ) -> list[Float[np.ndarray, " tokens-1"]]:
         """The log-probability of every token of each prompt given those before it, float32.
 
@@ -237,9 +252,9 @@ class LLM:
 
     def hidden(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         *,
-        encoder_ids: Sequence[Prompt] | None = None,
+        encoder_ids: Prompts | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Float[np.ndarray, "tokens hidden"]]:
         """The last hidden state of every token of each prompt, float32; arguments as `logits`."""
@@ -247,7 +262,7 @@ class LLM:
 
     def pooled(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         *,
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> Float[np.ndarray, "texts hidden"]:
@@ -256,7 +271,7 @@ class LLM:
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompts,
         *,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
@@ -271,10 +286,10 @@ class LLM:
                 decoder.
             normalize: to length 1; None: as the checkpoint says, else yes.
         """
-        limit = min(self.context, self._opened.pooling.max_tokens or self.context)
-        ids = [cut(self.encode(text), limit) for text in _as_list(texts)]
+        limit = min(self.context, self.frontend.opened.pooling.max_tokens or self.context)
+        ids = [cut(self.encode(text), limit) for text in prompts(texts)]
         hidden = self._forward(ids, "hidden", None, token_type_ids)
-        own = self._opened.pooling
+        own = self.frontend.opened.pooling
         unit = own.normalize if normalize is None else normalize
         return pool(hidden, pooling or own.take, unit, own.projections)
 
@@ -301,9 +316,7 @@ class LLM:
         text = self.frontend.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
-    def encode(
-        self, prompt: Prompt | Sequence[Message], *, special: bool | None = None
-    ) -> list[int]:
+    def encode(self, prompt: Prompt, *, special: bool | None = None) -> list[int]:
         """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
 
         Args:
@@ -315,18 +328,26 @@ class LLM:
         """
         return self.frontend.encode(prompt, special=special)
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer; arguments as `chat`."""
+    def encode_chat(self, messages: str | Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        Args:
+            messages: as `chat`.
+            **variables: for the chat template; and `special`.
+        """
         return self.frontend.encode_chat(messages, **variables)
 
     @property
     def can_chat(self) -> bool:
         """Whether there is a tokenizer and a chat template."""
-        return self.tokenizer is not None and self._opened.conversation.has_template
+        return self.tokenizer is not None and self.frontend.opened.conversation.has_template
 
     def params(self, **changes: Any) -> SamplingParams:
         """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
         return self.frontend.params(**changes)
+
+    def __repr__(self) -> str:
+        return f"LLM({self.frontend.described()})"
 
     def _repr_html_(self) -> str:
         """The model as a notebook shows it: its wiring and sizes."""
@@ -350,44 +371,9 @@ class LLM:
 
     def _forward(
         self,
-        prompts: Sequence[Prompt],
-        want: Literal["logits", "hidden", "pooled", "score"],
-        encoder_ids: Sequence[Prompt] | None,
+        prompts: Prompts,
+        want: Result,
+        encoder_ids: Prompts | None,
         token_type_ids: Sequence[Sequence[int]] | None,
     ) -> list[np.ndarray]:
-        texts = [self.encode(prompt) for prompt in _as_list(prompts)]
-        for ids in texts:
-            self.frontend.check_text(ids)
-        if self.spec.decoder is None:
-            if want not in {"hidden", *self.spec.stacks[0].head.results}:
-                raise RequestError(f"the model has no head that gives {want}")
-            types = token_type_ids or [[0] * len(ids) for ids in texts]
-            if [len(row) for row in types] != [len(ids) for ids in texts]:
-                raise RequestError("token_type_ids must be as long as the texts")
-            return self._run(lambda engine: encode(engine, texts, types, cast("Want", want)))
-        if want == "pooled":
-            raise RequestError("the model has no pooler; use embed")
-        encoders: list[list[int]] = [[]] * len(texts)
-        if self._engine.model.has_cross_attention:
-            encoders = [self.encode(prompt) for prompt in _as_list(encoder_ids or [])]
-            if len(encoders) != len(texts):
-                raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
-            for ids in encoders:
-                self.frontend.check_text(ids)
-        pairs = list(zip(texts, encoders, strict=True))
-        if want == "score" and any(len(ids) < 2 for ids in texts):
-            raise RequestError("a prompt to be scored needs at least two tokens")
-        return [self._run(partial(_forward, pair, want)) for pair in pairs]
-
-    def _run(self, job: Callable[[Any], Any]) -> Any:
-        return self.frontend.thread.run(job)
-
-
-def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> np.ndarray:
-    return forward(engine, pair[0], want, pair[1])
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
-        return [prompts]
-    return list(prompts)
+        return results(self.frontend, prompts, want, encoder_ids, token_type_ids)

@@ -2,9 +2,7 @@
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.generate import main
+from tests.terminal.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -89,39 +88,6 @@ def test_a_prompt_from_standard_input() -> None:
     assert (done.returncode, done.stdout) == (0, ANSWER + "\n")
 
 
-class Terminal:
-    """A program that believes it runs in a terminal."""
-
-    def __init__(self, *command: str) -> None:
-        self.file, theirs = pty.openpty()
-        self.program = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True
-        )
-        os.close(theirs)
-        self.seen = ""
-
-    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
-        """Reads until what the program has printed since the last call matches."""
-        end = time.monotonic() + seconds
-        while (found := re.search(pattern, self.seen)) is None:
-            ready = select.select([self.file], [], [], max(0, end - time.monotonic()))[0]
-            assert ready, f"{pattern!r} did not come; the program printed {self.seen!r}"
-            try:
-                self.seen += os.read(self.file, 4096).decode(errors="replace")
-            except OSError as error:  # the program has ended
-                raise AssertionError(f"ended without {pattern!r}: {self.seen!r}") from error
-        self.seen = self.seen[found.end() :]
-        return found
-
-    def type(self, line: str) -> None:
-        os.write(self.file, line.encode())
-
-    def status(self) -> int:
-        status = self.program.wait(timeout=60)
-        os.close(self.file)
-        return status
-
-
 def test_chat_in_a_terminal() -> None:
     """Messages, history, Ctrl-C that stops an answer and not the program, Ctrl-D that ends."""
     terminal = Terminal(sys.executable, "-m", "jinfer.generate", SPEC, "--chat")
@@ -160,6 +126,40 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
     assert program.returncode == 130
     assert "Traceback" not in errors
     assert "tokens/s" in errors
+
+
+@pytest.mark.parametrize(
+    ("module", "seconds"),
+    [
+        ("jinfer.sampling.names", 0),
+        ("jax._src.core", 0),
+        ("flax.nnx", 0),
+        ("jinfer.llm", 0),
+        ("jinfer.terminal.run", 0.2),
+        ("jinfer.terminal.run", 1),
+        ("jinfer.terminal.run", 2),
+    ],
+)
+def test_ctrl_c_while_it_starts(module: str, seconds: float) -> None:
+    """While modules are imported, the model is opened, weights are loaded, programs compiled."""
+    program = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "jinfer.generate", SPEC, "--prompt", "Hi"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "JINFER_CACHE": "off", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+    )
+    assert program.stderr is not None
+    for line in program.stderr:
+        if line.rstrip().endswith(f" {module}"):
+            break
+    time.sleep(seconds)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 130, errors[-2000:]
+    assert "Traceback" not in errors
 
 
 def test_a_reader_that_goes_away() -> None:

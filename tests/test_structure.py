@@ -29,9 +29,9 @@ LEVELS = [
     {"weights", "partition", "sampling"},
     {"engine", "speculate"},
     {"opening"},
-    {"errors", "frontend"},
+    {"assembly", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
-    {"async_llm"},
+    {"async_llm", "terminal"},
     {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -33,7 +33,7 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.cpu import library_cache as cache
-from jinfer.cpu.cores import usable_cores
+from jinfer.cpu.cores import most_threads, usable_cores
 
 type Isa = Literal["portable", "avx2", "avx512"]
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
@@ -115,6 +115,11 @@ def _build() -> Path:
     return place.kept
 
 
+def opened_already() -> ctypes.CDLL | None:
+    """The library where it is in use already; it is not opened for this."""
+    return _library() if _opened.cache_info().currsize else None
+
+
 def _library() -> ctypes.CDLL | None:
     # Programs are traced by several threads, and all of them ask at once.
     with _lock:
@@ -130,7 +135,7 @@ def _opened() -> ctypes.CDLL | None:
     except (BuildError, OSError, AttributeError) as error:
         _log.warning("no custom calls: models run several times slower (%s)", error)
         return None
-    library.jinfer_limit_threads(usable_cores())
+    library.jinfer_limit_threads(most_threads())
     lower = os.environ.get(LOWER, "")
     if lower in ISAS:
         library.jinfer_limit_isa(ISAS.index(lower))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 _ROOT = Path("/")
+bounds: dict[int, int] = {}  # that are in force: see `jinfer.cpu.threads`
 
 
 def usable_cores(root: Path = _ROOT) -> int:
@@ -20,6 +21,11 @@ def usable_cores(root: Path = _ROOT) -> int:
     allowed = getattr(os, "sched_getaffinity", None)
     cores = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
     return max(1, math.ceil(min(cores, cpu_quota(root))))
+
+
+def most_threads() -> int:
+    """Threads that may compute: a core each, no more than any bound that is in force."""
+    return min([usable_cores(), *bounds.values()])
 
 
 def cpu_quota(root: Path = _ROOT) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
+from jinfer.engine.memory import trim
 from jinfer.engine.programs import Programs, Shape
 from jinfer.engine.requests import Request, Token
 from jinfer.engine.state import State
@@ -56,6 +57,12 @@ class Device:
         if self._cache is None:
             self._cache = self.programs.empty_cache()
         return self._cache
+
+    def release(self) -> None:
+        """Gives the memory of weights, cache, state and programs back; nothing runs afterwards."""
+        self.leaves, self._cache, self._state = (), None, None
+        self.programs.release()
+        trim()
 
     def keep_cache(self, cache: Cache) -> None:
         """Takes the pools back."""

@@ -68,6 +68,15 @@ class Engine(Device):
         """Whether it was admitted, and its request goes on."""
         return self._sequences.get(sequence.request.id) is sequence and sequence.held is not None
 
+    def release(self) -> None:
+        """As `Device.release`."""
+        super().release()
+        self._launched.clear()
+        self._progress.clear()
+        self._guides.computed = None
+        # Else the two keep each other.
+        self.scheduler.on_release = _nobody
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
@@ -91,7 +100,7 @@ class Engine(Device):
             request,
             self._arrivals,
             list(request.prompt),
-            seed=self._seed(request),
+            seed=request.seed(self.model.steady),
             driven=driver is not None,
             guided=matcher is not None,
         )
@@ -231,16 +240,6 @@ class Engine(Device):
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.drop(self, sequence.request.id)
 
-    def _seed(self, request: Request) -> bytes:
-        """What the blocks of a request depend on beside its tokens."""
-        steady = self.model.steady
-        stretched = (
-            len(request.prompt) if steady is not None and len(request.prompt) > steady else 0
-        )
-        if not request.encoder and not stretched:
-            return b""
-        return np.array([stretched, *request.encoder], np.int64).tobytes()
-
     def _admit(self, plan: Plan) -> None:
         self.copy(plan.copies)
         for sequence in plan.admitted:
@@ -283,14 +282,11 @@ class Engine(Device):
         if plan.empty:
             return False
         for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
-            self._slide(sequence)
+            assert sequence.held is not None, "it is planned"
+            first = min(sequence.computed, len(sequence.tokens) - 1)
+            self.scheduler.blocks.slide(sequence.held, first)
         guided = any(sequence.guided for sequence in plan.decoding)
         return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
-
-    def _slide(self, sequence: Running) -> None:
-        assert sequence.held is not None, "it is planned"
-        first = min(sequence.computed, len(sequence.tokens) - 1)
-        self.scheduler.blocks.slide(sequence.held, first)
 
     def _mixed(self, plan: Plan) -> bool:
         rows = [(s.slot, -1) for s in plan.decoding]
@@ -396,3 +392,7 @@ class Engine(Device):
         if launched.decodes:
             self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now
+
+
+def _nobody(sequence: Running) -> None:
+    """Told of what a scheduler releases that has no engine any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,10 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason
     usage: Usage
+
+    def __repr__(self) -> str:
+        text = reprlib.repr(self.text)
+        return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
 
 
 @dataclass

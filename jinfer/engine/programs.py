@@ -112,6 +112,13 @@ class Programs:
                 pool.shutdown(wait=False)
             return [self._futures[shape] for shape in wanted]
 
+    def release(self) -> None:
+        """Lets all programs go; those that are not compiled yet never will be."""
+        with self._lock:
+            for future in self._futures.values():
+                future.cancel()
+            self._futures.clear()
+
     def ready(self, shape: Shape) -> bool:
         """Whether a program can be had without waiting; if not, it will be."""
         return self.announce([shape])[0].done()

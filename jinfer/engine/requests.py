@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from jinfer.sampling.params import SamplingParams
 
 # "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
@@ -52,6 +54,18 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     reuse: bool = True
+
+    def seed(self, steady: int | None) -> bytes:
+        """What its blocks depend on beside its tokens.
+
+        Args:
+            steady: tokens of a prompt up to which positions do not depend on its length.
+        """
+        length = len(self.prompt)
+        stretched = length if steady is not None and length > steady else 0
+        if not self.encoder and not stretched:
+            return b""
+        return np.array([stretched, *self.encoder], np.int64).tobytes()
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class EngineThread:
         self._loop = _Loop(engine, tokenizer, weakref.ref(self))
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._stop = weakref.finalize(self, self._loop.inbox.put, None)
+        self._stop = weakref.finalize(self, self._loop.stop)
 
     def submit(
         self,
@@ -100,7 +100,7 @@ class EngineThread:
         return self._loop.stats()
 
     def close(self) -> None:
-        """Ends all requests, and the thread."""
+        """Ends all requests, and the thread; the engine gives its memory back."""
         self._stop()
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
@@ -111,22 +111,28 @@ class EngineThread:
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
+                    self._loop.started = True
                     self._thread = threading.Thread(
                         target=self._loop.run, name="jinfer-engine", daemon=True
                     )
                     self._thread.start()
                     _running.add(self)
+                    _threads.add(self._thread)
         self._loop.inbox.put(message)
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """A thread that still computes while the interpreter ends would crash it."""
-    for thread in list(_running):
-        thread.close()
+    for owner in list(_running):
+        owner.close()
+    for thread in list(_threads):  # also those whose owner was forgotten a moment ago
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 @dataclass
@@ -142,6 +148,14 @@ class _Loop:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    started: bool = False
+
+    def stop(self) -> None:
+        """Ends the thread, whether or not it was ever needed; also when the owner is forgotten."""
+        if self.started:
+            self.inbox.put(None)
+        else:
+            self.engine.release()
 
     def run(self) -> None:
         """Until there is a None in the inbox."""
@@ -150,10 +164,16 @@ class _Loop:
             if self.engine.busy:
                 self._expire()
                 self._step()
+        # What came at the same time as the end has an answer too.
+        while not self.inbox.empty():
+            if (message := self.inbox.get()) is not None:
+                message(self)
         for request in list(self.generations):
             self._fail(request, RequestError("the model was closed while it answered"))
         for _, future in self.jobs:
-            future.cancel()
+            future.set_exception(RequestError("the model was closed; open it again"))
+        self.jobs.clear()
+        self.engine.release()
 
     def _receive(self) -> bool:
         """Takes all messages; waits for one where there is nothing to do. False: the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class Conversation:
     def has_template(self) -> bool:
         """Whether messages can be encoded."""
         return bool(self.prompt.template or self.jinja)
+
+    def reads(self, name: str) -> bool:
+        """Whether the template knows a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.jinja or "") is not None
 
     def encode(
         self,

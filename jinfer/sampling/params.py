@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -34,6 +34,7 @@ _LISTS = (
     "allowed_token_ids",
     "choice",
 )
+_ABSENT = ("samplers", "allowed_token_ids", "choice")  # of these, which may be None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +187,16 @@ class SamplingParams:
                 plain[name] = (value,)
             elif isinstance(value, Iterable) and not isinstance(value, str):
                 plain[name] = tuple(value)
+            elif not isinstance(value, str) and (value is not None or name not in _ABSENT):
+                raise ValueError(f"{name} must be a list, not {value!r}")
         if self.samplers is not None:
             plain["samplers"] = tuple(map(own_sampler, plain.get("samplers", ())))
-        plain["bad_words_ids"] = tuple(map(tuple, self.bad_words_ids))
-        bias: Any = self.logit_bias or ()
+        plain["bad_words_ids"] = _each(
+            "bad_words_ids", "lists of token ids", tuple, self.bad_words_ids
+        )
+        bias: Any = () if self.logit_bias is None else self.logit_bias
         pairs = bias.items() if isinstance(bias, Mapping) else bias
-        # JSON has texts as keys.
-        plain["logit_bias"] = tuple((int(id) if _digits(id) else id, value) for id, value in pairs)
+        plain["logit_bias"] = _each("logit_bias", "id -> number", _pair, pairs)
         return plain
 
     def _ranges(self) -> Iterable[tuple[str, bool, str]]:
@@ -285,5 +289,14 @@ def _ids(values: Iterable[Any]) -> bool:
     return all(map(is_id, values))
 
 
-def _digits(key: Any) -> bool:
-    return isinstance(key, str) and key.isdecimal()
+def _each(name: str, expected: str, make: Callable[[Any], Any], values: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(make(value) for value in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be {expected}, not {values!r}") from None
+
+
+def _pair(pair: Any) -> tuple[Any, Any]:
+    """An id and its bias; JSON has texts as keys."""
+    id, value = pair
+    return int(id) if isinstance(id, str) and id.isdecimal() else id, value

@@ -231,7 +231,7 @@ def test_the_tokenizer_of_a_gguf_file_goes_along(tmp_path: Path) -> None:
     assert wanted.tokenizer is not None
     assert ours.tokenizer is not None
     assert ours.encode("abc def") == wanted.encode("abc def")
-    assert ours._opened.checkpoint.metadata == wanted._opened.checkpoint.metadata
+    assert ours.frontend.opened.checkpoint.metadata == wanted.frontend.opened.checkpoint.metadata
 
 
 def test_the_tokenizer_of_llama2c_goes_along(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""A bound on the threads of the CPU that compute."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import jax
+
+from jinfer.cpu import threads
+
+_VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
+_log = logging.getLogger("jinfer")
+
+
+def bound(count: int) -> Callable[[], None]:
+    """At most so many threads from now on, in the whole process, until the result is called.
+
+    XLA's own pools are sized once, when it starts: they are bounded if it has not started yet, and
+    keep their size; custom calls follow the least of all bounds that are in force.
+    """
+    lift = threads.bound(count)
+    if not _started():
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(count)
+        try:
+            jax.local_devices()
+        finally:
+            del os.environ[_VARIABLE]
+            if before is not None:
+                os.environ[_VARIABLE] = before
+    elif count < (_pool() or count + 1):
+        _log.warning(
+            "XLA started before threads=%d was said, with more: only the custom calls keep to it",
+            count,
+        )
+    return lift
+
+
+def _started() -> bool:
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _pool() -> int | None:
+    """Threads of XLA's pool; None where that cannot be found out."""
+    tasks = "/proc/self/task"
+    try:
+        names = []
+        for task in os.listdir(tasks):
+            with open(f"{tasks}/{task}/comm", encoding="utf-8") as file:
+                names.append(file.read().strip())
+    except OSError:
+        return None
+    return names.count("tf_XLAEigen") or None

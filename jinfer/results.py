@@ -1,0 +1,60 @@
+"""What a model computes of whole prompts: logits, scores, hidden and pooled states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from jinfer.engine.engine import Engine
+from jinfer.engine.forward import encode, forward
+from jinfer.engine.requests import RequestError
+from jinfer.frontend import Frontend
+from jinfer.inputs import prompts
+from jinfer.model import Want
+
+Result = Literal["logits", "hidden", "pooled", "score"]
+
+
+def results(
+    frontend: Frontend,
+    given: object,
+    want: Result,
+    encoder_given: object | None,
+    token_type_ids: Sequence[Sequence[int]] | None,
+) -> list[np.ndarray]:
+    """A result of each prompt; arguments as `LLM.logits`. Raises `RequestError`."""
+    spec = frontend.opened.spec
+    texts = _encoded(frontend, given)
+    if spec.decoder is None:
+        if want not in {"hidden", *spec.stacks[0].head.results}:
+            raise RequestError(f"the model has no head that gives {want}")
+        types = token_type_ids or [[0] * len(ids) for ids in texts]
+        if [len(row) for row in types] != [len(ids) for ids in texts]:
+            raise RequestError("token_type_ids must be as long as the texts")
+        job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
+        return frontend.thread.run(job)
+    if want == "pooled":
+        raise RequestError("the model has no pooler; use embed")
+    encoders: list[list[int]] = [[]] * len(texts)
+    if frontend.engine.model.has_cross_attention:
+        encoders = [] if encoder_given is None else _encoded(frontend, encoder_given)
+        if len(encoders) != len(texts):
+            raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
+    pairs = list(zip(texts, encoders, strict=True))
+    if want == "score" and any(len(ids) < 2 for ids in texts):
+        raise RequestError("a prompt to be scored needs at least two tokens")
+    return [frontend.thread.run(partial(_forward, pair, want)) for pair in pairs]
+
+
+def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
+    encoded = [frontend.encode(prompt) for prompt in prompts(given)]
+    for ids in encoded:
+        frontend.check_text(ids)
+    return encoded
+
+
+def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> np.ndarray:
+    return forward(engine, pair[0], want, pair[1])

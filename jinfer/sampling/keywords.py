@@ -1,0 +1,116 @@
+"""Sampling parameters as keywords and as dictionaries, beside `SamplingParams` or over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal, TypedDict
+
+from jinfer.sampling.names import PARAMETERS, Strategy, own_names
+from jinfer.sampling.params import SamplingParams
+
+
+class Sampling(TypedDict, total=False):
+    """The fields of `SamplingParams`, each of which may be left out."""
+
+    strategy: Strategy
+    samplers: tuple[str, ...] | list[str] | None
+    temperature: float | None
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    tfs_z: float
+    top_a: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str | int, ...] | list[str | int]
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None
+    banned_token_ids: tuple[int, ...] | list[int]
+    allowed_token_ids: tuple[int, ...] | list[int] | None
+    bad_words: tuple[str, ...] | list[str]
+    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]]
+    fsd_alpha: float
+    fsd_k: int
+    fsd_n: int
+    fsd_beta: float
+    fsd_pool: int
+    random_fsd_tokens: int
+    random_fsd_probability: float
+    penalty_alpha: float
+    beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    n: int
+    best_of: int | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    ignore_eos: bool
+    logprobs: int | None
+    json_schema: str | Mapping[str, Any] | bool | None
+    regex: str | None
+    choice: tuple[str, ...] | list[str] | None
+    grammar: str | None
+
+
+class ChatKeywords(Sampling, total=False):
+    """What `chat` takes beside a conversation: sampling, and what templates commonly know.
+
+    A template's own variables may be given too, by name or in `variables`.
+    """
+
+    special: bool
+    tools: list[Any] | tuple[Any, ...] | None
+    documents: list[Any] | tuple[Any, ...] | None
+    add_generation_prompt: bool
+    enable_thinking: bool
+    reasoning_effort: str
+    variables: Mapping[str, Any]
+
+
+FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a name is that of a parameter, jinfer's or another engine's."""
+    return name in FIELDS or name in PARAMETERS
+
+
+def laid_over(
+    defaults: Mapping[str, Any],
+    params: SamplingParams | Mapping[str, Any] | None,
+    changes: Mapping[str, Any],
+) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        defaults: what holds where a request says nothing; not beside `SamplingParams`, which say
+            all there is to say.
+        params: the request's.
+        changes: over them.
+
+    Raises:
+        ValueError: as `SamplingParams`.
+    """
+    if isinstance(params, SamplingParams):
+        return replace(params, **own_names(changes)) if changes else params
+    return SamplingParams(
+        **{**own_names(defaults), **own_names(params or {}), **own_names(changes)}
+    )

@@ -1,0 +1,161 @@
+"""The commands of a chat: a table, and a function for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinfer.engine.requests import RequestError
+from jinfer.guard.files import FileRefused, read_regular
+from jinfer.inputs import messages
+from jinfer.sampling.names import own_names
+from jinfer.spec.errors import nearest
+from jinfer.spec.files import parse_override
+
+if TYPE_CHECKING:
+    from jinfer.terminal.chat import Chat
+
+MAX_BYTES = 16 << 20  # of a conversation in a file
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        run: gets the chat and what stood after the command.
+        takes: what that is, in brackets where it may be left out; "": nothing.
+        help: what it does.
+    """
+
+    run: Callable[[Chat, str], None]
+    takes: str
+    help: str
+
+
+def follow(chat: Chat, line: str) -> None:
+    """Does what a line that begins with / says. Raises `RequestError` where it cannot."""
+    name, _, rest = line.removeprefix("/").partition(" ")
+    rest = rest.strip()
+    command = COMMANDS.get(ALIASES.get(name, name))
+    if command is None:
+        listing = nearest(f"/{name}", (f"/{known}" for known in COMMANDS))
+        raise RequestError(
+            f'there is no /{name}; {listing}; a message that begins with / goes between """'
+        )
+    if rest and not command.takes:
+        raise RequestError(f"/{name} takes nothing")
+    if not rest and command.takes and not command.takes.startswith("["):
+        raise RequestError(f"/{name} needs {command.takes}")
+    command.run(chat, rest)
+
+
+def _help(chat: Chat, rest: str) -> None:
+    for name, command in COMMANDS.items():
+        print(f"  {f'/{name} {command.takes}':22} {command.help}")
+    print('  a line that ends in \\ goes on in the next one; """ begins and ends several lines')
+
+
+def _exit(chat: Chat, rest: str) -> None:
+    chat.ended = True
+
+
+def _reset(chat: Chat, rest: str) -> None:
+    chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
+
+
+def _undo(chat: Chat, rest: str) -> None:
+    _take_back(chat)
+    print(f"({len(chat.messages)} messages are left)")
+
+
+def _retry(chat: Chat, rest: str) -> None:
+    params, before = chat.params(), chat.messages
+    asked = _take_back(chat)
+    if not params.draws or params.seed is not None:
+        print("(the same answer comes again: /set temperature=0.8, or /set seed=none)")
+    try:
+        chat.answer(asked)
+    except BaseException:
+        chat.messages = before
+        raise
+
+
+def _take_back(chat: Chat) -> str:
+    """The last question, which the conversation forgets with its answer."""
+    for place in reversed(range(len(chat.messages))):
+        if chat.messages[place]["role"] == "user":
+            asked = str(chat.messages[place]["content"])
+            chat.messages = chat.messages[:place]
+            return asked
+    raise RequestError("there is no question yet")
+
+
+def _system(chat: Chat, text: str) -> None:
+    others = [m for m in chat.messages if m["role"] != "system"]
+    chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
+    print("(from now on)" if text else "(none but the model's own)")
+
+
+def _save(chat: Chat, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.exists() and path != chat.file:
+        raise RequestError(f"{name}: there is such a file; give another name")
+    try:
+        text = json.dumps(chat.messages, ensure_ascii=False, indent=1)
+        path.write_text(text + "\n", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RequestError(f"{name}: {error.strerror}") from None
+    chat.file = path
+    print(f"({len(chat.messages)} messages in {name})")
+
+
+def _load(chat: Chat, name: str) -> None:
+    path = Path(name).expanduser()
+    try:
+        found = json.loads(read_regular(path, MAX_BYTES))
+        chat.messages = messages(found if isinstance(found, list) else None)
+    except FileRefused as error:
+        raise RequestError(f"{name}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name}: is no conversation: {error}") from None
+    chat.file = path
+    print(f"({len(chat.messages)} messages)")
+
+
+def _set(chat: Chat, setting: str) -> None:
+    if not setting:
+        print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
+        return
+    ((name, value),) = parse_override(setting).items()
+    new = own_names({name.replace("-", "_"): None if value in ("none", "null") else value})
+    chat.params(**new)
+    chat.sampling |= new
+
+
+def _stats(chat: Chat, rest: str) -> None:
+    stats, usage = chat.llm.stats(), chat.llm.last_usage
+    used = usage.prompt_tokens + usage.completion_tokens if chat.messages else 0
+    print(f"{len(chat.messages)} messages, {used} of {chat.llm.frontend.room} tokens")
+    print(
+        f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them cached, "
+        f"{stats.new_tokens} of answers; {stats.compilations} programs"
+    )
+
+
+COMMANDS: Mapping[str, Command] = {
+    "help": Command(_help, "", "this list"),
+    "exit": Command(_exit, "", "ends; so do exit, quit and Ctrl-D"),
+    "reset": Command(_reset, "", "forgets the conversation"),
+    "retry": Command(_retry, "", "answers the last message again"),
+    "undo": Command(_undo, "", "takes the last message and its answer back"),
+    "system": Command(_system, "[TEXT]", "sets the system message; without TEXT there is none"),
+    "set": Command(_set, "[KEY=VALUE]", "sets a sampling parameter; alone: shows what is set"),
+    "save": Command(_save, "FILE", "writes the conversation as JSON"),
+    "load": Command(_load, "FILE", "goes on with a conversation from a file"),
+    "stats": Command(_stats, "", "tokens so far"),
+}
+ALIASES: Mapping[str, str] = {"quit": "exit", "clear": "reset", "?": "help"}

@@ -1,0 +1,145 @@
+"""Flags that contradict each other, or would do nothing: each is refused with the reason."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from jinfer.sampling.names import SAMPLERS
+from jinfer.sampling.params import SamplingParams
+from jinfer.terminal.flags import sampling, spelled
+
+
+class FlagError(ValueError):
+    """Flags that cannot be followed together: one line."""
+
+
+@dataclass(frozen=True)
+class _Never:
+    """A flag, others that cannot stand beside it, and why."""
+
+    flag: str
+    others: tuple[str, ...]
+    why: str
+
+
+_FILTERS = (
+    *("top_k", "top_p", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma"),
+    *("xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+_NEVER = (
+    _Never("ids", ("prompt", "prompt_file"), "both are the prompt"),
+    _Never("prompt", ("prompt_file",), "both are the prompt"),
+    _Never("ids", ("raw",), "token ids are continued as they are"),
+    _Never("ids", ("system",), "token ids are continued as they are"),
+    _Never("raw", ("system",), "the system message is a part of the chat template"),
+    _Never("greedy", ("strategy",), "both say how tokens are chosen"),
+    _Never("greedy", ("temperature", "seed", *_FILTERS), "nothing is left to chance"),
+    _Never("json_schema", ("regex", "choice", "grammar"), "an answer keeps to one of them"),
+    _Never("regex", ("choice", "grammar"), "an answer keeps to one of them"),
+    _Never("choice", ("grammar",), "an answer keeps to one of them"),
+)
+_CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of")
+# What a parameter does something with: one of some strategies, or another parameter that is on.
+_STRATEGIES = {
+    **dict.fromkeys(("beams", "length_penalty", "early_stopping"), ("beam",)),
+    **dict.fromkeys(("fsd_alpha", "fsd_k", "fsd_n", "fsd_beta", "fsd_pool"), ("fsd", "random_fsd")),
+    **dict.fromkeys(("random_fsd_tokens", "random_fsd_probability"), ("random_fsd",)),
+    "penalty_alpha": ("contrastive",),
+}
+_PARTNERS = {
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ("mirostat",)),
+    "xtc_threshold": ("xtc_probability",),
+    "dynatemp_exponent": ("dynatemp_range",),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        ("dry_multiplier",),
+    ),
+}
+
+
+def check(options: argparse.Namespace, chat: bool) -> None:
+    """Whether flags can stand side by side, before anything is opened.
+
+    Args:
+        chat: whether it is one, with or without its flag.
+
+    Raises:
+        FlagError: two that cannot.
+    """
+    given = {name for name, value in vars(options).items() if value is not None}
+    if options.list is not None and (others := sorted(given - {"list"})):
+        raise FlagError(f"--list shows a table and ends; leave out {_named(others[0])}")
+    if options.list is None and options.source is None:
+        raise FlagError("a source is missing: a spec, a checkpoint folder or file (--help)")
+    for never in _NEVER:
+        if never.flag in given and (other := _first(never.others, given)):
+            raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
+    if chat and (other := _first(_CHAT, given)):
+        why = "cannot go with --chat" if options.chat else "needs a prompt: --prompt or --ids"
+        raise FlagError(f"{_named(other)} {why}")
+    if options.chat and options.prompt == "-":
+        raise FlagError("--chat with --prompt -: the chat reads standard input itself")
+    if chat and options.ignore_eos and options.max_tokens is None:
+        raise FlagError("--ignore-eos in a chat needs --max-tokens: no answer would end")
+    if options.logprobs is not None and not options.json:
+        raise FlagError("--logprobs needs --json, which shows them")
+    _check_settings(options)
+
+
+def _check_settings(options: argparse.Namespace) -> None:
+    """--set beside a flag that sets the same key."""
+    keys = {f"generation.{name}": name for name in sampling(options)}
+    if options.system is not None:
+        keys["prompt.system"] = "system"
+    for text in options.set or ():
+        if (flag := keys.get(text.partition("=")[0].strip())) is not None:
+            raise FlagError(f"--set {text} with {_named(flag)}: both set the same")
+
+
+def check_effects(given: Collection[str], params: SamplingParams) -> None:
+    """Whether sampling parameters from flags do anything, given what a request will have.
+
+    Raises:
+        FlagError: one that does nothing.
+    """
+    for flag, why in _idle(given, params):
+        raise FlagError(f"{_named(flag)} does nothing here: {why}")
+    if "min_tokens" in given and params.max_tokens and params.min_tokens > params.max_tokens:
+        raise FlagError(f"--min-tokens is more than max_tokens ({params.max_tokens})")
+
+
+def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
+    for flag, strategies in _STRATEGIES.items():
+        if flag in given and params.strategy not in strategies:
+            yield flag, f"give --strategy {' or '.join(strategies)}"
+    for flag, partners in _PARTNERS.items():
+        if flag in given and not any(getattr(params, name) for name in partners):
+            yield flag, f"give {_named(partners[0])}"
+    if not params.draws:
+        why = f"nothing is drawn at {_sure(params)}"
+        for flag in ("seed", *_FILTERS):
+            if flag in given and not (flag == "top_k" and params.strategy == "contrastive"):
+                yield flag, why
+        if "temperature" in given and params.temperature and params.strategy != "fsd":
+            yield "temperature", why
+    for flag in SAMPLERS:
+        if flag in given and params.samplers is not None and flag not in params.samplers:
+            yield flag, "--samplers leaves it out"
+
+
+def _sure(params: SamplingParams) -> str:
+    if params.temperature == 0 and params.strategy not in ("greedy", "beam", "fsd", "contrastive"):
+        return "a temperature of 0"
+    strategy = "greedy" if params.strategy == "auto" else params.strategy
+    return f"strategy {strategy}; set a temperature"
+
+
+def _first(names: Collection[str], given: Collection[str]) -> str | None:
+    return next((name for name in names if name in given), None)
+
+
+def _named(name: str) -> str:
+    return "the source" if name == "source" else spelled(name)

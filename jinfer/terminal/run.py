@@ -1,0 +1,138 @@
+"""What the flags ask for, done: a table of models, an answer, several, a chat."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jinfer.engine.generation import Chunk
+from jinfer.engine.requests import RequestError
+from jinfer.errors import USER_ERRORS
+from jinfer.guard.files import FileRefused, read_regular
+from jinfer.llm import LLM
+from jinfer.opening import catalogue
+from jinfer.sampling.params import SamplingParams
+from jinfer.spec.files import parse_override
+from jinfer.spec.resolve import merge
+from jinfer.terminal import INTERRUPTED, answer
+from jinfer.terminal.chat import Chat
+from jinfer.terminal.conflicts import FlagError, check, check_effects
+from jinfer.terminal.flags import sampling
+
+MAX_PROMPT = 64 << 20  # bytes
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit status. A user's mistake is one line, and 2."""
+    try:
+        return _run(options)
+    except (*USER_ERRORS, FlagError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    silent = options.prompt is None and options.prompt_file is None and options.ids is None
+    chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
+    check(options, chat)
+    if options.list is not None:
+        print(catalogue.table(text=options.list))
+        return 0
+    prompt = None if silent and chat else _prompt(options)
+    overrides: dict[str, Any] = {}
+    for text in options.set or ():
+        overrides = merge(overrides, parse_override(text))
+    if options.system is not None:
+        overrides = merge(overrides, {"prompt": {"system": options.system}})
+    if changes := sampling(options):
+        overrides = merge(overrides, {"generation": changes})
+    llm = LLM(
+        options.source,
+        progress=sys.stderr.isatty(),
+        threads=options.threads,
+        first=lambda llm: _first(llm, options, None if chat else prompt),
+        **overrides,
+    )
+    if sys.stderr.isatty():
+        print(llm.frontend.cache_report(), file=sys.stderr)
+    if chat:
+        return Chat(llm).run(prompt if isinstance(prompt, str) else None)
+    return _answer(llm, _asked(llm, prompt or "", options), options.json)
+
+
+def _prompt(options: argparse.Namespace) -> str | list[int]:
+    if options.ids is not None:
+        words = options.ids.replace(",", " ").split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise RequestError(f"--ids {options.ids!r}: write token ids, such as --ids '1 15043'")
+        return [int(word) for word in words]
+    if options.prompt not in (None, "-"):
+        return options.prompt
+    name, content = options.prompt_file or "standard input", b""
+    try:
+        if options.prompt_file is None:
+            content = sys.stdin.buffer.read()
+        else:
+            content = read_regular(Path(options.prompt_file), MAX_PROMPT)
+        return content.decode()
+    except FileRefused as error:
+        raise RequestError(f"{name}: {error}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{name}: is no text in UTF-8") from None
+
+
+def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
+    """What is asked first, before weights are loaded: whether that can be done shows here."""
+    if llm.spec.decoder is not None:
+        check_effects(sampling(options).keys(), llm.params())
+    if (prompt is None or options.system is not None) and not llm.can_chat:
+        raise RequestError(
+            "the model has no chat template or no tokenizer; "
+            "set prompt.template, or continue a text with --raw --prompt"
+        )
+    return [] if prompt is None else _asked(llm, prompt, options)
+
+
+def _asked(llm: LLM, prompt: str | list[int], options: argparse.Namespace) -> list[int]:
+    """The prompt's token ids: as a message where the model can chat, else as it is."""
+    if isinstance(prompt, str) and not options.raw and llm.can_chat:
+        return llm.encode_chat(prompt)
+    return llm.encode(prompt)
+
+
+def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
+    params = llm.params()
+    if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
+        return _answers(llm, ids, params, as_json)
+    chunks: list[Chunk] = []
+    show = (lambda text: None) if as_json else answer.show
+    with contextlib.closing(llm.stream(ids, params)) as stream:
+        interrupted = answer.print_answer(stream, chunks, show, llm)
+    usage = answer.usage_of(llm, interrupted)
+    if as_json:
+        report = answer.report(llm, [answer.of_chunks(chunks)], usage)
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print()
+        print(answer.timings(llm, usage), file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
+    """Answers that are known only at the end, or several."""
+    found = llm.generate(ids, params)
+    usage = found[0].usage
+    if as_json:
+        report = answer.report(llm, [answer.of_completion(each) for each in found], usage)
+        print(json.dumps(report, ensure_ascii=False))
+        return 0
+    for number, each in enumerate(found, start=1):
+        if len(found) > 1:
+            print(f"--- {number} of {len(found)}")
+        print(answer.shown(llm, each.text, each.token_ids))
+    print(answer.timings(llm, usage), file=sys.stderr)
+    return 0

@@ -1,0 +1,260 @@
+"""What users ask with: every form is taken, or refused in one line that says what to give."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer import LLM, AsyncLLM, RequestError, SamplingParams
+from jinfer.inputs import Prompt, messages, parameters, prompt, prompts
+from jinfer.sampling.keywords import Sampling
+
+ROOT = Path(__file__).parents[1]
+SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
+IDS = [1, 504, 3575]
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(SPEC) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "given",
+    [IDS, tuple(IDS), np.array(IDS), np.array([5, 6], np.uint8), jnp.array(IDS), range(3)],
+    ids=["list", "tuple", "numpy", "uint8", "jax", "range"],
+)
+def test_ids_however_they_are_held(given: Any) -> None:
+    found = prompt(given)
+    assert found == [int(id) for id in given]
+    assert all(type(id) is int for id in found)
+    assert prompts(given) == [found]
+    assert prompts([given, "text"]) == [found, "text"]
+
+
+def test_members_of_arrays_are_ids() -> None:
+    assert prompt(list(np.array(IDS))) == IDS
+    assert prompts(list(jnp.array(IDS))) == [IDS]
+    assert prompts(list(np.array([IDS, IDS]))) == [IDS, IDS]
+
+
+def test_one_or_several() -> None:
+    assert prompts("a") == ["a"]
+    assert prompts(["a", "b"]) == ["a", "b"]
+    assert prompts([HELLO]) == [[HELLO]]
+    assert prompts([[HELLO], "a", IDS]) == [[HELLO], "a", IDS]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "a prompt is None; give a text, a list of token ids, or a list of messages"),
+        (5, "a prompt is 5; give a text"),
+        (5.0, "a prompt is 5.0; give a text"),
+        (True, "a prompt is True; give a text"),
+        (np.int32(5), "a prompt is .*5.*; give a text"),
+        (b"Hello", r"a prompt is bytes; give a text: prompt.decode\(\)"),
+        ([b"Hello"], "a prompt is bytes"),
+        (HELLO, r"a prompt is a dictionary; give a list of messages: \[{...}\]"),
+        ({1, 2}, "a prompt is a set; give a text"),
+        (iter(IDS), "a prompt is a list_iterator; give a text"),
+        ([], "there is no prompt; give a text"),
+        ((), "there is no prompt"),
+        (np.array([], np.int32), "there is no prompt"),
+        ([None], "a prompt is None"),
+        ([1.0, 2.0], r"1.0 is no token id; they are whole numbers, as in \[1, 15043\]"),
+        ([1, 2.5], "2.5 is no token id"),
+        ([True, False], "True is no token id"),
+        ([1, None], "None is no token id"),
+        ([1, "a"], "'a' is no token id"),
+        (["a", 1], "a prompt is 1; give a text"),
+        (np.array([IDS, IDS]), "an array of token ids has 2 dimensions, where a prompt has one"),
+        (jnp.array([IDS]), "an array of token ids has 2 dimensions"),
+        (np.array(5), "a prompt is .*5"),
+        (np.array([1.0]), "token ids are whole numbers, not an array of float64"),
+        (jnp.array([1.0]), "token ids are whole numbers, not an array of float32"),
+        (np.array([True]), "token ids are whole numbers, not an array of bool"),
+        (np.array(["a"]), "token ids are whole numbers, not an array of"),
+        ([HELLO, 1], "message 1 is a int; write"),
+    ],
+)
+def test_what_is_no_prompt(given: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}") as caught:
+        prompts(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_of_parts_and_texts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, "three"]
+    assert messages("Hello") == [HELLO]
+    assert messages((HELLO,)) == [HELLO]
+    assert messages([{**HELLO, "content": parts}]) == [{**HELLO, "content": "one\ntwo\nthree"}]
+    calls: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
+    assert messages([HELLO, calls]) == [HELLO, calls]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "the conversation is empty; give a message: write {'role': 'user'"),
+        (None, "a conversation is a list of messages, not a NoneType; write"),
+        (HELLO, "a conversation is a list of messages, not a dict; write"),
+        (5, "a conversation is a list of messages, not a int"),
+        (["Hello"], "message 0 is a str; write"),
+        ([HELLO, {"content": "x"}], "message 1 has no role; write"),
+        ([{"role": 5, "content": "x"}], "message 0 has no role"),
+        ([{"role": "user"}], "message 0 has no content; write"),
+        ([{"role": "user", "content": 5}], "message 0 has content that is 5; write"),
+        ([{"role": "user", "content": b"x"}], "message 0 has content that is b'x'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "message 0 has a part of type 'image_url', which is not read; give parts like",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has a part of type 'text'"),
+        ([{"role": "user", "content": [5]}], "message 0 has a part of type 'int'"),
+    ],
+)
+def test_what_is_no_conversation(given: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}") as caught:
+        messages(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_keywords_lie_over_parameters_and_these_over_defaults() -> None:
+    defaults: dict[str, Any] = {"temperature": 0.5, "top_k": 5, "max_tokens": 9}
+    assert parameters(defaults, None, {}) == SamplingParams(**defaults)
+    changed = parameters(defaults, None, {"top_k": 7})
+    assert changed == SamplingParams(temperature=0.5, top_k=7, max_tokens=9)
+    of_both = parameters(defaults, {"top_k": 7, "top_p": 0.5}, {"top_p": 0.6})
+    assert of_both == SamplingParams(temperature=0.5, top_k=7, top_p=0.6, max_tokens=9)
+    own = parameters(defaults, SamplingParams(seed=1), {"max_tokens": 3})
+    assert own == SamplingParams(seed=1, max_tokens=3)
+    # Other engines' names are names of the same parameter.
+    assert parameters({"max_new_tokens": 9}, None, {"max_tokens": 3}).max_tokens == 3
+    assert parameters(defaults, {"repeat_penalty": 1.5}, {}).repetition_penalty == 1.5
+    # A strategy brings its own filter, and not that of the one it takes the place of.
+    assert parameters({"strategy": "top_p"}, None, {"strategy": "min_p"}).top_p == 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "message"),
+    [
+        (None, {"max_tokns": 5}, "there is no parameter 'max_tokns'; did you mean 'max_tokens'?"),
+        ({"temprature": 1}, {}, "there is no parameter 'temprature'; did you mean 'temperature'?"),
+        (SamplingParams(), {"topp": 1}, "there is no parameter 'topp'; did you mean 'top_p'?"),
+        (None, {"top_p": 2}, "top_p must be above 0, and at most 1, not 2"),
+        ({"top_p": 2}, {}, "top_p must be above 0"),
+        (SamplingParams(), {"n": 0}, "n must be a whole number from 1"),
+        (None, {"stop": 5}, "stop must be a list, not 5"),
+        (None, {"max_tokens": 5, "n_predict": 6}, "n_predict: max_tokens is given twice"),
+        ("greedy", {}, "params is 'greedy'; give SamplingParams(...), a dictionary of its fields"),
+        (5, {}, "params is 5; give SamplingParams"),
+    ],
+)
+def test_wrong_parameters(params: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parameters({}, params, changes)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_generate_takes_keywords_and_every_prompt(llm: LLM) -> None:
+    ids = llm.encode("The capital of France is")
+    (expected,) = llm.generate("The capital of France is", SamplingParams(max_tokens=4))
+    for given in (ids, tuple(ids), np.array(ids), jnp.array(ids)):
+        (answer,) = llm.generate(given, max_tokens=4)
+        assert answer.token_ids == expected.token_ids
+        assert "".join(c.text for c in llm.stream(given, max_tokens=4)) == expected.text
+    both: list[Prompt] = ["a", ids]
+    several = llm.generate(both, [{"max_tokens": 2}, SamplingParams(max_tokens=3)])
+    assert [len(answer.token_ids) for answer in several] == [2, 3]
+    assert len(llm.generate(ids, SamplingParams(max_tokens=9), max_tokens=2)[0].token_ids) == 2
+    with pytest.raises(RequestError, match="2 prompts, but 1 sampling parameters"):
+        llm.generate(["a", "b"], [{"max_tokens": 2}])
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.generate([[]])
+    with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
+        llm.stream("a", max_tokns=5)  # type: ignore[call-arg]
+
+
+def test_conversations_and_texts_are_answered_alike(llm: LLM) -> None:
+    expected = llm.chat([HELLO], max_tokens=6).text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    assert llm.chat("Hello", max_tokens=6).text == expected
+    assert llm.chat(parts, {"max_tokens": 6}).text == expected
+    assert llm.generate([HELLO], max_tokens=6)[0].text == expected
+    both: list[Prompt] = [[HELLO], parts]
+    assert [a.text for a in llm.generate(both, max_tokens=6)] == [expected, expected]
+    assert "".join(c.text for c in llm.stream([HELLO], max_tokens=6)) == expected
+
+
+def test_keywords_of_chat(llm: LLM) -> None:
+    """Some are of sampling, some of the template; one that nobody knows is refused."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(RequestError, match=r"neither .* knows 'max_tokns'; did you mean 'max_tok"):
+        llm.chat("Hello", max_tokns=5)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match=r"neither .* knows 'tools'"):
+        llm.chat("Hello", tools=[tool])
+    with pytest.raises(RequestError, match="variables is 5"):
+        llm.chat("Hello", variables=5)  # type: ignore[arg-type]
+    short = llm.chat("Hello", max_tokens=2, add_generation_prompt=True, variables={"tools": []})
+    assert len(short.token_ids) == 2
+
+
+def test_the_asynchronous_model_takes_the_same(llm: LLM) -> None:
+    async def run() -> None:
+        model = AsyncLLM(llm)
+        (answer,) = await model.generate(np.array(IDS), max_tokens=3)
+        assert len(answer.token_ids) == 3
+        streamed = [id async for c in model.stream([HELLO], max_tokens=3) for id in c.token_ids]
+        assert streamed == (await model.chat("Hello", max_tokens=3)).token_ids
+        with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
+            await model.generate(IDS, max_tokns=5)  # type: ignore[call-arg]
+
+    asyncio.run(run())
+
+
+def test_keywords_are_the_fields() -> None:
+    """One definition for mypy, one for Python: names, types and order are the same."""
+    assert list(get_type_hints(Sampling).items()) == list(get_type_hints(SamplingParams).items())
+
+
+PLANTED = """
+import numpy as np
+from jinfer import LLM, SamplingParams
+
+llm = LLM("x")
+llm.generate("Hello", max_tokens=5)
+llm.generate(np.array([1, 2]), {"top_k": 5})
+llm.generate([[{"role": "user", "content": "Hello"}]], [SamplingParams(), {"n": 2}])
+llm.chat("Hello", seed=1, tools=[{}])
+SamplingParams(temprature=1)  # wrong
+llm.generate(5)  # wrong
+llm.generate("Hello", max_tokns=5)  # wrong
+llm.generate("Hello", max_tokens="5")  # wrong
+llm.generate("Hello", {"top_j": 5})  # wrong
+llm.stream("Hello", temprature=1)  # wrong
+llm.chat("Hello", temprature=1)  # wrong
+llm.generate("Hello")[0].txt  # wrong
+"""
+
+
+def test_mypy_finds_mistakes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PLANTED)
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent"]
+    config = ["--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, *config, str(script)], capture_output=True, text=True, cwd=ROOT
+    )
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    lines = PLANTED.splitlines()
+    assert found == {n for n, line in enumerate(lines, 1) if "# wrong" in line}, done.stdout
