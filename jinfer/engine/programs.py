@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jinfer.engine import state as states
 from jinfer.engine import steps
+from jinfer.engine.maps import check_maps
 from jinfer.model import AbstractModel, Want
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
@@ -135,6 +136,7 @@ class Programs:
 
     def _compile(self, shape: Shape) -> Program:
         # Python runs one thread at a time: traced side by side, all programs would be late.
+        check_maps()
         with self._tracing:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
