@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.guard.lines import shown
 from jinfer.spec.tensors import Place, TensorMap
 from jinfer.weights.rows import same_values
 
@@ -20,6 +21,9 @@ type Shapes = Mapping[str, tuple[int, ...]]
 
 class LoadError(ValueError):
     """Checkpoint and specification do not fit each other: names the file and the tensor."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))
 
 
 @dataclass(frozen=True)
