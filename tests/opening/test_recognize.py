@@ -146,11 +146,12 @@ def test_who_is_trusted(tmp_path: Path) -> None:
         recognize(folder, {"trust": 3})
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen25_yarn", "pegasus"])
 @pytest.mark.parametrize("value", ["x", True, 0, -1, 0.5, 10**12, [1], {"a": 1}, 1e308])
-def test_a_context_that_is_none(tmp_path: Path, value: object) -> None:
-    """No block of the model has it, so nothing else looks."""
+def test_a_context_that_is_none(tmp_path: Path, value: object, name: str) -> None:
+    """No block of llama2 has it, a scaling of qwen25_yarn, and a table of pegasus is as long."""
     folder = tmp_path / "model"
-    shutil.copytree(GOLDENS / "llama2", folder)
+    shutil.copytree(GOLDENS / name, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}))
     with pytest.raises(SpecError, match=r"dims\.context: "):
