@@ -123,3 +123,12 @@ def test_keys_of_gguf_without_end(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 70_000) + pairs)
     with pytest.raises(CheckpointError, match="has 70000 key-value pairs; at most 65536 are read"):
         open_checkpoint(path)
+
+
+def test_tensors_of_safetensors_without_end(tmp_path: Path) -> None:
+    entry = '"w%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = ("{" + ",".join(entry % number for number in range(131_073)) + "}").encode()
+    path = tmp_path / "many.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="has 131073 tensors; at most 131072 are read"):
+        open_checkpoint(path)
