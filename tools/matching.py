@@ -14,7 +14,7 @@ from jinfer.opening.recognize import Located, open_source
 from jinfer.opening.unread import consequences
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
-from jinfer.weights.mapping import LoadError, Origin, by_name, look_for, unused
+from jinfer.weights.mapping import LoadError, Origin, by_name, differing_copies, look_for, unused
 from jinfer.weights.sizes import Sizes, sizes_of
 
 from .converted_rows import match_converted
@@ -122,8 +122,11 @@ def _match(opened: Located, spec: ModelSpec, model: AbstractModel) -> Rows:
             wrong.append(str(error).removeprefix(f"{checkpoint.path}: "))
             for file in origin.files:
                 rows[file.name].note = "wrong shape"
+    for tensor, reason in differing_copies(spec.tensors, files, origins):
+        wrong.append(reason)
+        rows[tensor.name].note = "differs"
     left = set(unused(model.names, spec.tensors, files, origins))
     for name, row in rows.items():
-        if not row.parameters:
+        if not row.parameters and not row.note:
             row.note = "unused" if name in left else "ignored"
     return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))

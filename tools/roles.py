@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from jinfer.checkpoint import Tensor
+from jinfer.spec.resolve import STACKS
 
 from .folding import numbered
 from .rows import Missing
@@ -106,14 +107,15 @@ def is_ignorable(tensor: Tensor) -> bool:
     )
 
 
-def role_of(tensor: Tensor, names: Collection[str]) -> str:
+def role_of(tensor: Tensor, names: Collection[str], only: str) -> str:
     """What a tensor most likely is, such as "decoder.{i}.attn.q"; "" if that is not plain.
 
     Args:
         names: all modules of the file: with w1 but no w3, w1 is the first of two matrices.
+        only: `only_stack` of them.
     """
     module = module_of(tensor)
-    stack = _stack(module, names)
+    stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", module)), only)
     last = module.rpartition(".")[2].lower()
     if "{i}" not in module:
         role = _word(_OUTSIDE, last)
@@ -136,12 +138,9 @@ def role_of(tensor: Tensor, names: Collection[str]) -> str:
     return f"{stack}.{{i}}.{role}" if role else ""
 
 
-def _stack(module: str, names: Collection[str]) -> str:
-    """The stack a module is in; where only one is named, all that names none is in that one."""
-    for stack in ("encoder", "decoder"):
-        if re.match(rf"(\w+\.)*?{stack}\.", module):
-            return stack
-    named = {stack for stack in ("encoder", "decoder") for n in names if f"{stack}." in n}
+def only_stack(names: Collection[str]) -> str:
+    """The stack of modules that name none: where only one is named, that one."""
+    named = {stack for stack in STACKS for n in names if f"{stack}." in n}
     return "encoder" if named == {"encoder"} else "decoder"
 
 
@@ -156,9 +155,11 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     """
     modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
     roles: dict[str, str] = {}
+    only, seen = only_stack(modules), set[str]()
     for module, tensor in modules.items():
-        role = role_of(tensor, modules)
-        roles[module] = "" if role in roles.values() else role
+        role = role_of(tensor, modules, only)
+        roles[module] = "" if role in seen else role
+        seen.add(role)
     return roles
 
 
@@ -172,8 +173,9 @@ def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
     for tensor in unused:
         modules.setdefault(module_of(tensor), {}).setdefault(leaf_of(tensor.name), tensor)
     lines: dict[str, Line] = {}
+    only = only_stack(modules)
     for module, tensors in modules.items():
-        role = role_of(next(iter(tensors.values())), modules)
+        role = role_of(next(iter(tensors.values())), modules, only)
         if role in wanted and (fit := _fits(tensors, wanted[role], "{e}" in module)):
             lines[role] = Line(role, module, fit == "transposed")
     by_shape: dict[tuple[Shape, bool], list[str]] = {}

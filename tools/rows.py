@@ -14,7 +14,8 @@ class Row:
 
     Attributes:
         parameters: what it holds; "name[3]" is an index of a parameter's first axis.
-        note: "", "unused", "ignored" or "wrong shape"; of a converted one, what it was made from.
+        note: "", "unused", "ignored", "wrong shape" or "differs"; of a converted one, what
+            it was made from.
     """
 
     tensor: Tensor

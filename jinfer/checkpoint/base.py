@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jinfer.guard.lines import shown
+
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 
 
@@ -26,7 +28,7 @@ class CheckpointError(ValueError):
         self.reason = reason
         self.offset = offset
         where = f"{path}" if offset is None else f"{path}, byte {offset}"
-        super().__init__(f"{where}: {reason}")
+        super().__init__(shown(f"{where}: {reason}"))
 
 
 @dataclass(frozen=True)

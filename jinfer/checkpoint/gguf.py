@@ -27,6 +27,7 @@ from jinfer.checkpoint.mapped import MappedFile, as_array
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4  # ggml's limit
+_MAX_PAIRS = 1 << 16  # known files have fewer than 1000
 _MAX_DEPTH = 8  # arrays of arrays; no known file has more than one level
 _ALIGNMENTS = [1 << power for power in range(3, 25)]  # a multiple of 8, says the document
 _DEFAULT_ALIGNMENT = 32
@@ -223,6 +224,8 @@ def _header(cursor: _Cursor) -> tuple[int, int]:
         raise cursor.error(f"GGUF version {version} is not known; 2 and 3 are", 4)
     tensor_count = cursor.number("Q", "tensor count")
     pair_count = cursor.number("Q", "key-value count")
+    if pair_count > _MAX_PAIRS:
+        raise cursor.error(f"has {pair_count} key-value pairs; at most {_MAX_PAIRS} are read")
     least = tensor_count * _LEAST_TENSOR + pair_count * _LEAST_PAIR
     cursor.need(least, f"{tensor_count} tensors and {pair_count} key-value pairs")
     return tensor_count, pair_count

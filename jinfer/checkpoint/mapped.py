@@ -42,7 +42,9 @@ class MappedFile:
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(path, f"cannot be read: {error}") from None
+            raise CheckpointError(
+                path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         self._bytes = np.frombuffer(data, np.uint8)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:

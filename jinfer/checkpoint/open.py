@@ -57,7 +57,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
-        raise CheckpointError(path, f"cannot be read: {error}") from None
+        raise CheckpointError(
+            path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return as_converted(_open_folder(path) if is_folder else _open_file(path))
 
 
@@ -103,7 +105,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     except OSError as error:
-        raise CheckpointError(folder, f"cannot be read: {error}") from None
+        raise CheckpointError(
+            folder, f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if DESCRIPTION in names or (folder / FOLDER).is_dir():
         return open_orbax(folder / DESCRIPTION)
     names = [name for name in names if not any(fnmatch(name, rule) for rule in _IGNORED)]

@@ -61,7 +61,7 @@ def _read_zip(file: MappedFile) -> tuple[Any, Storages, int]:
     archive = torch_zip.read_archive(file)
     data = read_extent(file, archive.pickle).data
     base = archive.pickle.offset if archive.pickle.crc is None else None
-    root = run(Machine(file.path, data, read_persistent_id, base))
+    root = run(Machine(file.path, data, read_persistent_id, file.size, base))
     return root, Storages(file, archive.storages, archive.big_endian), len(data)
 
 

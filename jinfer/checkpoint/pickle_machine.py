@@ -37,6 +37,7 @@ class Machine:
         path: Path,
         data: memoryview,
         load_persistent: Callable[[object], object],
+        file_bytes: int,
         base: int | None = 0,
     ) -> None:
         """
@@ -44,9 +45,11 @@ class Machine:
             path: the file, for messages.
             data: the pickle and whatever follows it.
             load_persistent: what a persistent id stands for; raises `PickleError`.
+            file_bytes: of the whole file, which the number of steps is bounded by.
             base: offset of `data` in the file; None where it is compressed there.
         """
         self.position = 0
+        self.file_bytes = file_bytes
         self._path, self._base = path, base
         self._data = data[:MAX_PICKLE_BYTES]
         self._load_persistent = load_persistent

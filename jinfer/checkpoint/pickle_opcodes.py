@@ -18,8 +18,10 @@ from jinfer.checkpoint.pickle_values import Global, Opaque, PickleDict, PickleEr
 _MAX_LONG = 255  # bytes of an integer; torch's largest, its magic number, has 10
 _MAX_DIGITS = 19  # of 64 bits
 
-# some 80,000 tensors; at the 150 bytes or so that a small object takes, less than 500 MB
-_MAX_STEPS = 3_000_000
+# Some 55,000 tensors, and a few seconds. A tensor takes 35 steps and hundreds of bytes of the file,
+# so a small file needs fewer; each step makes an object of 200 bytes at most.
+_MAX_STEPS = 2_000_000
+_FREE_STEPS, _BYTES_PER_STEP = 100_000, 4
 
 _Action = Callable[[Machine], object]
 _STOP = ord(".")
@@ -36,8 +38,9 @@ def run(machine: Machine) -> Any:
     """
     machine.reset()
     at = machine.position
+    most = min(_MAX_STEPS, _FREE_STEPS + machine.file_bytes // _BYTES_PER_STEP)
     try:
-        for _ in range(_MAX_STEPS):
+        for _ in range(most):
             at = machine.position
             opcode = machine.byte()
             if opcode == _STOP:
@@ -46,7 +49,7 @@ def run(machine: Machine) -> Any:
             if action is None:
                 raise PickleError(f"opcode {_name(opcode)} is not allowed in a checkpoint")
             action(machine)
-        raise PickleError(f"pickle takes more than {_MAX_STEPS} steps; save it in several shards")
+        raise PickleError(f"pickle takes more than {most} steps; save it in several shards")
     except IndexError:
         raise machine.fail("damaged pickle: takes a value where there is none", at) from None
     except PickleError as error:

@@ -18,6 +18,7 @@ from jinfer.checkpoint.dtypes import DTYPES, SUB_BYTE, is_bool
 from jinfer.checkpoint.mapped import MappedFile, as_array, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 
+_MAX_TENSORS = 1 << 17  # the largest known models have as many in all their shards together
 _PREFIX = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -33,6 +34,9 @@ def open_safetensors(path: Path) -> Checkpoint:
     metadata = _read_metadata(file, header.pop("__metadata__", {}))
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
+    if len(header) > _MAX_TENSORS:
+        reason = f"has {len(header)} tensors; at most {_MAX_TENSORS} are read from a file"
+        raise CheckpointError(file.path, reason, _PREFIX)
     for name, entry in header.items():
         tensor, begin = _read_entry(file, name, entry, data_start)
         tensors[name] = tensor

@@ -40,7 +40,7 @@ def read_legacy(file: MappedFile) -> tuple[Any, dict[str, Extent], int]:
         used.setdefault(storage.key, storage)
         return storage
 
-    machine = Machine(file.path, file.view(0, file.size).data, load)
+    machine = Machine(file.path, file.view(0, file.size).data, load, file.size)
     magic = run(machine)
     if not isinstance(magic, int) or magic != _MAGIC:
         reason = "is a pickle, but not one of torch.save; save the weights with torch.save"

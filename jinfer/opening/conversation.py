@@ -17,6 +17,8 @@ from jinfer.tokenizer.base import MARK
 
 Message = Mapping[str, Any]
 _STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
+_WORDS = "jinferasksforthis"  # what a user could say, and no template changes but to capitals
+_LOST = "what the user says would be lost"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,12 @@ class Conversation:
         """
         prompt = spec.prompt
         if prompt.template and not _asks(PromptTemplate.parse(prompt.template)):
-            reason = "has no {query}: what the user says would be lost; put it where that belongs"
+            reason = f"has no {{query}}: {_LOST}; put it where that belongs"
             raise SpecError(spec.path, "prompt.template", reason)
+        for key in ("chat_template", "fallback"):
+            source_text = getattr(prompt, key)
+            if source_text and "messages" not in source_text:
+                raise SpecError(spec.path, f"prompt.{key}", f"never uses messages: {_LOST}")
         if prompt.template or prompt.chat_template:
             return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
@@ -74,7 +80,8 @@ class Conversation:
             **variables: for a Jinja template, such as `tools`.
 
         Raises:
-            TemplateError: there is no template, or it refuses the conversation.
+            TemplateError: there is no template, it refuses the conversation, or it leaves out what
+                the user says.
         """
         system = self.prompt.system
         if system and not (messages and messages[0].get("role") == "system"):
@@ -91,6 +98,7 @@ class Conversation:
         named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
         template = ChatTemplate(self.jinja, variables=named)
         text = template.render(messages, **variables)
+        _check_said(template, messages, variables, text)
         given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
         if not special and (hidden := _hidden(given, tokenizer)) != given:
             marked = template.render(**{**variables, **hidden})
@@ -103,6 +111,56 @@ class Conversation:
 def _asks(template: PromptTemplate) -> bool:
     """Whether a template has a place for what the user says, in each turn."""
     return any(Slot(name) in template.parts for name in ("query", "_query"))
+
+
+def _check_said(
+    template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any], text: str
+) -> None:
+    """Raises `TemplateError` if a template drops what the last user says.
+
+    A template may trim, quote or cut words. So where they are not found as they are, another word
+    in their place tells.
+    """
+    users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+    if not users:
+        return
+    said = messages[users[-1]].get("content")
+    words = _texts(said)
+    if not words or any(each in text for each in words):
+        return
+    other = dict(messages[users[-1]]) | {"content": _saying(said)}
+    try:
+        probed = template.render(
+            [*messages[: users[-1]], other, *messages[users[-1] + 1 :]], **variables
+        )
+    except TemplateError:  # it wants other words
+        return
+    if _WORDS not in probed.casefold():
+        form = "a text" if isinstance(said, str) else "a list"
+        raise TemplateError(
+            f"the chat template leaves out a user's content that is {form}: {_LOST}; "
+            f"set prompt.template or prompt.chat_template"
+        )
+
+
+def _texts(content: Any) -> list[str]:
+    """What a message says, in one text or several parts."""
+    if isinstance(content, str):
+        return [content] if content.strip() else []
+    if not isinstance(content, list | tuple):
+        return []
+    texts = (part.get("text") for part in content if isinstance(part, Mapping))
+    return [text for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _saying(content: Any) -> Any:
+    """A content of the same form that says `_WORDS`."""
+    if isinstance(content, str):
+        return _WORDS
+    return [
+        {**part, "text": _WORDS} if isinstance(part, Mapping) and "text" in part else part
+        for part in content
+    ]
 
 
 def _hidden(value: Any, tokenizer: Tokenizer) -> Any:

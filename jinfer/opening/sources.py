@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from jinfer.guard.lines import shown
 from jinfer.spec.errors import nearest
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
@@ -14,6 +15,9 @@ HUB_WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]
 
 class SourceError(ValueError):
     """A source that leads nowhere: says what was looked for, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))
 
 
 def locate(source: str, beside: Path) -> Path:

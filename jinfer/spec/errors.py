@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from jinfer.guard.lines import shown
+
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=8, maxstring=100, maxother=100)
 
 
@@ -14,7 +16,7 @@ class SpecError(ValueError):
 
     def __init__(self, path: object, key: str, reason: str) -> None:
         self.path, self.key, self.reason = path, key, reason
-        super().__init__(": ".join(str(part) for part in (path, key, reason) if part))
+        super().__init__(shown(": ".join(str(part) for part in (path, key, reason) if part)))
 
 
 def nearest(word: object, allowed: Iterable[str]) -> str:

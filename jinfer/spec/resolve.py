@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from jinfer.spec.blocks import Block
+from jinfer.spec.bounds import Size
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.leftovers import Leftover, check_leftovers, leftovers
 from jinfer.spec.match import check_match
@@ -102,11 +103,12 @@ def resolve(
         [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
     )
     _check_dims(tables, base, values)
-    if "context" in values.dims:
-        values.dim("context", "dims")
+    sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
+    if "context" in values.dims:  # often no block has it, and nobody else looks at what it is
+        sizes["context"] = read(Size | None, values.dims["context"], values, "dims.context")
     spec = ModelSpec(
         path=path,
-        dims={name: values.dim(name, "dims") for name in sorted(values.used)},
+        dims=sizes,
         shared=tuple(shared.items()),
         stacks=tuple(built),
         tensors=tensors,

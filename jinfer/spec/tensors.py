@@ -75,12 +75,14 @@ class TensorMap:
         prefixes: the file's names may begin with one of these, which stands for its second text.
         ignore: glob patterns of tensors that the model has no use for.
         suffixes: other words at the end of the file's names -> "weight" or "bias".
+        copies: parameter -> the file's names for further tensors of the same values.
     """
 
     entries: tuple[tuple[str, Entry], ...]
     prefixes: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
@@ -134,6 +136,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     ignore: list[str] = []
     prefixes: dict[str, str] = {}
     suffixes: dict[str, str] = {}
+    copies: dict[str, tuple[str, ...]] = {}
     where = f"tensors.{format}" if format in FORMATS else "tensors"
     for number, layer in enumerate(layers):
         own = []
@@ -147,6 +150,10 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
                 known = prefixes if name == "prefix" else suffixes
                 for part, usual in as_table(written, values.path, key).items():
                     known[part] = check_text(usual, values.path, f"{key}.{part}")
+            elif name == "copies":
+                for parameter, names in as_table(written, values.path, key).items():
+                    texts = check_texts(names, values.path, f"{key}.{parameter}")
+                    copies[parameter] = tuple(texts)
             else:
                 entry = _read_entry(name, written, values, f"{where}.{name!r}")
                 own.append((name, replace(entry, table=number)))
@@ -156,6 +163,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
         tuple(prefixes.items()),
         tuple(ignore),
         tuple(suffixes.items()),
+        tuple(copies.items()),
     )
 
 

@@ -104,7 +104,13 @@ class Values:
         """The longest sequence that the engine will have, where anything says."""
         if self.engine_context is not None or "context" not in self.dims:
             return self.engine_context
-        return min(self.dim("context", asked_by), DEFAULT_CONTEXT)
+        value = self.dim("context", asked_by)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+            reason = f"{show(value)} ({show(self.dims['context'])}) is not a whole number from 1 on"
+            raise SpecError(self.path, "dims.context", reason)
+        return int(min(value, DEFAULT_CONTEXT))
 
     def _evaluated_dim(self, name: str) -> Any:
         key = f"dims.{name}"

@@ -147,8 +147,9 @@ def _named(path: Path, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
+    text = _text(path)
     try:
-        value = json.loads(_text(path))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TemplateError(f"{path}: not readable as JSON: {error}"[:300]) from None
     if not isinstance(value, dict):

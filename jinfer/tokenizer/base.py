@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jinfer.guard import lines
 from jinfer.tokenizer import surface
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.surface import Surface
 
+# Tokens that are looked for in a text; models of speech have one for each of 65,536 sounds.
+MAX_FOUND = 100_000
 # Letters for private use, in an order that nobody can guess: no text of a stranger has them.
 MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
 
@@ -23,7 +26,7 @@ class TokenizerError(ValueError):
 
     def __init__(self, text: str) -> None:
         """A text of more than 1000 characters is cut: a file may call its tokens anything."""
-        super().__init__(text if len(text) <= 1000 else f"{text[:997]}...")
+        super().__init__(lines.shown(text, 1000))
 
 
 def one_line(error: BaseException) -> str:
@@ -47,6 +50,17 @@ def library_errors(path: Path, what: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the path before a `TokenizerError` that names no file of its folder."""
+    try:
+        yield
+    except TokenizerError as error:
+        if str(error).startswith((str(path), f"{path.parent}/")):
+            raise
+        raise TokenizerError(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,9 @@ class Tokenizer(ABC):
         self._bytes: dict[int, bytes] = {}
         self._control_ids = frozenset(special.control.values())
         found = {**special.parsed, **special.control}
+        if len(found) > MAX_FOUND:
+            reason = f"has {len(found)} special tokens; at most {MAX_FOUND} are looked for"
+            raise TokenizerError(f"the vocabulary {reason}")
         # "sop" is a control token of ChatGLM: a name that may be a word is never looked for.
         self._found = {name: id for name, id in found.items() if not name.isalnum()}
         self._pattern = pattern_of(self._found)

@@ -32,7 +32,7 @@ from jinfer.tokenizer.config import (
     special_ids,
 )
 from jinfer.tokenizer.languages import languages
-from jinfer.tokenizer.pipeline import check_pipeline
+from jinfer.tokenizer.pipeline import check_merges, check_pipeline
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.surface import from_decoder
 
@@ -167,6 +167,7 @@ def _pieces(part: int | str) -> list[int | str]:
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
     """Reads a tokenizer.json. Raises: TokenizerError."""
     data = read_file(path)
+    check_merges(path, data)
     with library_errors(path, "not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_buffer(data)
     # All ids are looked at only where one may be too high: of 100,000 that takes a tenth of a

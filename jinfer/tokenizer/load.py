@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.guard.files import is_there
-from jinfer.tokenizer.base import Tokenizer, library_errors
+from jinfer.tokenizer.base import Tokenizer, library_errors, named
 from jinfer.tokenizer.config import read_config, read_file
 from jinfer.tokenizer.gguf import from_gguf
 from jinfer.tokenizer.huggingface import load_tokenizer_json, load_vocab_merges, load_vocab_txt
@@ -53,7 +53,7 @@ def load_tokenizer(
     """
     if trust is False or (trust is None and metadata is None and not _is_usual(path)):
         vet(path, metadata, vocab_size)
-    with library_errors(path, "its tokenizer cannot be used"):
+    with named(path), library_errors(path, "its tokenizer cannot be used"):
         if metadata is not None:
             return from_gguf(metadata, path)
         folder = path if path.is_dir() else path.parent

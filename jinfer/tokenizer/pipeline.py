@@ -23,6 +23,7 @@ MAX_STEPS = 64  # of a normalizer or a pre-tokenizer
 MAX_WORD = 1000  # letters of what WordPiece cuts: the time goes with their square
 _PATTERN = re.compile(rb'"Regex"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")  # which nobody writes so, but to hide a word
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 _KNOWN = {
     *(pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns),
     *(r"\s+", r"\s", r"\n", r"\r", r" {2,}", r"[\n]", r"[\r\n]", r"[0-9]", r"\d", r"\d+"),
@@ -42,6 +43,28 @@ def is_usual(data: bytes) -> bool:
         if pattern not in _KNOWN:
             return False
     return True
+
+
+def check_merges(path: Path, data: bytes) -> None:
+    """Raises `TokenizerError` for merges that the library would cut inside a letter.
+
+    It takes the prefix of inner pieces away from a merge's second one without looking; what is left
+    need not be a text, and the process ends.
+    """
+    if not _PREFIX.search(data) and not _ESCAPED_LETTER.search(data):
+        return
+    try:
+        model = json.loads(data)["model"]
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges", ())
+        seconds = [m.split(" ")[-1] if isinstance(m, str) else m[-1] for m in merges]
+        fitting = all(second.startswith(prefix or "") for second in seconds)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{path}: not a tokenizer.json: {error}"[:300]) from None
+    if not fitting:
+        raise TokenizerError(
+            f"{path}: model.merges: some second pieces do not start with {prefix!r}, which is "
+            f"its continuing_subword_prefix"
+        )
 
 
 def check_pipeline(path: Path, backend: tokenizers.Tokenizer) -> None:

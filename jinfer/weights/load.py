@@ -18,7 +18,15 @@ from jinfer.model import AbstractModel
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
 from jinfer.spec.tensors import TensorMap
-from jinfer.weights.mapping import LoadError, Origin, Shapes, by_name, find_origin, unused
+from jinfer.weights.mapping import (
+    LoadError,
+    Origin,
+    Shapes,
+    by_name,
+    differing_copies,
+    find_origin,
+    unused,
+)
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
 
@@ -32,7 +40,7 @@ def find_origins(
         tensors: the checkpoint's names for the parameters.
 
     Raises:
-        LoadError: a parameter has no tensor, a tensor has no parameter, or a shape differs.
+        LoadError: a parameter has no tensor, a tensor has no parameter, a shape differs, or a copy.
     """
     files = by_name(checkpoint, tensors)
     shapes = parameter_shapes(model)
@@ -48,6 +56,8 @@ def find_origins(
         )
     for origin in origins.values():  # before any of them is read
         origin.check(shapes)
+    for _, reason in differing_copies(tensors, files, origins.values()):
+        raise LoadError(f"{checkpoint.path}: {reason}")
     return origins
 
 

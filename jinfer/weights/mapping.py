@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.guard.lines import shown
 from jinfer.spec.tensors import Place, TensorMap
+from jinfer.weights.rows import same_values
 
 type Shapes = Mapping[str, tuple[int, ...]]
 
 
 class LoadError(ValueError):
     """Checkpoint and specification do not fit each other: names the file and the tensor."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))
 
 
 @dataclass(frozen=True)
@@ -167,17 +172,22 @@ def unused(
     files: Mapping[str, Tensor],
     origins: Iterable[Origin],
 ) -> list[str]:
-    """Tensors of the file that are no parameter's, not ignored and no copy of a tied head."""
+    """Tensors of the file that are no parameter's, no copy of one's and not ignored."""
     used = {file.name for origin in origins for file in origin.files}
+    copies = (name for _, names in tensors.copies for name in names)
+    used |= {files[name].name for name in copies if name in files}
     if "logits.weight" not in parameters and (place := tensors.place("logits.weight")):
         names = (name for choice in place.choices() for name in choice.names)
         used |= {files[name].name for name in names if name in files}
-    ignored = {
+    return sorted({file.name for file in files.values()} - used - _ignored(tensors, files))
+
+
+def _ignored(tensors: TensorMap, files: Mapping[str, Tensor]) -> set[str]:
+    return {
         file.name
         for name, file in files.items()  # a pattern may be written with the prefix or without
         if any(fnmatchcase(name, pattern) for pattern in tensors.ignore)
     }
-    return sorted({file.name for file in files.values()} - used - ignored)
 
 
 def find_origin(
@@ -209,6 +219,27 @@ def find_origin(
             "or see whether a file is missing"
         )
     return found
+
+
+def differing_copies(
+    tensors: TensorMap, files: Mapping[str, Tensor], origins: Iterable[Origin]
+) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that are said to repeat a parameter and do not, each with what is wrong.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    copies, ignored = dict(tensors.copies), _ignored(tensors, files)
+    for origin in origins:
+        for name in copies.get(origin.parameter, ()):
+            own, copy = origin.files[0], files.get(name, origin.files[0])
+            if copy is not own and copy.name not in ignored and not same_values(own, copy):
+                yield (
+                    copy,
+                    f"{copy.name} differs from {own.name}, though the specification takes it "
+                    f"for a copy; map it to a module of its own, or list it under tensors.ignore "
+                    f"if it is not used",
+                )
 
 
 def _alike(name: str, files: Iterable[str]) -> str:

@@ -20,7 +20,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 
 DIMS = {"vocab": 100, "hidden": 64, "layers": 1, "heads": 4, "kv_heads": 4, "intermediate": 64}
 USER = [{"role": "user", "content": "Hi"}]
-GGUF = {"general.architecture": "llama", "tokenizer.chat_template": "own"}
+SAYS = "{{ messages[0].content }}"
+GGUF = {"general.architecture": "llama", "tokenizer.chat_template": f"own {SAYS}"}
 
 
 def tokenizer() -> Tokenizer:
@@ -45,17 +46,17 @@ def written(
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ({}, "own"),
-        ({"fallback": "fallback"}, "own"),
-        ({"fallback": "fallback", "chat_template": "spec"}, "spec"),
-        ({"fallback": "fallback", "template": "{query}!"}, "Hi!"),
+        ({}, "own Hi"),
+        ({"fallback": f"fallback {SAYS}"}, "own Hi"),
+        ({"fallback": f"fallback {SAYS}", "chat_template": f"spec {SAYS}"}, "spec Hi"),
+        ({"fallback": f"fallback {SAYS}", "template": "{query}!"}, "Hi!"),
     ],
 )
 def test_the_checkpoints_own_template_is_before_the_fallback(
     prompt: dict[str, str], text: str, tmp_path: Path
 ) -> None:
     assert written(prompt, tmp_path, GGUF) == (True, text)
-    config = {"chat_template": "own"}
+    config = {"chat_template": f"own {SAYS}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     assert written(prompt, tmp_path) == (True, text)
 
@@ -67,10 +68,55 @@ def test_a_template_without_a_place_for_the_user_is_refused(template: str, tmp_p
     assert written({"template": f"{template.partition('{turn}')[0]}{{_question}}"}, tmp_path)[0]
 
 
+@pytest.mark.parametrize("key", ["chat_template", "fallback"])
+def test_a_jinja_template_that_never_uses_messages_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=rf"here: prompt.{key}: never uses messages: what the user"):
+        written({key: "<|user|>{{ query }}"}, tmp_path)
+
+
+PARTS = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+CAPITALS = "{{ messages[-1].content | upper | replace('HI ', 'HO ') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "kept"),
+    [
+        ("chatml", "Hi", False),
+        ("{{ messages | length }}", "Hi", False),
+        ("{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}", "Hi", False),
+        (PARTS, "Hi", False),
+        (PARTS, [{"type": "text", "text": "Hi"}], True),
+        ("{{ messages[0].content }}", [{"type": "image"}, {"type": "text", "text": "Hi"}], True),
+        ("{{ messages[0].role }}", [{"type": "image"}, {"type": "text", "text": "Hi"}], False),
+        ("{{ messages[0].role }}", "  ", True),
+        ("{{ messages[0].role }}", None, True),
+        ("{{ messages[0].content | trim }}", " Hi ", True),
+        ("{{ messages[0].content | tojson }}", 'a "quoted" é', True),
+        ("{{ messages[0].content.split('</think>')[-1] }}", "Hi </think>", True),
+        (CAPITALS, "hi all", True),
+        ("{% if messages[0].content != 'hi' %}{{ raise_exception('no') }}{% endif %}", "hi", True),
+    ],
+)
+def test_a_template_that_drops_the_words_is_refused(
+    template: str, content: Any, kept: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tables = with_families({"family": "llama", "dims": DIMS}, tmp_path)
+    conversation = Conversation.of(resolve(tables, "here", Facts(), {}), tmp_path, {})
+    messages = [{"role": "user", "content": content}]
+    if kept:
+        conversation.encode(tokenizer(), messages)
+        return
+    form = "a text" if isinstance(content, str) else "a list"
+    with pytest.raises(TemplateError, match=f"leaves out a user's content that is {form}: what"):
+        conversation.encode(tokenizer(), messages)
+
+
 def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
     assert written({}, tmp_path) == (False, "")
-    assert written({"fallback": "fallback"}, tmp_path) == (True, "fallback")
-    assert written({"fallback": "{{ messages[0].content }}?", "system": "S"}, tmp_path)[1] == "S?"
+    assert written({"fallback": f"fallback {SAYS}"}, tmp_path) == (True, "fallback Hi")
+    all_of_them = "{% for m in messages %}{{ m.content }}{% endfor %}?"
+    assert written({"fallback": all_of_them, "system": "S"}, tmp_path)[1] == "SHi?"
 
 
 def test_without_any_there_is_no_chat(tmp_path: Path) -> None:

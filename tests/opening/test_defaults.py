@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.checkpoint import open_checkpoint
 from jinfer.opening import defaults
 from jinfer.opening.settings import Opened, open_model
 from jinfer.opening.sources import SourceError
@@ -139,7 +143,82 @@ def test_a_file_that_is_none(text: str, tmp_path: Path) -> None:
         open_model(folder, {})
 
 
-def test_a_gguf_has_none_and_a_converted_checkpoint_its_sources(tmp_path: Path) -> None:
+def gguf_saying(path: Path, **said: Any) -> Path:
+    """A golden GGUF with sampling parameters as llama.cpp writes them."""
+    source = open_checkpoint(GOLDENS / "gguf_llama2")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in source.metadata.items():
+        if key.startswith("llama."):
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    kinds: dict[type, Callable[[str, Any], None]] = {
+        int: writer.add_int32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    for key, value in said.items():
+        kinds[type(value)](f"general.sampling.{key}", value)
+    for name, tensor in source.tensors.items():
+        writer.add_tensor(name, np.asarray(tensor.read(), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (
+            {"temp": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "xtc_probability": 0.5},
+            {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "xtc_probability": 0.5},
+        ),
+        ({"temp": -1.0, "top_k": -7}, {"temperature": 0, "top_k": 0}),
+        ({"top_k": -1}, {}),
+        ({"penalty_repeat": 1.5}, {"repetition_penalty": 1.5, "penalty_last_n": 64}),
+        (
+            {"penalty_repeat": 1.5, "penalty_last_n": -1},
+            {"repetition_penalty": 1.5, "penalty_last_n": -1},
+        ),
+        ({"penalty_repeat": 1.0}, {"repetition_penalty": 1.0}),
+        ({"sequence": "top_k;typ_p;temperature"}, {"samplers": ("top_k", "typ_p", "temperature")}),
+        (
+            {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.25},
+            {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.25},
+        ),
+    ],
+)
+def test_what_a_gguf_says(said: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) -> None:
+    file = gguf_saying(tmp_path / "model.gguf", **said)
+    assert open_model(file, {}).defaults == wanted
+    assert open_model(file, {"generation.defaults": "none"}).defaults == {}
+    over = {"generation.top_k": 3}
+    assert open_model(file, over).defaults == {**wanted, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"temp": "hot"}, "general.sampling.temp: temperature must be from 0"),
+        ({"temp": float("nan")}, "general.sampling.temp: temperature must be from 0"),
+        ({"sequence": "top_k;infill"}, "general.sampling.sequence: samplers must be some of"),
+        ({"sequence": 3}, "general.sampling.sequence: samplers must be some of"),
+        ({"top_k": "3"}, "general.sampling.top_k: top_k must be"),
+    ],
+)
+def test_what_a_gguf_cannot_say(said: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    file = gguf_saying(tmp_path / "model.gguf", **said)
+    with pytest.raises(SourceError) as caught:
+        open_model(file, {})
+    assert str(caught.value).startswith(f"{file}: {reason}")
+    assert str(caught.value).endswith('mend it, or set generation.defaults = "none"')
+
+
+def test_a_gguf_has_no_file_and_a_converted_checkpoint_says_what_its_source_did(
+    tmp_path: Path,
+) -> None:
+    convert(str(gguf_saying(tmp_path / "model.gguf", temp=0.5)), tmp_path / "of_gguf", {})
+    assert open_model(tmp_path / "of_gguf", {}).defaults == {"temperature": 0.5}
     assert open_model(with_file(tmp_path / "gguf", "gguf_llama2", **DRAWING), {}).defaults == {}
     convert(str(with_file(tmp_path / "source", **DRAWING)), tmp_path / "out", {})
     assert open_model(tmp_path / "out", {}).defaults["temperature"] == 0.6

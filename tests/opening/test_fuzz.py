@@ -41,6 +41,28 @@ def test_damaged_config(tmp_path: Path, examples: int) -> None:
     run()
 
 
+WRONG: list[Any] = [
+    *(None, True, [], {}, "", "x", "1", -1, 0, 0.5, 10**12, 1e308, float("inf"), float("nan")),
+    *("\ud800", "a" * 5000, [1], [None], {"type": "x"}, {"rope_type": "yarn", "factor": 1e308}),
+]
+ALL = [path.parent.name for path in sorted(GOLDENS.glob("*/config.json"))]
+EVERY = [name if name in ("llama2", "t5") else pytest.param(name, marks=pytest.mark.soak)
+         for name in ALL if not name.startswith("tok_")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_key_with_wrong_values(tmp_path: Path, name: str) -> None:
+    """Chance takes long to find the one key that nobody checks."""
+    folder = tmp_path / name
+    shutil.copytree(GOLDENS / name, folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    for key in config:
+        for value in WRONG:
+            file.write_text(json.dumps({**config, key: value}))
+            endures(lambda: open_model(folder, {}), USER_ERRORS, file)
+
+
 POOLING = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},

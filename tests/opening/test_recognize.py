@@ -144,3 +144,23 @@ def test_who_is_trusted(tmp_path: Path) -> None:
     assert recognize(folder / "spec.toml", {"trust": False}).trust is False
     with pytest.raises(SpecError, match="trust: 3 is not true or false"):
         recognize(folder, {"trust": 3})
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen25_yarn", "pegasus"])
+@pytest.mark.parametrize("value", ["x", True, 0, -1, 0.5, 10**12, [1], {"a": 1}, 1e308])
+def test_a_context_that_is_none(tmp_path: Path, value: object, name: str) -> None:
+    """No block of llama2 has it, a scaling of qwen25_yarn, and a table of pegasus is as long."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}))
+    with pytest.raises(SpecError, match=r"dims\.context: "):
+        recognize(folder, {})
+
+
+def test_a_context_written_with_a_point(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64.0}))
+    assert repr(recognize(folder, {}).spec.dims["context"]) == "64"

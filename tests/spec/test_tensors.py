@@ -126,13 +126,16 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         "gguf": {"embed": "base", "decoder.{i}.attn.q": "base.{i}", "norm": "base"}
     }
     family: dict[str, Any] = {"gguf": {"decoder.{i}.attn.{q,k,v}": "family.{i}", "ignore": ["a"]}}
+    family["gguf"]["copies"] = {"embed.weight": "e", "logits.bias": ["b", "c"]}
     family["gguf"]["suffixes"] = {"gamma": "weight", "beta": "bias"}
     spec = {"gguf": {"embed": ["spec", "other"], "ignore": ["b", "c"], "suffixes": {"b": "bias"}}}
+    spec["gguf"]["copies"] = {"embed.weight": ["f"]}
     tensors = tensor_map(base, family, spec, format="gguf")
     assert names(tensors, "embed.weight") == ("spec.weight", "other.weight")
     assert names(tensors, "decoder.0.attn.q.weight") == ("family.0.weight",)
     assert names(tensors, "norm.weight") == ("base.weight",)
     assert tensors.ignore == ("a", "b", "c")
+    assert tensors.copies == (("embed.weight", ("f",)), ("logits.bias", ("b", "c")))
     assert tensors.suffixes == (("gamma", "weight"), ("beta", "bias"), ("b", "bias"))
 
 
@@ -187,6 +190,8 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
         ({"ignore": [3]}, "tensors.ignore: [3] is not a text or a list of texts"),
         ({"suffixes": "gamma"}, "tensors.suffixes: 'gamma' is not a table"),
         ({"suffixes": {"gamma": 3}}, "tensors.suffixes.gamma: 3 is not a text"),
+        ({"copies": ["a"]}, "tensors.copies: ['a'] is not a table"),
+        ({"copies": {"embed.weight": 3}}, "tensors.copies.embed.weight: 3 is not a text or a list"),
     ],
 )
 def test_tensors_refused(table: Any, reason: str) -> None:

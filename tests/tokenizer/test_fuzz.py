@@ -102,6 +102,46 @@ def test_damaged_configuration(tmp_path: Path, examples: int) -> None:
     run()
 
 
+BINARY = {
+    "tok_spm_bpe": "tokenizer.model",
+    "tok_spm_unigram_t5": "spiece.model",
+    "tok_llama2c": "tokenizer.bin",
+}
+BYTES = [
+    b"",
+    b"\xff",
+    b"\xff\xff\xff\x7f",
+    b"\xff" * 10,
+    b"\0" * 4,
+    b"\0\0\x80\x7f",
+    b"\x0a\x80\x80",
+]
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damaged_models(tmp_path: Path, examples: int) -> None:
+    """sentencepiece's files and llama2.c's, byte by byte."""
+    for kind in BINARY:
+        shutil.copytree(GOLDENS / kind, tmp_path / kind)
+    whole = {kind: (tmp_path / kind / file).read_bytes() for kind, file in BINARY.items()}
+
+    @many(examples)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(sorted(BINARY)))
+        content = bytearray(whole[kind])
+        for _ in range(data.draw(st.integers(1, 4))):
+            # What comes first and last says how all of it is to be read.
+            at = data.draw(st.integers(-2000, 400) | st.integers(0, len(content)))
+            end = at + data.draw(st.integers(0, 12))
+            content[at : end if at >= 0 else min(end, -1)] = data.draw(st.sampled_from(BYTES))
+        file = tmp_path / kind / BINARY[kind]
+        file.write_bytes(content)
+        endures(lambda: use(tmp_path / kind), (TokenizerError,), file)
+
+    run()
+
+
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_damaged_metadata(tmp_path: Path, examples: int) -> None:
     kinds = ("gpt-2", "bert-bge", "llama-spm")

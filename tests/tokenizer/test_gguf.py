@@ -209,3 +209,16 @@ def test_a_vocabulary_that_is_not_trusted_is_tried_elsewhere() -> None:
     found = load_tokenizer(Path("a.gguf"), metadata=metadata, trust=False)
     assert found is not None
     assert found.encode("ab") == load(metadata).encode("ab")
+
+
+def test_special_tokens_without_end() -> None:
+    """300,000 of them took 10 s and 500 MB to look for."""
+    count = 100_001
+    values = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [f"<|{number}|>" for number in range(count)],
+        "tokenizer.ggml.token_type": [3] * count,
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    with pytest.raises(TokenizerError, match=r"^here: the vocabulary has 100001 special"):
+        load_tokenizer(Path("here"), metadata=values)

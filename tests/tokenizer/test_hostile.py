@@ -102,6 +102,17 @@ def test_a_panic_is_a_tokenizer_error(tmp_path: Path) -> None:
         used(folder(tmp_path, split("(a+)+[bc]")), trust=True)
 
 
+@pytest.mark.parametrize("prefix", ["\0", "a", "##", "é"])
+def test_merges_are_not_cut_inside_a_letter(tmp_path: Path, prefix: str) -> None:
+    """The library ends the process there, or panics; with a key that is hidden too."""
+    folder(tmp_path, model(continuing_subword_prefix=prefix))
+    file = tmp_path / "tokenizer.json"
+    for text in (file.read_text(), file.read_text().replace('"continuing_', '"c\\u006fntinuing_')):
+        file.write_text(text)
+        with pytest.raises(TokenizerError, match="which is its continuing_subword_prefix"):
+            load_tokenizer(tmp_path, trust=True)
+
+
 def test_a_hidden_expression_is_tried_too(tmp_path: Path) -> None:
     folder(tmp_path, split("(a|a){22}[bc]"))
     file = tmp_path / "tokenizer.json"

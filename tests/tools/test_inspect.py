@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,14 @@ def test_a_specification_beside_its_weights(
     (tmp_path / "mine.toml").write_text('family = "llama"\nweights = "weights"\n')
     text = printed(capsys, tmp_path / "mine.toml")
     assert "llama (named by the specification)" in text
+
+
+def test_many_tensors_are_drafted_in_linear_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 20,000 it took minutes."""
+    save_file({f"w{n}": np.zeros(1, np.float32) for n in range(20_000)}, tmp_path / "w.safetensors")
+    begun = time.thread_time()
+    assert main([str(tmp_path / "w.safetensors")]) == 0
+    assert time.thread_time() - begun < 20
+    assert "w19999" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from jinfer.opening.recognize import open_source
 from jinfer.spec.blocks import SinusoidalPositions
 from jinfer.spec.errors import SpecError
 from jinfer.weights.load import find_origins
+from jinfer.weights.mapping import LoadError
 from jinfer.weights.rows import same_values
 from tests.families.gguf_files import write_gguf
 from tools.matching import describe
@@ -189,6 +190,58 @@ def test_stored_sinusoids_are_no_parameter(dtype: Any, tmp_path: Path) -> None:
     table[77, 3] += 0.02
     folder = with_tensors(tmp_path / "differs", "pegasus", change)
     assert {"encoder.position.weight", "decoder.position.weight"} <= parameters(folder).keys()
+
+
+def test_stored_positions_under_their_older_name(tmp_path: Path) -> None:
+    """M2M100's: a row before the first position is for the padding."""
+    block = SinusoidalPositions(
+        kind="sinusoidal_positions", width=64, offset=2, frequencies="tensor2tensor"
+    )
+    table = sinusoids(block, np.arange(-2, 128)).astype(np.float32)
+    table[1] = 0
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for side in ("encoder", "decoder"):
+            tensors[f"model.{side}.embed_positions.weights"] = table.copy()
+
+    folder = with_tensors(tmp_path / "model", "m2m100", change)
+    assert not {"encoder.position.weight", "decoder.position.weight"} & parameters(folder).keys()
+    assert describe(folder, {}).fits
+    asked: Any = {"encoder_ids": [IDS]}
+    plain = LLM(GOLDENS / "m2m100", dtype="float32").logits([IDS], **asked)[0]
+    table[2 + 3] *= -1
+    folder = with_tensors(tmp_path / "differs", "m2m100", change)
+    assert {"encoder.position.weight", "decoder.position.weight"} <= parameters(folder).keys()
+    differing = LLM(folder, dtype="float32").logits([IDS], **asked)[0]
+    assert np.abs(differing - plain).max() > 1e-2
+
+
+COPIES = {  # golden -> a parameter's tensor, and one that repeats it
+    "t5": ("shared.weight", "decoder.embed_tokens.weight"),
+    "bart": ("model.shared.weight", "model.encoder.embed_tokens.weight"),
+    "m2m100": ("model.shared.weight", "model.decoder.embed_tokens.weight"),
+    "bert": ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    "roberta": ("lm_head.bias", "lm_head.decoder.bias"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_that_differ_are_refused(name: str, tmp_path: Path) -> None:
+    own, copy = COPIES[name]
+
+    def repeat(tensors: dict[str, np.ndarray], more: float) -> None:
+        tensors[copy] = tensors[own].copy()
+        tensors[copy].reshape(-1)[-1] += more
+
+    folder = with_tensors(tmp_path / "equal", name, lambda t: repeat(t, 0))
+    assert describe(folder, {}).fits
+    folder = with_tensors(tmp_path / "differs", name, lambda t: repeat(t, 1))
+    with pytest.raises(LoadError, match=f"{copy} differs from {own}, though the spec.* a copy"):
+        parameters(folder)
+    found = describe(folder, {})
+    assert not found.fits
+    assert copy in found.wrong[0]
+    assert describe(folder, {"tensors": {"ignore": [copy]}}).fits
 
 
 def test_stored_positions_end_where_their_table_does(tmp_path: Path) -> None:
