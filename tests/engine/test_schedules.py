@@ -141,11 +141,12 @@ def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
 def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
     """The model with different sizes of pools, slots and chunks."""
     settings: dict[str, Any] = {"engine.context": most, **overrides}
+    small = most + 640  # what one request of four candidates needs at most
     for keys in (
         {"engine.slots": 1},
-        {"engine.slots": 4, "engine.kv_tokens": 704, "engine.prefill_chunk": 64},
+        {"engine.slots": 4, "engine.kv_tokens": small, "engine.prefill_chunk": 64},
         {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
-        {"engine.slots": 7, "engine.kv_tokens": 704, "engine.mixed_chunk": 40},
+        {"engine.slots": 7, "engine.kv_tokens": small, "engine.mixed_chunk": 40},
     ):
         with LLM(source, **{**settings, **keys}) as llm:
             yield llm
