@@ -30,7 +30,16 @@ def random_tensors(shapes: Shapes, seed: int = 11) -> dict[str, np.ndarray]:
         width = 1.2 / np.sqrt(shape[-1]) if len(shape) > 1 and not is_norm else 0.3
         mean = float(is_norm and name.endswith("weight"))
         tensors[name] = rng.normal(mean, width, shape).astype(np.float32)
-    return tensors
+    return tensors | {name: tensors[first] for name in shapes if (first := _first(name)) in shapes}
+
+
+def _first(name: str) -> str:
+    """The tensor that one is a copy of in checkpoints as they are written; else any text."""
+    if name.endswith("coder.embed_tokens.weight"):
+        return name.replace("encoder.embed_tokens", "shared").replace(
+            "decoder.embed_tokens", "shared"
+        )
+    return name.replace(".decoder.bias", ".bias") if name.endswith(".decoder.bias") else ""
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
