@@ -6,7 +6,8 @@ Three measurements, all on one engine in one run, so that they are ratios to one
   beside the gap it has when nobody disturbs it, and the new prompt's time to its first token;
 - a beginning of 1,000 tokens that 16 requests share: how often it is computed, and the first
   token's time of the first request and of the others;
-- streams of mixed lengths that arrive over time: tokens a second together, beside one stream alone.
+- streams of mixed lengths that arrive over time: tokens a second together, beside one stream alone;
+- answers under a JSON schema beside free ones of the same lengths, in turns.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ from jinfer.commands.program import program
 from .command import run
 
 _LONG, _COMMON = 1500, 1000  # tokens
+_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"type": "string", "maxLength": 40},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 16}, "maxItems": 4},
+        "summary": {"type": "string", "minLength": 100, "maxLength": 200},
+    },
+    "required": ["name", "age", "email", "tags", "summary"],
+    "additionalProperties": False,
+}
 
 
 @dataclass
@@ -171,6 +184,30 @@ def mixed(llm: LLM, rng: random.Random, tokens: int) -> Mixed:
     return Mixed(len(streams), together, alone)
 
 
+def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
+    """Tokens a second under a schema, and over those of free answers as long, for each round."""
+    prompts = [f"Person {i} as JSON: " for i in range(count)]
+    kept = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=300, json_schema=_SCHEMA)
+        for i in range(count)
+    ]
+    lengths = [len(answer.token_ids) for answer in llm.generate(prompts, kept)]
+    free = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=length, ignore_eos=True)
+        for i, length in enumerate(lengths)
+    ]
+
+    def seconds(params: list[SamplingParams]) -> float:
+        begun = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - begun
+
+    seconds(free)
+    both = [(seconds(free), seconds(kept)) for _ in range(rounds)]
+    rate = sum(lengths) / statistics.median(under for _, under in both)
+    return rate, [without / under for without, under in both]
+
+
 def drawing(streams: Sequence[Stream], path: str) -> None:
     """When the tokens of each stream came, as an SVG or PNG."""
     import matplotlib as mpl
@@ -225,6 +262,13 @@ def measure(options: argparse.Namespace) -> int:
             f"{mixture.streams} streams over time: {mixture.together:.0f} tokens/s, one alone "
             f"{mixture.alone:.0f} ({mixture.together / mixture.alone:.2f})"
         )
+        if llm.tokenizer is not None:
+            for count in (1, 4, 8, 16):
+                rate, ratios = schema(llm, count, options.rounds)
+                print(
+                    f"{count} answers under a schema: {rate:.0f} tokens/s, over free ones as long "
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                )
         print(f"programs made after start: {llm.compilations - made}")
     if options.svg:
         drawing(rounds[-1][1], options.svg)
