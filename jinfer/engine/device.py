@@ -60,6 +60,11 @@ class Device:
         """Takes the pools back."""
         self._cache = cache
 
+    def let_go(self) -> None:
+        """Frees what a device that will not be used any more holds."""
+        self.leaves, self._cache, self._state = (), None, None
+        self.programs.forget()
+
     @property
     def state(self) -> State:
         """What the device knows of the slots."""

@@ -114,6 +114,10 @@ class Engine(Device):
             driver.end(request)
         return sequence
 
+    def sequence(self, request: int) -> Running | None:
+        """A request on its way; None for one that is not."""
+        return self._sequences.get(request)
+
     def step(self) -> list[Token | Failed]:
         """Plans and launches one call, and returns the tokens of the call before.
 
@@ -245,6 +249,7 @@ class Engine(Device):
         self.copy(plan.copies)
         for sequence in plan.admitted:
             held, request = sequence.held, sequence.request
+            sequence.admitted = sequence.admitted or time.perf_counter()
             assert held is not None, "it was admitted"
             if request.encoder and not held.filled:
                 self.fill(held, request.encoder)

@@ -125,6 +125,13 @@ class Programs:
         self.waited += time.perf_counter() - begun
         return program
 
+    def forget(self) -> None:
+        """Lets all programs go; those that are being compiled, once they are."""
+        with self._lock:
+            for future in self._futures.values():
+                future.cancel()
+            self._futures.clear()
+
     def _compile(self, shape: Shape) -> Program:
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:

@@ -35,6 +35,7 @@ class Running:
         driven: the host drives it token by token; only what comes before its last token is
             computed in chunks.
         preempted: how often it had to give its blocks back.
+        admitted: when it was first given a slot, in seconds of `time.perf_counter`.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Running:
     cached: int | None = None
     driven: bool = False
     preempted: int = 0
+    admitted: float | None = None
 
     @property
     def order(self) -> tuple[int, int]:
