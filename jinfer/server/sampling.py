@@ -30,6 +30,7 @@ _ELSEWHERE = frozenset(
 _ALL = {"max_tokens": None}
 CHAT: Mapping[str, Any] = {**_ALL, "temperature": 1.0}
 COMPLETIONS: Mapping[str, Any] = {"max_tokens": 16, "temperature": 1.0}
+INFERFLOW: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 1.0, "strategy": "std"}
 LLAMA_CPP: Mapping[str, Any] = {
     **_ALL,
     "temperature": 0.8,
@@ -137,6 +138,7 @@ def asked(
     defaults = own_names(frontend.opened.defaults)
     below = dict(base)
     if "strategy" in {**defaults, **values}:
+        # Its own numbers count, not those that a route has for its usual one.
         below = {"max_tokens": base.get("max_tokens")}
     try:
         params = SamplingParams(**{**below, **defaults, **values})
@@ -168,6 +170,8 @@ def _values(
             continue
         if sent == "logit_bias":
             given = {sent: _biases(value, frontend)}
+        elif sent == "decoding_alg":
+            given = _wrapped(sent, own_names, {sent: value})
         else:
             plain = PARAMETERS.get(sent, sent)
             given = _TABLE[sent](value) if sent in _TABLE else {plain: value}
@@ -176,6 +180,14 @@ def _values(
                 raise invalid(f"{names[name]} and {sent} say different things", sent)
             values[name], names[name] = one, sent
     return values, names
+
+
+def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
+    """What a function makes of a field. Raises `ApiError` where it cannot."""
+    try:
+        return read(value)
+    except (TypeError, ValueError) as error:
+        raise invalid(str(error), name) from error
 
 
 def _biases(
