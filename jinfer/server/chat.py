@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion
+from jinfer.engine.requests import RequestError
 from jinfer.server import figures
-from jinfer.server.errors import invalid, unsupported
+from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling, tooling
 from jinfer.server.prompts import chat_ids
@@ -20,8 +21,9 @@ from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import CHAT, asked
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
-from jinfer.server.service import Call
+from jinfer.server.service import Call, Service
 from jinfer.server.streams import check_stream, ended
+from jinfer.template import TemplateError
 
 _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -47,7 +49,8 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
     body, service = call.body, call.service
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
-        job, read = await service.beside(_prepared, call, hosted)
+        call.note(model=hosted.name)
+        job, read = await service.beside(prepare_chat, service, body, hosted)
         run = service.run(hosted, [job])
         try:
             yield _Chat(call, hosted, job, read, run)
@@ -55,15 +58,22 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
             call.note(**run.summary())
 
 
-def _prepared(call: Call[ChatRequest], hosted: Hosted) -> tuple[Job, Tooling]:
-    """The prompt and what becomes of its answers; takes its time."""
-    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+def prepare_chat(service: Service, body: ChatRequest, hosted: Hosted) -> tuple[Job, Tooling]:
+    """The prompt of a conversation, and what becomes of its answers; takes its time.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    frontend, settings = hosted.frontend, service.settings
     read = tooling(body, body.parallel_tool_calls is not False, frontend)
     changes: dict[str, Any] = dict(read.changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     how = asked(body, frontend, CHAT, changes, _ROUTE)
-    ids = chat_ids(body, frontend, settings)
+    try:
+        ids = chat_ids(body, frontend, settings)
+    except (TemplateError, RequestError) as error:
+        raise as_api_error(error, param="messages") from error
     return prepare(frontend, ids, how, param="messages", timeout=settings.timeout), read
 
 

@@ -94,8 +94,10 @@ def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages = [{"role": "system", "content": body.system_prompt}, *messages]
+    if body.res_prefix and conversation.prompt.template:
+        messages.append({"role": "assistant", "content": body.res_prefix})
     ids = conversation.encode(frontend.tokenizer, messages)
-    if body.res_prefix:
+    if body.res_prefix and not conversation.prompt.template:
         ids += frontend.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
     return prepare(frontend, ids, how, param="text", timeout=settings.timeout)
 

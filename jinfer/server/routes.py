@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from jinfer.server import about, inferflow, llamacpp, tokens, vectors
+from jinfer.server import about, inferflow, llamacpp, openapi, tokens, vectors
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
 from jinfer.server.replies import EVENTS
+from jinfer.server.responses import respond
 from jinfer.server.schemas import about as about_schemas
 from jinfer.server.schemas import chat as chat_schemas
 from jinfer.server.schemas import completions as text_schemas
 from jinfer.server.schemas import llamacpp as llama_schemas
+from jinfer.server.schemas import responses as response_schemas
 from jinfer.server.schemas import tokens as token_schemas
 from jinfer.server.schemas import vectors as vector_schemas
 
@@ -26,6 +28,22 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         gives=about_schemas.Health,
         group=_ABOUT,
         public=True,
+    ),
+    Endpoint(
+        "GET",
+        ("/openapi.json",),
+        openapi.describe,
+        "This description",
+        gives=about_schemas.Description,
+        group=_ABOUT,
+    ),
+    Endpoint(
+        "GET",
+        ("/docs",),
+        openapi.page,
+        "This description, for a person",
+        group=_ABOUT,
+        media_type="text/html",
     ),
     Endpoint(
         "GET",
@@ -76,6 +94,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Continues texts",
         text_schemas.CompletionRequest,
         text_schemas.CompletionAnswer,
+        EVENTS,
+        _OPENAI,
+    ),
+    Endpoint(
+        "POST",
+        ("/v1/responses", "/responses"),
+        respond,
+        "Answers a conversation",
+        response_schemas.ResponseRequest,
+        response_schemas.ResponseAnswer,
         EVENTS,
         _OPENAI,
     ),

@@ -22,6 +22,15 @@ class Version(Answer):
     jax: str
 
 
+class Description(Answer):
+    """OpenAPI's description of a service."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+
+
 class Model(Answer):
     """One of the models; sizes are known while it is in memory."""
 
