@@ -32,7 +32,6 @@ def serve(found: Mapping[str, Any]) -> int:
         SourceError, SpecError: a flag that cannot be.
     """
     sources, settings = sources_of(found), settings_of(found)
-    logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
@@ -54,6 +53,7 @@ def serve(found: Mapping[str, Any]) -> int:
         )
         config.load()
         server = uvicorn.Server(config)
+        logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
         where = _where(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
         if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):

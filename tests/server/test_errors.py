@@ -217,3 +217,22 @@ def test_request_ids(smol: Running) -> None:
             assert len(answer.headers["x-request-id"]) == 32
         refused_ = httpx.post(f"{smol.url}{CHAT}", headers={"X-Request-Id": "mine-2"})
         assert refused_.headers["x-request-id"] == "mine-2"
+
+
+@pytest.mark.parametrize(
+    ("path", "base"), [(CHAT, HELLO), ("/v1/responses", {"input": "a", "max_output_tokens": 2})]
+)
+def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[str, Any]) -> None:
+    more = {"service_tier": "auto", "prompt_cache_key": "a", "metadata": {"a": "b"}, "store": False}
+    chat = {"modalities": ["text"], "verbosity": "medium", "audio": None, "safety_identifier": "u"}
+    with smol.client() as http:
+        answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_a_model_without_tools_refuses(smol: Running) -> None:
+    """Its template has no place for them."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert refused(smol, CHAT, HELLO | {"tools": tools}, 501)["param"] == "tools"
+    choice = {"type": "function", "function": {"name": "add"}}
+    assert refused(smol, CHAT, HELLO | {"tool_choice": choice}, 501)["param"] == "tool_choice"
