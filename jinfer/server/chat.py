@@ -21,8 +21,9 @@ from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import CHAT, asked
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call, Service
-from jinfer.server.streams import check_stream, ended
+from jinfer.server.streams import check_stream, ended, refuse
 from jinfer.template import TemplateError
 
 _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
@@ -34,13 +35,21 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
     check_stream(body, body.stream, body.stream_options)
     if body.store:
         raise unsupported("nothing is stored here", "store")
+    refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("they are not streamed", "prompt_logprobs")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("it needs logprobs: true", "top_logprobs")
     if body.stream:
         return Stream(_streamed(call))
     async with _running(call) as it:
+        more: dict[str, Any] = {}
+        if body.prompt_logprobs is not None:
+            wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
+            scored = await call.service.beside(*wanted)
+            more["prompt_logprobs"] = [None, *map(figures.ranked, scored)]
         (answers,) = await it.run.completions()
-        return Reply(it.whole(answers))
+        return Reply(it.whole(answers) | more)
 
 
 @contextlib.asynccontextmanager
@@ -213,13 +222,15 @@ async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         readings = [_Reading(it.read.parser()) for _ in it.job.prepared]
         async for batch in pieces:
-            yield (
-                b"".join(
-                    event(one) for i, piece in batch for one in _events(it, i, piece, readings[i])
-                )
-                if batch
-                else PING
-            )
+            events = [
+                event(one) for i, piece in batch for one in _events(it, i, piece, readings[i])
+            ]
+            if not batch and call.body.return_progress:
+                events += [
+                    event({**it.chunk(index, {}), "prompt_progress": known})
+                    for index, known in it.run.progress()
+                ]
+            yield b"".join(events) or (b"" if batch else PING)
         yield ended(call.body.stream_options, it.frame([]), [it.job], it.run)
         yield DONE
 

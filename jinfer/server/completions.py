@@ -21,7 +21,7 @@ from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream, ended
+from jinfer.server.streams import check_stream, ended, refuse
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -30,8 +30,11 @@ async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
     """Continues texts."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
-    if body.suffix:
-        raise unsupported("a text is continued, not filled in", "suffix")
+    refuse(
+        body,
+        suffix="a text is continued, not filled in",
+        n_probs="log-probabilities are given with logprobs",
+    )
     if body.stream:
         if body.echo and body.logprobs is not None:
             raise unsupported("log-probabilities of an echoed prompt are not streamed", "echo")
@@ -133,7 +136,7 @@ class _Texts:
             ids = job.ids[:1] if body.echo else []
             choice["logprobs"] = self._logprobs([*before, *entries], ids)
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [None, *map(_ranked, self.scored[prompt])]
+            choice["prompt_logprobs"] = [None, *map(figures.ranked, self.scored[prompt])]
         if job.asked.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = [] if nothing else answer.token_ids
@@ -232,19 +235,17 @@ class _Texts:
                 found[-1]["timings"] = figures.timings(self.run.so_far(index))
         return found
 
+    def progress(self) -> list[bytes]:
+        """How far the prompts are that have no answer yet."""
+        return [
+            event({**self.chunk(index, ""), "prompt_progress": figures})
+            for index, figures in self.run.progress()
+        ]
+
     def __post_init__(self) -> None:
         self._owners: list[int] = []
         for job in self.jobs:
             self._owners.append(len(job.prepared) + (self._owners[-1] if self._owners else 0))
-
-
-def _ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
-    """vLLM's form: by id, each with its rank among those that are listed."""
-    found = {
-        str(other.id): {"logprob": figures.finite(other.logprob), "rank": rank}
-        for rank, other in enumerate(one.top, 1)
-    }
-    return {str(one.id): {"logprob": figures.finite(one.logprob)}, **found}
 
 
 async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
@@ -253,6 +254,8 @@ async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
         begun: dict[int, int] = {}
         async for batch in pieces:
             events = [event(one) for i, piece in batch for one in it.events(i, piece, begun)]
-            yield b"".join(events) if batch else PING
+            if not batch and call.body.return_progress:
+                events += it.progress()
+            yield b"".join(events) or (b"" if batch else PING)
         yield ended(call.body.stream_options, it.frame([]), it.jobs, it.run)
         yield DONE

@@ -84,3 +84,12 @@ def chat_logprobs(
         }
         for one in entries
     ]
+
+
+def ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+    """vLLM's form: by id, each with its rank among those that are listed."""
+    found = {
+        str(other.id): {"logprob": finite(other.logprob), "rank": rank}
+        for rank, other in enumerate(one.top, 1)
+    }
+    return {str(one.id): {"logprob": finite(one.logprob)}, **found}

@@ -17,7 +17,7 @@ from jinfer.server.sampling import INFERFLOW, asked
 from jinfer.server.schemas.llamacpp import InferflowRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream
+from jinfer.server.streams import check_stream, refuse
 
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fields) - _OWN
@@ -30,8 +30,15 @@ async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
     check_stream(body, stream, None)
     if (body.n or 1) > 1:
         raise unsupported("one answer is given", "n")
-    if body.prompt_logprobs is not None or body.n_probs:
-        raise unsupported("no log-probabilities are given here", "n_probs")
+    if body.prompt_logprobs is not None:
+        raise unsupported("no log-probabilities are given here", "prompt_logprobs")
+    refuse(
+        body,
+        n_probs="no log-probabilities are given here",
+        return_token_ids="no ids are given here",
+        timings_per_token="no timings are given here",
+        return_progress="nothing is told of the prompt here",
+    )
     user = (body.header or {}).get("user")
     call.note(user=user if isinstance(user, str) else None)
     if stream:

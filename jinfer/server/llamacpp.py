@@ -10,7 +10,7 @@ from typing import Any
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, completion
 from jinfer.server import figures
 from jinfer.server.about import own_version
-from jinfer.server.errors import invalid
+from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
 from jinfer.server.replies import PING, Reply, Stream, event
@@ -19,7 +19,7 @@ from jinfer.server.sampling import LLAMA_CPP, asked
 from jinfer.server.schemas.llamacpp import LlamaRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream
+from jinfer.server.streams import check_stream, refuse
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -29,7 +29,8 @@ async def complete(call: Call[LlamaRequest]) -> Reply | Stream:
     body = call.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
-        raise invalid("they are given by /v1/completions", "prompt_logprobs")
+        raise unsupported("they are given by /v1/completions", "prompt_logprobs")
+    refuse(body, return_token_ids="ids are given with return_tokens")
     if body.stream:
         return Stream(_streamed(call))
     async with _running(call) as it:
@@ -199,32 +200,18 @@ class _Llama:
             shown["timings"] = figures.timings(so_far)
         return shown
 
-    def progress(self) -> list[dict[str, Any]]:
-        """How far each prompt is that has no answer yet."""
-        found = []
-        for index, prepared in enumerate(self.run.prepared):
-            known = self.hosted.frontend.thread.progress(prepared.request.id)
-            if known is None or self.run.watch.counts.get(index):
-                continue
-            cached, done = known
-            seconds, _ = self.run.watch.seconds(index)
-            total = len(prepared.request.prompt)
-            progress = {
-                "total": total,
-                "cache": cached,
-                "processed": min(done, total),
-                "time_ms": round(seconds * 1000),
-            }
-            shown = {"index": index, "content": "", "tokens": [], "stop": False}
-            found.append({**shown, "prompt_progress": progress})
-        return found
+    def progress(self) -> list[bytes]:
+        """How far the prompts are that have no answer yet."""
+        shown = {"content": "", "tokens": [], "stop": False}
+        return [
+            event({"index": index, **shown, "prompt_progress": figures})
+            for index, figures in self.run.progress()
+        ]
 
 
 async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
     """The events of a stream; the last one of an answer says how it went."""
     async with _running(call) as it:
-        if call.body.return_progress:
-            it.run.ping = min(it.run.ping, 0.25)
         chunks: list[list[Chunk]] = [[] for _ in it.run.prepared]
         owners = [number for number, job in enumerate(it.jobs) for _ in job.prepared]
         ended: set[int] = set()
@@ -240,7 +227,7 @@ async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
                     ended.add(index)
                     events.append(_end(it, index, owners[index], chunks[index]))
                 if not batch and call.body.return_progress:
-                    events += [event(one) for one in it.progress()]
+                    events += it.progress()
                 yield b"".join(events) or PING
         yield b"".join(
             _end(it, index, owners[index], chunks[index])

@@ -17,6 +17,8 @@ from jinfer.server.errors import as_api_error, invalid
 from jinfer.server.metrics import Watch
 from jinfer.server.sampling import Asked
 
+_PROGRESS_SECONDS = 0.25  # between two words on how far a prompt is
+
 
 @dataclass(frozen=True)
 class Job:
@@ -100,6 +102,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.prepared = [one for job in self.jobs for one in job.prepared]
+        if any(job.asked.progress for job in self.jobs):
+            self.ping = min(self.ping, _PROGRESS_SECONDS)
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
         """Lists of (number of the answer, piece) as they come; `usages` are known at the end.
@@ -156,6 +160,24 @@ class Run:
         cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
         count = self.watch.counts.get(index, 0)
         return Usage(len(request.prompt), count, prefill, decode, cached)
+
+    def progress(self) -> list[tuple[int, dict[str, Any]]]:
+        """How far each prompt is that has no answer yet, in llama.cpp's words."""
+        found = []
+        for index, prepared in enumerate(self.prepared):
+            known = self.frontend.thread.progress(prepared.request.id)
+            if known is None or self.watch.counts.get(index):
+                continue
+            cached, done = known
+            total = len(prepared.request.prompt)
+            figures = {
+                "total": total,
+                "cache": cached,
+                "processed": min(done, total),
+                "time_ms": round(self.watch.seconds(index)[0] * 1000),
+            }
+            found.append((index, figures))
+        return found
 
     def summary(self) -> dict[str, Any]:
         """What the log says of it."""

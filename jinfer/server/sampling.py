@@ -145,6 +145,8 @@ def asked(
     except (TypeError, ValueError) as error:
         name = str(error).split(" ", 1)[0]
         raise invalid(str(error), names.get(name, name)) from error
+    if params.strategy == "beam" and params.logprobs is not None:
+        raise invalid("a beam search gives no log-probabilities", names.get("strategy", "strategy"))
     return Asked(
         params,
         nothing,

@@ -28,6 +28,13 @@ def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | N
             raise invalid("it needs stream: true", name)
 
 
+def refuse(body: Sampling, **reasons: str) -> None:
+    """Raises `ApiError` where a field is set that a route has no use for, with the reason."""
+    for name, reason in reasons.items():
+        if getattr(body, name):
+            raise unsupported(reason, name)
+
+
 def ended(
     options: StreamOptions | None, frame: dict[str, Any], jobs: Sequence[Job], run: Run
 ) -> bytes:

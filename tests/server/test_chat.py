@@ -188,6 +188,17 @@ def test_a_whole_conversation(client: openai.OpenAI, smol: Running) -> None:
     assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
 
 
+def test_prompt_log_probabilities(smol: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
+    answer = httpx.post(f"{smol.url}/v1/chat/completions", json=body, timeout=60).json()
+    ids = smol.hosted().llm.encode_chat([{"role": "user", "content": "Hello"}])
+    assert answer["prompt_token_ids"] == ids
+    assert len(answer["prompt_logprobs"]) == len(ids)
+    assert all(
+        str(id) in one for id, one in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+    )
+
+
 def test_going_on_with_the_last_message(smol: Running) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "Hello! How can"}]
     body = {"messages": messages, "temperature": 0, "continue_final_message": True}

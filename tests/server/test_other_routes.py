@@ -125,6 +125,25 @@ def test_tokens_as_vllm_asks(smol: Running) -> None:
         ("/", {}, "text"),
         ("/", {"text": "a", "decoding_alg": "magic"}, "decoding_alg"),
         ("/", {"text": "a", "n": 2}, "n"),
+        ("/", {"text": "a", "n_probs": 2}, "n_probs"),
+        ("/", {"text": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/", {"text": "a", "return_token_ids": True}, "return_token_ids"),
+        ("/", {"text": "a", "timings_per_token": True}, "timings_per_token"),
+        ("/", {"text": "a", "return_progress": True}, "return_progress"),
+        ("/completion", {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/completion", {"prompt": "a", "return_token_ids": True}, "return_token_ids"),
+        ("/v1/completions", {"prompt": "a", "n_probs": 2}, "n_probs"),
+        ("/v1/chat/completions", {"messages": HELLO, "n_probs": 2}, "n_probs"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "stream": True, "prompt_logprobs": 2},
+            "prompt_logprobs",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "use_beam_search": True, "logprobs": True},
+            "use_beam_search",
+        ),
         ("/", {"text": "a", "encoder_input_template": "{query}"}, "encoder_input_template"),
         ("/", {"text": "a", "decoder_input_template": "{query}"}, "decoder_input_template"),
         ("/", {"text": "a", "is_streaming_mode": 5}, "is_streaming_mode"),
@@ -212,15 +231,20 @@ def test_a_stream_as_llama_cpp_has_it(smol: Running) -> None:
     assert last["tokens_predicted"] == 5
 
 
-def test_the_progress_of_a_long_prompt(smol: Running) -> None:
-    prompt = [1 + i % 40000 for i in range(1200)]
-    body = {"prompt": prompt, "n_predict": 1, "stream": True, "return_progress": True}
-    with smol.client() as http, http.stream("POST", "/completion", json=body) as answer:
-        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_the_progress_of_a_long_prompt(smol: Running, path: str) -> None:
+    chat = "chat" in path
+    text = " ".join(f"{path}{i}" for i in range(300))
+    prompt = [1 + (i * len(path)) % 40000 for i in range(1200)]
+    asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": prompt}
+    body = {"n_predict": 1, "stream": True, "return_progress": True, **asked}
+    with smol.client() as http, http.stream("POST", path, json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     found = [json.loads(line[6:]).get("prompt_progress") for line in lines]
     done = [one["processed"] for one in found if one]
     assert done == sorted(done)
-    assert all(one["total"] == 1200 for one in found if one)
+    assert all(chat or one["total"] == 1200 for one in found if one)
+    assert all(0 <= one["processed"] <= one["total"] for one in found if one)
 
 
 @pytest.mark.parametrize("stream", [False, True, 0, 1, None])
