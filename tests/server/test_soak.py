@@ -1,0 +1,68 @@
+"""Clients that behave badly, for a moment and for five minutes."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.running import ROOT
+from tests.server.soak import Soak
+from tests.server.test_process import command, free_port, ready
+
+SOURCE = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
+
+
+def figures(client: httpx.Client) -> dict[str, float]:
+    """What /metrics says."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
+
+
+def soaked(clients: int, seconds: float, *more: str) -> None:
+    """Nothing is left of many clients that behaved badly, and nothing failed."""
+    port = free_port()
+    given = (f"smol={SOURCE}", "--port", str(port), "--log-level", "error", *more)
+    with command(*given) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            ready(client, process)
+            asyncio.run(Soak(str(client.base_url), clients, seconds / 10).run())
+            before = resident(process.pid)
+            soak = Soak(str(client.base_url), clients, seconds)
+            asyncio.run(soak.run())
+            label = '{model_name="smol"}'
+            names = [f"jinfer:num_requests_{what}{label}" for what in ("running", "waiting")]
+            end = time.monotonic() + 60
+            while any(figures(client)[name] for name in names):
+                assert time.monotonic() < end, "somebody still runs"
+                time.sleep(0.1)
+            found, after = figures(client), resident(process.pid)
+            print(dict(soak.codes), f"{soak.whole} whole answers")
+            print(f"{before >> 20} MiB before, {after >> 20} MiB after")
+            lags = {k: v for k, v in found.items() if k.startswith("jinfer:event_loop_lag")}
+            print(lags, f"{found['jinfer:tasks']:g} tasks")
+            assert soak.wrong == []
+            assert soak.whole > 0
+            assert found[f"jinfer:kv_cache_usage_perc{label}"] == 0
+            assert found["jinfer:tasks"] < 10
+            assert after < before * 1.1 + (64 << 20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_moment_of_clients_that_behave_badly() -> None:
+    soaked(8, 3.0)
+
+
+@pytest.mark.soak
+def test_five_minutes_of_clients_that_behave_badly() -> None:
+    soaked(64, 300.0, "--warm-up", "before")
