@@ -2,12 +2,15 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from jinfer.server.routes import ENDPOINTS
 from tests.server.running import ROOT
 from tests.server.soak import Soak
 from tests.server.test_process import command, free_port, ready
@@ -66,3 +69,35 @@ def test_a_moment_of_clients_that_behave_badly() -> None:
 @pytest.mark.soak
 def test_five_minutes_of_clients_that_behave_badly() -> None:
     soaked(64, 300.0, "--warm-up", "before")
+
+
+@pytest.mark.soak
+def test_the_description_is_kept_to() -> None:
+    """schemathesis sends what the description allows, and what it forbids."""
+    port = free_port()
+    given = (f"smol={SOURCE}", "--port", str(port), "-c", "64", "--log-level", "error")
+    with command(*given) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            ready(client, process)
+        checks = (
+            "not_a_server_error",
+            "status_code_conformance",
+            "content_type_conformance",
+            "response_schema_conformance",
+            "negative_data_rejection",
+            "unsupported_method",
+            "allow_header_conformance",
+        )
+        # Other paths of the same routes are left out, and the one whose answer is always 501.
+        others = [path for one in ENDPOINTS for path in one.paths[1:]] + ["/classify"]
+        plain = [path.replace(":path", "") for path in others]
+        excluded = [word for path in plain for word in ("--exclude-path", path)]
+        asked = [
+            *("schemathesis", "run", f"http://127.0.0.1:{port}/openapi.json", *excluded),
+            *("--phases", "coverage,fuzzing", "--max-examples", "100"),
+            *("--checks", ",".join(checks)),
+            *("--continue-on-failure", "--request-timeout", "120", "--no-color"),
+        ]
+        tool = Path(sys.executable).with_name(asked[0])
+        done = subprocess.run([str(tool), *asked[1:]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-20_000:]
