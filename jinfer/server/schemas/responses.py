@@ -113,7 +113,7 @@ class ResponseRequest(Strict):
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = Field(None, description="nothing is stored: only false")
-    background: Literal[False] | None = None
+    background: No | None = None
     previous_response_id: None = Field(None, description="nothing is stored")
     conversation: None = Field(None, description="nothing is stored")
     prompt: None = Field(None, description="nothing is stored")
