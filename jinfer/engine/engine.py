@@ -75,7 +75,7 @@ class Engine(Device):
         self._progress.clear()
         self._guides.computed = None
         # Else the two keep each other.
-        self.scheduler.on_release = _nobody
+        self.scheduler.on_release = lambda _: None
 
     @property
     def busy(self) -> bool:
@@ -125,6 +125,10 @@ class Engine(Device):
         if (driver := self._drivers.pop(request, None)) is not None:
             driver.end(request)
         return sequence
+
+    def sequence(self, request: int) -> Running | None:
+        """A request on its way; None for one that is not."""
+        return self._sequences.get(request)
 
     def step(self) -> list[Token | Failed]:
         """Plans and launches one call, and returns the tokens of the call before.
@@ -244,6 +248,7 @@ class Engine(Device):
         self.copy(plan.copies)
         for sequence in plan.admitted:
             held, request = sequence.held, sequence.request
+            sequence.admitted = sequence.admitted or time.perf_counter()
             assert held is not None, "it was admitted"
             if request.encoder and not held.filled:
                 self.fill(held, request.encoder)
@@ -392,7 +397,3 @@ class Engine(Device):
         if launched.decodes:
             self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now
-
-
-def _nobody(sequence: Running) -> None:
-    """Told of what a scheduler releases that has no engine any more."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -25,18 +26,20 @@ class NoRoomError(Exception):
 def forward(
     engine: Engine,
     prompt: Sequence[int],
-    want: Literal["logits", "hidden", "score"],
+    want: Literal["logits", "hidden", "score", "ranked"],
     encoder: Sequence[int] = (),
-) -> Float[np.ndarray, "tokens ..."]:
+) -> Any:
     """Logits or last hidden states of every token of a decoder's prompt, or its scores.
 
-    A score is the log-probability of a token given those before it; the first has none.
+    A score is the log-probability of a token given those before it; the first has none. "ranked"
+    are the scores, and the likeliest ids at each place and theirs.
 
     Raises:
         NoRoomError: other requests hold the blocks it needs.
         RequestError: the cache could never hold it.
     """
-    computed = len(prompt) - (want == "score")
+    scores = want in ("score", "ranked")
+    computed = len(prompt) - scores
     tokens = np.array(prompt, np.int32)
     parts = []
     with _blocks(engine, prompt, encoder) as held:
@@ -52,7 +55,7 @@ def forward(
             following = [_padded(tokens[start + 1 : start + 1 + count], size)]
             shape = (
                 Shape("score", size, rows=1)
-                if want == "score"
+                if want == "score" or want == "ranked"
                 else Shape("forward", size, rows=1, want=want)
             )
             program = engine.programs.get(shape)
@@ -63,12 +66,13 @@ def forward(
                 *given,
                 tables,
                 encoded,
-                *(following if want == "score" else []),
+                *(following if scores else []),
             )
             engine.keep_cache(cache)
-            parts.append(np.asarray(out)[:count])
+            out = out[0] if want == "score" else out
+            parts.append(jax.tree.map(lambda part, count=count: np.asarray(part)[:count], out))
             engine.scheduler.blocks.slide(held, start + count)
-    return np.concatenate(parts)
+    return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
 @contextmanager

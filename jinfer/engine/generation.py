@@ -37,6 +37,7 @@ class Usage:
         cached_tokens: of the prompt, those that were in the cache already.
         prefill_seconds: from the request's start to its first token, compilation left out.
         decode_seconds: from its first token to its last.
+        queue_seconds: from the request's start to its slot; a part of `prefill_seconds`.
     """
 
     prompt_tokens: int
@@ -44,6 +45,7 @@ class Usage:
     prefill_seconds: float
     decode_seconds: float
     cached_tokens: int = 0
+    queue_seconds: float = 0.0
 
     @property
     def prefill_rate(self) -> float:
@@ -114,6 +116,7 @@ class Generation:
         waited: seconds of that, up to the first token, that compilation took.
         count: new tokens.
         cached: tokens of the prompt that were in the cache already.
+        admitted: when it was given a slot, if it was.
     """
 
     request: Request
@@ -126,11 +129,15 @@ class Generation:
     waited: float = 0.0
     count: int = 0
     cached: int = 0
+    admitted: float | None = None
 
     def __post_init__(self) -> None:
-        self._stops = StopTexts(tuple(self.request.sampling.stop))
+        sampling = self.request.sampling
+        self._stops = StopTexts(tuple(sampling.stop), sampling.include_stop)
         self._detokenizer = (
-            self.tokenizer.detokenizer(self.request.prompt) if self.tokenizer else None
+            self.tokenizer.detokenizer(self.request.prompt, skip_special=sampling.skip_special)
+            if self.tokenizer
+            else None
         )
 
     @property
@@ -148,10 +155,11 @@ class Generation:
         if not sampling.ignore_eos:
             ends = (*ends, *self.request.end_ids)
         text = ""
-        if token.id in ends:
-            self.finish_reason = "stop"
-        elif self._detokenizer is not None:
+        ended = token.id in ends
+        if self._detokenizer is not None and (sampling.include_stop or not ended):
             text = self._stops.push(self._detokenizer.push(token.id))
+        if ended:
+            self.finish_reason = "stop"
         if self._stops.found:
             self.finish_reason = "stop"
         elif self.finish_reason is None and token.last is not None:
@@ -191,6 +199,7 @@ class Generation:
             max(0.0, self.first - self.begun - self.waited),
             max(0.0, self.last - self.first),
             self.cached,
+            max(0.0, self.admitted - self.begun) if self.admitted else 0.0,
         )
 
 

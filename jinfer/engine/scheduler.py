@@ -39,6 +39,7 @@ class Running:
         guided: it has a grammar, so the host has to know each token before the next is chosen.
         ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
+        admitted: when it was first given a slot, in seconds of `time.perf_counter`.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Running:
     guided: bool = False
     ended: bool = False
     preempted: int = 0
+    admitted: float | None = None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -261,11 +261,14 @@ def score(
     tables: Tables,
     encoded: Int[Array, " rows"],
     following: Int[Array, " tokens"],
-) -> tuple[Cache, Float[Array, " tokens"]]:
-    """The log-probability of the token that follows each one; as `log_probabilities` has it."""
+) -> tuple[Cache, tuple[Array, Array, Array]]:
+    """The log-probability of the token that follows each one, and the likeliest ones there.
+
+    As `log_probabilities` has them.
+    """
     given = (tokens, rows, positions, prompts, tables, encoded)
     cache, out = forward(model, "logits", leaves, cache, *given)
-    return cache, log_probabilities(out, following)[0]
+    return cache, log_probabilities(out, following)
 
 
 def beam(

@@ -14,11 +14,13 @@ class StopTexts:
     beginning of a stop text is held back until it is known not to be one.
 
     Attributes:
-        stops: the texts; none of them is let through.
+        stops: the texts.
+        included: whether the one that ends the answer belongs to it.
         found: whether one has come.
     """
 
     stops: tuple[str, ...]
+    included: bool = False
     found: bool = False
     _held: str = ""
 
@@ -30,7 +32,8 @@ class StopTexts:
         ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
             self.found, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            return text[: end if self.included else at]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -89,6 +89,11 @@ class EngineThread:
         """Ends a request within a step; its sink is not called again after that."""
         self._send(lambda loop: loop.end(request))
 
+    def progress(self, request: int) -> tuple[int, int] | None:
+        """Tokens of a running request's prompt that were cached, and that are computed by now."""
+        sequence = self._loop.engine.sequence(request)
+        return None if sequence is None else (sequence.cached or 0, sequence.computed)
+
     def run(self, job: Job) -> Any:
         """The result of a job that is done between two steps; its exceptions are raised here."""
         future: Future[Any] = Future()
@@ -212,6 +217,7 @@ class _Loop:
             return
         generation = known[0]
         generation.cached = (sequence and sequence.cached) or 0
+        generation.admitted = None if sequence is None else sequence.admitted
         self.prompt_tokens += len(generation.request.prompt)
         self.cached_tokens += generation.cached
         self.new_tokens += generation.count

@@ -16,6 +16,7 @@ from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.base import MARK
 
 Message = Mapping[str, Any]
+CONTINUE = "continue_final"
 _STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
 _WORDS = "jinferasksforthis"  # what a user could say, and no template changes but to capitals
 _LOST = "what the user says would be lost"
@@ -77,19 +78,46 @@ class Conversation:
         Args:
             special: special tokens that are written in the messages count as such; else they are
                 text, as far as the template leaves the messages' words as they are.
-            **variables: for a Jinja template, such as `tools`.
+            **variables: for a Jinja template, such as `tools`; and `continue_final=True`: the
+                answer goes on with the last message instead of beginning one.
 
         Raises:
             TemplateError: there is no template, it refuses the conversation, or it leaves out what
                 the user says.
         """
-        system = self.prompt.system
-        if system and not (messages and messages[0].get("role") == "system"):
-            messages = [{"role": "system", "content": system}, *messages]
+        messages = self._with_system(messages)
         if self.prompt.template:
             return PromptTemplate.parse(self.prompt.template).encode_chat(
                 tokenizer, messages, special=special
             )
+        text = self._render(tokenizer, messages, variables)
+        given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
+        if not special and (hidden := _hidden(given, tokenizer)) != given:
+            rest = {k: v for k, v in variables.items() if k not in hidden}
+            told = {k: v for k, v in hidden.items() if k != "messages"}
+            marked = self._render(tokenizer, hidden["messages"], {**rest, **told})
+            # A template that looks at such words, or cuts them, would say something else of them.
+            if marked.replace(MARK, "") == text.replace(MARK, ""):
+                return tokenizer.encode_marked(marked)
+        return tokenizer.encode(text, special=False, parse_special=True)
+
+    def text(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> str:
+        """The prompt that a conversation becomes, as a text. Raises as `encode`."""
+        if self.prompt.template:
+            ids = self.encode(tokenizer, messages, **variables)
+            return tokenizer.decode(ids, skip_special=False)
+        return self._render(tokenizer, self._with_system(messages), variables)
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        system = self.prompt.system
+        if system and not (messages and messages[0].get("role") == "system"):
+            return [{"role": "system", "content": system}, *messages]
+        return messages
+
+    def _render(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str:
+        """What the Jinja template makes of it."""
         if not self.jinja:
             raise TemplateError(
                 "the model has no chat template; set prompt.template or prompt.chat_template"
@@ -97,15 +125,17 @@ class Conversation:
         specials = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
         named = {name: tokenizer.token(id) for name, id in specials.items() if id is not None}
         template = ChatTemplate(self.jinja, variables=named)
-        text = template.render(messages, **variables)
-        _check_said(template, messages, variables, text)
-        given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
-        if not special and (hidden := _hidden(given, tokenizer)) != given:
-            marked = template.render(**{**variables, **hidden})
-            # A template that looks at such words, or cuts them, would say something else of them.
-            if marked.replace(MARK, "") == text.replace(MARK, ""):
-                return tokenizer.encode_marked(marked)
-        return tokenizer.encode(text, special=False, parse_special=True)
+        given = dict(variables)
+        if not given.pop(CONTINUE, False):
+            text = template.render(messages, **given)
+            _check_said(template, messages, given, text)
+            return text
+        text = template.render(messages, **{**given, "add_generation_prompt": False})
+        said = str(messages[-1]["content"]).strip()
+        at = text.rfind(said)
+        if not said or at < 0:
+            raise TemplateError("the chat template does not show the last message as it is")
+        return text[: at + len(said)]
 
 
 def _asks(template: PromptTemplate) -> bool:

@@ -92,6 +92,8 @@ class SamplingParams:
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: ids that end the answer; they are not part of its text.
         ignore_eos: go on after the model's own end of sequence.
+        include_stop: what ends the answer, a stop text or an end's own text, is part of it.
+        skip_special: special tokens are not part of the answer's text.
         logprobs: also give the log-probability of each token, and of so many likeliest ones.
         json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
 
@@ -149,6 +151,8 @@ class SamplingParams:
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special: bool = True
     logprobs: int | None = None
     json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
@@ -213,7 +217,8 @@ class SamplingParams:
         stops = self.stop_token_ids
         few = len(stops) <= MAX_STOP_IDS and _ids(stops)
         yield "stop_token_ids", few, f"at most {MAX_STOP_IDS} token ids"
-        yield "ignore_eos", isinstance(self.ignore_eos, bool), "true or false"
+        for name in ("ignore_eos", "include_stop", "skip_special"):
+            yield name, isinstance(getattr(self, name), bool), "true or false"
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
         low = float("-inf")
         numbers = all(v == low or RANGES["presence_penalty"].holds(v) for _, v in pairs)

@@ -37,6 +37,7 @@ from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
 from jinfer.tokenizer.surface import from_decoder
 
 _LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
+_LONG = 1 << 14  # characters that take the time of a few tokens
 _PROBE = "a"  # any text that no normalizer empties
 _MAX_FRAME = 64  # tokens around a text
 
@@ -86,7 +87,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         with library_errors(self._path, "cannot encode this text"):
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG:
+                ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            else:  # other threads go on meanwhile, which they do not while `encode` works
+                ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if ids and max(ids) >= self.vocab_size and backend is self.backend:
             raise TokenizerError(
                 f"{self._path}: has a token of id {max(ids)}, but {self.vocab_size} tokens"

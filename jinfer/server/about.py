@@ -1,0 +1,99 @@
+"""What a service says of itself."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+
+from jinfer.server.errors import ApiError
+from jinfer.server.metrics import CONTENT_TYPE
+from jinfer.server.models import Hosted
+from jinfer.server.replies import Reply
+from jinfer.server.service import Call
+
+
+async def health(call: Call[Any]) -> Reply:
+    """Whether requests are answered."""
+    if call.service.models.ready:
+        return Reply({"status": "ok"})
+    error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+    return Reply({"error": error}, 503)
+
+
+def own_version() -> str:
+    """The version that is installed."""
+    try:
+        return version("jinfer")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+async def show_version(call: Call[Any]) -> Reply:
+    """Which jinfer this is."""
+    return Reply({"version": own_version(), "jax": jax.__version__})
+
+
+async def metrics(call: Call[Any]) -> Reply:
+    """Figures for Prometheus."""
+    return Reply(call.service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def models(call: Call[Any]) -> Reply:
+    """What is served."""
+    listed = [describe(one) for one in call.service.models.hosted]
+    return Reply({"object": "list", "data": listed})
+
+
+async def model(call: Call[Any]) -> Reply:
+    """One of the models."""
+    return Reply(describe(call.service.models.named(call.request.path_params["model"])))
+
+
+def describe(one: Hosted) -> dict[str, Any]:
+    """A model as lists show it; sizes are known while it is in memory."""
+    shown: dict[str, Any] = {
+        "id": one.name,
+        "object": "model",
+        "created": one.created,
+        "owned_by": "jinfer",
+        "status": {"value": one.state},
+    }
+    if one.state != "ready":
+        return shown
+    llm = one.llm
+    dims = llm.spec.dims
+    leaves = llm.frontend.engine.leaves
+    return {
+        **shown,
+        "max_model_len": llm.context,
+        "capabilities": capabilities(one),
+        "meta": {
+            "n_vocab": dims.get("vocab", 0),
+            "n_ctx_train": dims.get("context", llm.context),
+            "n_embd": dims.get("hidden", 0),
+            "n_params": one.parameters,
+            "size": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+        },
+    }
+
+
+def capabilities(one: Hosted) -> list[str]:
+    """What a model can be asked for."""
+    spec = one.llm.spec
+    found = ["embeddings"]
+    if spec.decoder is not None:
+        found.append("completion")
+        if one.llm.can_chat:
+            found.append("chat")
+    tokenizer = one.llm.tokenizer
+    if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
+        found.append("fill-mask")
+    return found
+
+
+def needs(one: Hosted, what: str, how: str) -> None:
+    """Raises `ApiError` where a model cannot be asked for something."""
+    if what not in capabilities(one):
+        raise ApiError(400, f"the model {one.name} gives no {what}; {how}", param="model")

@@ -1,0 +1,129 @@
+"""The service put together: its routes, and what surrounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jinfer.errors import USER_ERRORS
+from jinfer.server.endpoint import Answering, Endpoint
+from jinfer.server.errors import ApiError
+from jinfer.server.gate import Gate
+from jinfer.server.metrics import Metrics
+from jinfer.server.models import Models
+from jinfer.server.replies import dumps
+from jinfer.server.routes import ENDPOINTS
+from jinfer.server.service import Service
+from jinfer.server.settings import Settings, Source
+
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
+
+
+def build_app(
+    sources: Sequence[Source],
+    settings: Settings,
+    *,
+    failed: Callable[[BaseException], Any] = lambda error: None,
+) -> ASGIApp:
+    """The service as an ASGI application; its models are loaded when it starts.
+
+    Args:
+        failed: is told why a model could not be loaded at the start.
+    """
+    metrics = Metrics()
+    models = Models(
+        sources,
+        max_loaded=settings.max_loaded,
+        warm_up=settings.warm_up,
+        unloaded=metrics.unloaded,
+    )
+    metrics.stats = models.stats
+    service = Service(settings, models, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        tasks = {
+            asyncio.ensure_future(_start(models, failed)),
+            asyncio.ensure_future(metrics.watch_loop()),
+        }
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await models.close()
+
+    app = Starlette(
+        routes=_routes(ENDPOINTS, service),
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _refused},
+    )
+    app.state.service = service
+    public = {path for one in ENDPOINTS if one.public for path in one.paths}
+    gated: ASGIApp = Gate(app, settings, metrics, public)
+    if settings.cors:
+        gated = CORSMiddleware(
+            gated,
+            allow_origins=settings.cors,
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return gated
+
+
+async def _start(models: Models, failed: Callable[[BaseException], Any]) -> None:
+    try:
+        await models.start()
+    except (ApiError, *USER_ERRORS) as error:
+        failed(error)
+
+
+def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
+    """One route for each path, with its methods."""
+    by_path: dict[str, dict[str, ASGIApp]] = {}
+    for one in endpoints:
+        for path in one.paths:
+            by_path.setdefault(path, {})[one.method] = Answering(one, service)
+    return [
+        Route(path, _ByMethod(answering), methods=sorted(_METHODS))
+        for path, answering in by_path.items()
+    ]
+
+
+class _ByMethod:
+    """The endpoints of one path."""
+
+    def __init__(self, endpoints: dict[str, ASGIApp]) -> None:
+        self.endpoints = endpoints
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        endpoint = self.endpoints.get(method)
+        if endpoint is None:
+            allowed = ", ".join(sorted(self.endpoints))
+            raise HTTPException(405, headers={"allow": allowed})
+        await endpoint(scope, receive, send)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """What the routing refuses, in the form of all errors."""
+    assert isinstance(error, HTTPException)
+    known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return Response(
+        dumps(known.body()),
+        error.status_code,
+        headers=dict(error.headers or {}),
+        media_type="application/json",
+    )

@@ -1,0 +1,113 @@
+"""What a client sends: read within bounds, and checked field by field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from jinfer.server.errors import ApiError, invalid
+from jinfer.server.settings import Settings
+from jinfer.spec.errors import nearest
+
+_SHOWN = 200  # characters of a client's own words in an error
+
+
+async def read(request: Request, settings: Settings) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too long, or does not come.
+        ClientDisconnect: the client has gone.
+    """
+    too_long = ApiError(
+        413,
+        f"the body is longer than the {settings.max_body} bytes that are allowed",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > settings.max_body:
+        raise too_long
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > settings.max_body:
+                    raise too_long
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body did not come within {settings.body_seconds:g} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise
+    return b"".join(parts)
+
+
+def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
+    """A body as its model. Raises `ApiError` that names the first field that is wrong."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    return validated(value, model)
+
+
+def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
+    """Values as their model. Raises `ApiError` that names the first field that is wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _wrong(error, value, model) from None
+
+
+def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
+    """The error of the first field that is wrong, of all its alternatives."""
+    found: dict[str, list[str]] = {}
+    kinds: dict[str, str] = {}
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        place = _place(one["loc"], value, one["type"] in ("missing", "extra_forbidden"))
+        kinds.setdefault(place, one["type"])
+        texts = found.setdefault(place, [])
+        if one["msg"] not in texts:
+            texts.append(one["msg"])
+    # Of a field with alternatives, the deepest place says most: the others are what it is not.
+    place = next(iter(found))
+    deeper = [other for other in found if other.startswith(f"{place}.")]
+    place = deeper[0] if deeper else place
+    if kinds[place] == "extra_forbidden":
+        name = place.rpartition(".")[2]
+        hint = "" if "." in place else f"; {nearest(name, _names(model))}"
+        return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
+    text = " or ".join(found[place])
+    return invalid(f"{place[:_SHOWN]}: {text[: 2 * _SHOWN]}", place[:_SHOWN], "invalid_type")
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
+    """The path to a field, without what names an alternative of its type.
+
+    Args:
+        named: whether its last step is a field that is not there, or should not be.
+    """
+    names: list[str] = []
+    for number, step in enumerate(path, 1):
+        inner: Any = value if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            inner = dict(enumerate(value))
+        if step in inner:
+            value = inner[step]
+        elif not named or number < len(path):
+            continue
+        names.append(str(step))
+    return ".".join(names) or str(path[0] if path else "body")

@@ -1,0 +1,270 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinfer.engine.generation import Chunk, Completion
+from jinfer.engine.requests import RequestError
+from jinfer.server import figures
+from jinfer.server.errors import as_api_error, invalid, unsupported
+from jinfer.server.models import Hosted
+from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling, tooling
+from jinfer.server.prompts import chat_ids
+from jinfer.server.replies import DONE, PING, Reply, Stream, event
+from jinfer.server.running import Job, Run, prepare
+from jinfer.server.sampling import CHAT, asked
+from jinfer.server.schemas.chat import ChatRequest
+from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.scoring import score_prompt
+from jinfer.server.service import Call, Service
+from jinfer.server.streams import check_stream, ended, refuse
+from jinfer.template import TemplateError
+
+_ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
+
+
+async def chat(call: Call[ChatRequest]) -> Reply | Stream:
+    """Answers a conversation."""
+    body = call.body
+    check_stream(body, body.stream, body.stream_options)
+    if body.store:
+        raise unsupported("nothing is stored here", "store")
+    refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise unsupported("they are not streamed", "prompt_logprobs")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("it needs logprobs: true", "top_logprobs")
+    if body.stream:
+        return Stream(_streamed(call))
+    async with _running(call) as it:
+        more: dict[str, Any] = {}
+        if body.prompt_logprobs is not None:
+            wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
+            scored = await call.service.beside(*wanted)
+            more["prompt_logprobs"] = [None, *map(figures.ranked, scored)]
+        (answers,) = await it.run.completions()
+        return Reply(it.whole(answers) | more)
+
+
+@contextlib.asynccontextmanager
+async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
+    """A request with its model, which it keeps meanwhile."""
+    body, service = call.body, call.service
+    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
+    async with service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        job, read = await service.beside(prepare_chat, service, body, hosted)
+        run = service.run(hosted, [job])
+        try:
+            yield _Chat(call, hosted, job, read, run)
+        finally:
+            call.note(**run.summary())
+
+
+def prepare_chat(service: Service, body: ChatRequest, hosted: Hosted) -> tuple[Job, Tooling]:
+    """The prompt of a conversation, and what becomes of its answers; takes its time.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    frontend, settings = hosted.frontend, service.settings
+    read = tooling(body, body.parallel_tool_calls is not False, frontend)
+    changes: dict[str, Any] = dict(read.changes)
+    if body.logprobs:
+        changes["logprobs"] = body.top_logprobs or 0
+    how = asked(body, frontend, CHAT, changes, _ROUTE)
+    try:
+        ids = chat_ids(body, frontend, settings)
+    except (TemplateError, RequestError) as error:
+        raise as_api_error(error, param="messages") from error
+    return prepare(frontend, ids, how, param="messages", timeout=settings.timeout), read
+
+
+@dataclass
+class _Chat:
+    """A conversation while it is answered."""
+
+    call: Call[ChatRequest]
+    hosted: Hosted
+    job: Job
+    read: Tooling
+    run: Run
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: list[Completion]) -> dict[str, Any]:
+        """All answers in one."""
+        more: dict[str, Any] = {}
+        if self.job.asked.token_ids:
+            more["prompt_token_ids"] = self.job.ids
+        return {
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.hosted.name,
+            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
+            "usage": figures.usage([self.job], self.run.usages),
+            "timings": figures.timings(answers[0].usage),
+            **more,
+        }
+
+    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        reading = _Reading(self.read.parser())
+        if not self.job.asked.nothing:
+            reading.take(answer.text)
+        reading.finish()
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": reading.content or (None if reading.calls else ""),
+            "refusal": None,
+        }
+        if reading.reasoning:
+            message["reasoning_content"] = reading.reasoning
+        if reading.calls:
+            message["tool_calls"] = [_call(one, whole=True) for one in reading.calls.values()]
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self._reason(reading, answer.finish_reason),
+        }
+        if self.call.body.logprobs:
+            entries = figures.chat_logprobs(self.hosted.llm.tokenizer, answer.logprobs or ())
+            choice["logprobs"] = {"content": entries, "refusal": None}
+        if self.job.asked.token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _reason(self, reading: _Reading, reason: str) -> str:
+        if self.job.asked.nothing:
+            return "length"
+        return "tool_calls" if reading.calls and reason == "stop" else reason
+
+    def chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """A piece of one answer."""
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self.frame([{**choice, **more}])
+
+    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every piece has."""
+        data = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.hosted.name,
+            "choices": choices,
+        }
+        options = self.call.body.stream_options
+        if options is not None and options.include_usage:
+            data["usage"] = None
+        return data
+
+
+@dataclass
+class _Reading:
+    """One answer as its parser understands it."""
+
+    parser: Parser
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, CallDelta] = field(default_factory=dict)
+    begun: bool = False
+
+    def take(self, text: str) -> Delta:
+        """A piece of text."""
+        return self._keep(self.parser.push(text))
+
+    def finish(self) -> Delta:
+        """The end of it."""
+        return self._keep(self.parser.finish())
+
+    def _keep(self, delta: Delta) -> Delta:
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        for one in delta.calls:
+            known = self.calls.get(one.index, CallDelta(one.index))
+            arguments = known.arguments + one.arguments
+            self.calls[one.index] = CallDelta(
+                one.index, known.id or one.id, known.name or one.name, arguments
+            )
+        return delta
+
+
+def _call(one: CallDelta, *, whole: bool = False) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": one.arguments}
+    if one.name is not None:
+        function = {"name": one.name, **function}
+    head = {} if one.id is None else {"id": one.id, "type": "function"}
+    return {**({} if whole else {"index": one.index}), **head, "function": function}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if delta.content:
+        found["content"] = delta.content
+    if delta.reasoning:
+        found["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        found["tool_calls"] = [_call(one) for one in delta.calls]
+    return found
+
+
+async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
+    """The events of a stream."""
+    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+        readings = [_Reading(it.read.parser()) for _ in it.job.prepared]
+        async for batch in pieces:
+            events = [
+                event(one) for i, piece in batch for one in _events(it, i, piece, readings[i])
+            ]
+            if not batch and call.body.return_progress:
+                events += [
+                    event({**it.chunk(index, {}), "prompt_progress": known})
+                    for index, known in it.run.progress()
+                ]
+            yield b"".join(events) or (b"" if batch else PING)
+        yield ended(call.body.stream_options, it.frame([]), [it.job], it.run)
+        yield DONE
+
+
+def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
+    """The events that a piece of an answer becomes."""
+    found: list[dict[str, Any]] = []
+    how = it.job.asked
+    if not reading.begun:
+        reading.begun = True
+        found.append(it.chunk(index, {"role": "assistant", "content": ""}))
+        if how.token_ids:
+            found[-1]["prompt_token_ids"] = it.job.ids
+    deltas = [] if how.nothing else [reading.take(piece.text)] if piece.text else []
+    if piece.finish_reason is not None:
+        deltas.append(reading.finish())
+    delta: dict[str, Any] = {}
+    for one in deltas:
+        for name, value in _delta(one).items():
+            delta[name] = delta[name] + value if name in delta else value
+    more: dict[str, Any] = {}
+    if it.call.body.logprobs:
+        entries = figures.chat_logprobs(it.hosted.llm.tokenizer, piece.logprobs)
+        more["logprobs"] = {"content": entries, "refusal": None}
+    if how.token_ids:
+        more["token_ids"] = list(piece.token_ids)
+    if delta or more or how.timings:
+        chunk = it.chunk(index, delta, **more)
+        options = it.call.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = figures.usage([it.job], {index: it.run.so_far(index)})
+        if how.timings:
+            chunk["timings"] = figures.timings(it.run.so_far(index))
+        found.append(chunk)
+    if piece.finish_reason is not None:
+        found.append(it.chunk(index, {}, it._reason(reading, piece.finish_reason)))
+    return found

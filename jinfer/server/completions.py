@@ -1,0 +1,261 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinfer.engine.generation import Chunk, Completion, TokenLogprob
+from jinfer.server import figures
+from jinfer.server.errors import unsupported
+from jinfer.server.models import Hosted
+from jinfer.server.prompts import prompts_of
+from jinfer.server.replies import DONE, PING, Reply, Stream, event
+from jinfer.server.running import Job, Run, prepare
+from jinfer.server.sampling import COMPLETIONS, asked
+from jinfer.server.schemas.completions import CompletionRequest
+from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.scoring import score_prompt
+from jinfer.server.service import Call
+from jinfer.server.streams import check_stream, ended, refuse
+
+_ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
+
+
+async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
+    """Continues texts."""
+    body = call.body
+    check_stream(body, body.stream, body.stream_options)
+    refuse(
+        body,
+        suffix="a text is continued, not filled in",
+        n_probs="log-probabilities are given with logprobs",
+    )
+    if body.stream:
+        if body.echo and body.logprobs is not None:
+            raise unsupported("log-probabilities of an echoed prompt are not streamed", "echo")
+        if body.prompt_logprobs is not None:
+            raise unsupported("they are not streamed", "prompt_logprobs")
+        return Stream(_streamed(call))
+    async with _running(call) as it:
+        return Reply(it.whole(await it.run.completions()))
+
+
+@contextlib.asynccontextmanager
+async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
+    """A request with its model, which it keeps meanwhile."""
+    service = call.service
+    call.note(user=call.body.user)
+    async with service.models.use(call.body.model) as hosted:
+        call.note(model=hosted.name)
+        jobs = await service.beside(_prepared, call, hosted)
+        run = service.run(hosted, jobs)
+        it = _Texts(call, hosted, jobs, run)
+        try:
+            await it.score()
+            yield it
+        finally:
+            call.note(**run.summary())
+
+
+def _prepared(call: Call[CompletionRequest], hosted: Hosted) -> list[Job]:
+    """The prompts, ready to be run; takes its time."""
+    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+    changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
+    how = asked(body, frontend, COMPLETIONS, changes, _ROUTE)
+    prompts = prompts_of(
+        body.prompt, frontend, settings.most_prompts, special=body.add_special_tokens
+    )
+    return [
+        prepare(frontend, ids, how, param="prompt", timeout=settings.timeout) for ids in prompts
+    ]
+
+
+@dataclass
+class _Texts:
+    """Some texts while they are continued.
+
+    Attributes:
+        scored: how likely each token of each prompt was, where it is asked for.
+    """
+
+    call: Call[CompletionRequest]
+    hosted: Hosted
+    jobs: list[Job]
+    run: Run
+    scored: list[list[TokenLogprob]] = field(default_factory=list)
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def score(self) -> None:
+        """Computes how likely the prompts are, where that is asked for."""
+        body = self.call.body
+        tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        wanted = [top for top in tops if top is not None]
+        if not wanted:
+            return
+        for job in self.jobs:
+            found = await self.call.service.beside(
+                score_prompt, self.hosted.frontend, job.ids, max(wanted)
+            )
+            self.scored.append(found)
+
+    def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
+        """All answers in one."""
+        answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.hosted.name,
+            "choices": [
+                self._choice(number, prompt, answer)
+                for number, (prompt, answer) in enumerate(answers)
+            ],
+            "usage": figures.usage(self.jobs, self.run.usages),
+            "timings": figures.timings(answers[0][1].usage),
+        }
+
+    def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
+        body, job = self.call.body, self.jobs[prompt]
+        nothing = job.asked.nothing
+        echoed = self.echoed(prompt)
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": echoed + ("" if nothing else answer.text),
+            "logprobs": None,
+            "finish_reason": "length" if nothing else answer.finish_reason,
+        }
+        if body.logprobs is not None:
+            entries = [] if nothing else answer.logprobs or []
+            before = self.scored[prompt] if body.echo else []
+            ids = job.ids[:1] if body.echo else []
+            choice["logprobs"] = self._logprobs([*before, *entries], ids)
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [None, *map(figures.ranked, self.scored[prompt])]
+        if job.asked.token_ids:
+            choice["prompt_token_ids"] = job.ids
+            choice["token_ids"] = [] if nothing else answer.token_ids
+        return choice
+
+    def echoed(self, prompt: int) -> str:
+        """The prompt's text, where the answer begins with it."""
+        if not self.call.body.echo:
+            return ""
+        given = self.call.body.prompt
+        if isinstance(given, str):
+            return given
+        one = given[prompt] if given and not isinstance(given[0], int) else given
+        if isinstance(one, str):
+            return one
+        tokenizer = self.hosted.llm.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
+
+    def _logprobs(
+        self, entries: Sequence[TokenLogprob], first: Sequence[int], start: int = 0
+    ) -> dict[str, Any]:
+        """Tokens as completions show them; before the first of a prompt there is nothing."""
+        tokenizer = self.hosted.llm.tokenizer
+        tokens = [figures.token_text(tokenizer, id) for id in first]
+        tokens += [figures.token_text(tokenizer, one.id) for one in entries]
+        unknown: list[None] = [None] * len(first)
+        offsets = []
+        for token in tokens:
+            offsets.append(start)
+            start += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [*unknown, *(figures.finite(one.logprob) for one in entries)],
+            "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: TokenLogprob) -> dict[str, float]:
+        tokenizer = self.hosted.llm.tokenizer
+        # The token itself is there too, though it is none of the likeliest.
+        listed = {figures.token_text(tokenizer, o.id): figures.finite(o.logprob) for o in one.top}
+        return {**listed, figures.token_text(tokenizer, one.id): figures.finite(one.logprob)}
+
+    def chunk(
+        self, number: int, text: str, reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """A piece of one answer."""
+        choice = {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
+        return self.frame([{**choice, **more}])
+
+    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every piece has."""
+        data = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.hosted.name,
+            "choices": choices,
+        }
+        options = self.call.body.stream_options
+        if options is not None and options.include_usage:
+            data["usage"] = None
+        return data
+
+    def events(self, index: int, piece: Chunk, begun: dict[int, int]) -> list[dict[str, Any]]:
+        """The events that a piece of an answer becomes.
+
+        Args:
+            begun: characters of each answer so far.
+        """
+        body = self.call.body
+        found: list[dict[str, Any]] = []
+        prompt = next(i for i, job in enumerate(self._owners) if index < job)
+        job = self.jobs[prompt]
+        first = index not in begun
+        begun.setdefault(index, 0)
+        text = "" if job.asked.nothing else piece.text
+        if first:
+            text = self.echoed(prompt) + text
+        more: dict[str, Any] = {}
+        if body.logprobs is not None and not job.asked.nothing:
+            more["logprobs"] = self._logprobs(piece.logprobs, (), begun[index])
+        if job.asked.token_ids:
+            more["token_ids"] = [] if job.asked.nothing else list(piece.token_ids)
+            if first:
+                more["prompt_token_ids"] = job.ids
+        begun[index] += len(text)
+        reason: str | None = piece.finish_reason
+        if reason is not None and job.asked.nothing:
+            reason = "length"
+        if text or more or reason is not None or job.asked.timings:
+            found.append(self.chunk(index, text, reason, **more))
+            if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+                found[-1]["usage"] = figures.usage([job], {0: self.run.so_far(index)})
+            if job.asked.timings:
+                found[-1]["timings"] = figures.timings(self.run.so_far(index))
+        return found
+
+    def progress(self) -> list[bytes]:
+        """How far the prompts are that have no answer yet."""
+        return [
+            event({**self.chunk(index, ""), "prompt_progress": figures})
+            for index, figures in self.run.progress()
+        ]
+
+    def __post_init__(self) -> None:
+        self._owners: list[int] = []
+        for job in self.jobs:
+            self._owners.append(len(job.prepared) + (self._owners[-1] if self._owners else 0))
+
+
+async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
+    """The events of a stream."""
+    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+        begun: dict[int, int] = {}
+        async for batch in pieces:
+            events = [event(one) for i, piece in batch for one in it.events(i, piece, begun)]
+            if not batch and call.body.return_progress:
+                events += it.progress()
+            yield b"".join(events) or (b"" if batch else PING)
+        yield ended(call.body.stream_options, it.frame([]), it.jobs, it.run)
+        yield DONE

@@ -1,0 +1,139 @@
+"""One route: reads a request, runs its handler, sends the answer; ends it when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from jinfer.server import body
+from jinfer.server.errors import as_api_error
+from jinfer.server.replies import Reply, Stream, refusal
+from jinfer.server.service import Call, Handler, Service
+
+_log = logging.getLogger("jinfer.server")
+
+
+class Empty(BaseModel):
+    """A request without a body."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route of the service.
+
+    Attributes:
+        method: of HTTP.
+        paths: where it is; the first is the one in the description.
+        handler: answers a `Call` with a `Reply` or a `Stream`.
+        summary: one line for the description.
+        takes: what its body is.
+        gives: what a whole answer is; None: no JSON.
+        streams: media type of an answer in pieces; "": it has none.
+        group: of routes in the description.
+        public: whether it needs no key.
+        media_type: of a whole answer.
+    """
+
+    method: str
+    paths: Sequence[str]
+    handler: Handler
+    summary: str
+    takes: type[BaseModel] = Empty
+    gives: type[BaseModel] | None = None
+    streams: str = ""
+    group: str = "jinfer"
+    public: bool = False
+    media_type: str = "application/json"
+
+
+class Answering:
+    """An endpoint as Starlette runs it."""
+
+    def __init__(self, endpoint: Endpoint, service: Service) -> None:
+        self.endpoint, self.service = endpoint, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes = scope.setdefault("jinfer", {})
+        notes["route"] = self.endpoint.paths[0]
+        settings = self.service.settings
+        request = Request(scope, receive)
+        try:
+            data = await body.read(request, settings)
+        except ClientDisconnect:
+            notes["gone"] = True
+            return
+        except Exception as error:
+            await self._refuse(error, notes, send)
+            return
+        work = asyncio.ensure_future(self._answer(request, data, notes, send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                notes["gone"] = True
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait({work, gone})
+        if not work.cancelled():
+            work.result()
+
+    async def _answer(
+        self, request: Request, data: bytes, notes: dict[str, Any], send: Send
+    ) -> None:
+        settings = self.service.settings
+        try:
+            takes = self.endpoint.takes
+            large = len(data) > _LARGE
+            parsed = (
+                await self.service.beside(body.parse, data or b"{}", takes)
+                if large
+                else body.parse(data or b"{}", takes)
+            )
+            if settings.log_prompts and data:
+                notes["body"] = data.decode("utf-8", "replace")
+            call = Call(self.service, parsed, request, notes.get("id", ""), notes)
+            reply: Reply | Stream = await self.endpoint.handler(call)
+            failure = await reply.send(send, settings.send_seconds)
+            if failure is not None:
+                notes["error"] = as_api_error(failure).code
+                _note(failure)
+        except TimeoutError:
+            # Nobody reads it: the connection is of no use.
+            notes["gone"] = True
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self._refuse(error, notes, send)
+
+    async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:
+        known = as_api_error(error, self.service.settings.retry_after)
+        # A message may have the client's own words in it.
+        notes["error"] = known.message if self.service.settings.log_prompts else known.code
+        notes["param"] = known.param
+        if known.status == 500:
+            _note(error)
+        with contextlib.suppress(TimeoutError):
+            await refusal(known).send(send, self.service.settings.send_seconds)
+
+
+_LARGE = 16384  # bytes that are checked beside the event loop
+
+
+def _note(error: BaseException) -> None:
+    if as_api_error(error).status == 500:
+        _log.error("a request failed", exc_info=error)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,95 @@
+"""Usage, timings and log-probabilities in the forms that clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinfer.engine.generation import TokenLogprob, Usage
+from jinfer.server.running import Job
+from jinfer.tokenizer import Tokenizer
+
+
+def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
+    """Tokens of all answers; a prompt with several of them counts once."""
+    prompt = sum(len(job.ids) for job in jobs)
+    cached, number = 0, 0
+    for job in jobs:
+        first = usages.get(number)
+        cached += first.cached_tokens if first is not None else 0
+        number += len(job.prepared)
+    nothing = bool(jobs) and jobs[0].asked.nothing
+    new = 0 if nothing else sum(one.completion_tokens for one in usages.values())
+    return tokens(prompt, new, cached)
+
+
+def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
+    """Tokens of a request."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def timings(of: Usage) -> dict[str, Any]:
+    """llama.cpp's figures of one answer."""
+    computed = of.prompt_tokens - of.cached_tokens
+    prefill = max(0.0, of.prefill_seconds - of.queue_seconds)
+    return {
+        "cache_n": of.cached_tokens,
+        **_rates("prompt", computed, prefill),
+        **_rates("predicted", of.completion_tokens, of.decode_seconds),
+    }
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / max(1, count),
+        f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
+    }
+
+
+def token_text(tokenizer: Tokenizer | None, id: int) -> str:
+    """A token's own text, with the space before it, which `decode` may leave out."""
+    return "" if tokenizer is None else tokenizer.spelled(id).decode("utf-8", "replace")
+
+
+def _entry(tokenizer: Tokenizer | None, one: TokenLogprob) -> dict[str, Any]:
+    data = b"" if tokenizer is None else tokenizer.spelled(one.id)
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": finite(one.logprob),
+        "bytes": list(data),
+        "token_id": one.id,
+    }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's word for what cannot be is -9999."""
+    return max(logprob, -9999.0)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]
+) -> list[dict[str, Any]]:
+    """The tokens of an answer as chat completions show them."""
+    return [
+        {
+            **_entry(tokenizer, one),
+            "top_logprobs": [_entry(tokenizer, other) for other in one.top],
+        }
+        for one in entries
+    ]
+
+
+def ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+    """vLLM's form: by id, each with its rank among those that are listed."""
+    found = {
+        str(other.id): {"logprob": finite(other.logprob), "rank": rank}
+        for rank, other in enumerate(one.top, 1)
+    }
+    return {str(one.id): {"logprob": finite(one.logprob)}, **found}

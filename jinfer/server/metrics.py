@@ -1,0 +1,210 @@
+"""Figures for Prometheus, under vLLM's names with the prefix jinfer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jinfer.engine.generation import Chunk, Usage
+from jinfer.engine.thread import Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABEL = "model_name"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_PERIOD = 0.05  # seconds between two looks at the event loop
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "from a request's arrival to its first token",
+    "inter_token_latency_seconds": "between two pieces of an answer",
+    "e2e_request_latency_seconds": "from a request's arrival to its last token",
+    "request_queue_time_seconds": "that a request waited for a slot",
+    "request_prefill_time_seconds": "from its slot to its first token",
+    "request_decode_time_seconds": "from its first token to its last",
+}
+_GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+    "num_requests_running": ("requests that have a slot", lambda s: s.running),
+    "num_requests_waiting": ("requests that wait for one", lambda s: s.waiting),
+    "kv_cache_usage_perc": (
+        "share of the cache's blocks that is held",
+        lambda s: s.blocks_held / s.blocks if s.blocks else 0.0,
+    ),
+}
+_COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
+    "prefix_cache_queries": (
+        "tokens of prompts looked for",
+        lambda s: s.prompt_tokens,
+    ),
+    "prefix_cache_hits": ("tokens of prompts found there", lambda s: s.cached_tokens),
+    "prompt_tokens": ("tokens of prompts", lambda s: s.prompt_tokens),
+    "generation_tokens": ("new tokens", lambda s: s.new_tokens),
+    "num_preemptions": ("requests that gave their blocks back", lambda s: s.preemptions),
+    "compilations": ("programs compiled, or found on disk", lambda s: s.compilations),
+}
+
+
+class Metrics:
+    """What a service has done, and does.
+
+    Attributes:
+        stats: figures of each model that is in memory.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.stats: Callable[[], Mapping[str, Stats]] = dict
+        self._before: dict[str, Stats] = {}
+        self.histograms = {
+            name: Histogram(
+                f"jinfer:{name}", text, [_LABEL], registry=self.registry, buckets=_SECONDS
+            )
+            for name, text in _HISTOGRAMS.items()
+        }
+        self.success = Counter(
+            "jinfer:request_success",
+            "answers by why they ended",
+            [_LABEL, "finished_reason"],
+            registry=self.registry,
+        )
+        self.http = Counter(
+            "jinfer:http_requests",
+            "answers by route and status",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.lag = Histogram(
+            "jinfer:event_loop_lag_seconds",
+            "that whatever waits for the event loop waits too long",
+            registry=self.registry,
+            buckets=_LAGS,
+        )
+        self.slowest = Gauge(
+            "jinfer:event_loop_lag_max_seconds",
+            "the longest such time so far",
+            registry=self.registry,
+        )
+        self.tasks = Gauge("jinfer:tasks", "of the event loop", registry=self.registry)
+        self.registry.register(_Gathered(self))
+
+    async def watch_loop(self) -> None:
+        """Keeps the figures of the event loop that it runs on, until it is cancelled."""
+        slowest = 0.0
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_PERIOD)
+            late = max(0.0, time.perf_counter() - before - _PERIOD)
+            slowest = max(slowest, late)
+            self.lag.observe(late)
+            self.slowest.set(slowest)
+            self.tasks.set(len(asyncio.all_tasks()))
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def unloaded(self, model: str, last: Stats) -> None:
+        """Keeps the counts of a model that leaves memory, so that they never fall."""
+        self._before[model] = self._summed(model, last)
+
+    def gathered(self) -> dict[str, Stats]:
+        """The figures of each model, with those of the times before it was last loaded."""
+        return self._before | {name: self._summed(name, s) for name, s in self.stats().items()}
+
+    def _summed(self, model: str, now: Stats) -> Stats:
+        before = self._before.get(model)
+        if before is None:
+            return now
+        still = {"running", "waiting", "blocks", "blocks_held"}
+        names = [one.name for one in fields(Stats)]
+        return Stats(
+            **{n: getattr(now, n) + (0 if n in still else getattr(before, n)) for n in names}
+        )
+
+
+class _Gathered(Collector):
+    """Reads the engines' own figures when they are asked for."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._families(self._metrics.gathered(), _GAUGES, GaugeMetricFamily)
+        yield from self._families(self._metrics.gathered(), _COUNTERS, CounterMetricFamily)
+
+    @staticmethod
+    def _families(
+        stats: Mapping[str, Stats],
+        table: Mapping[str, tuple[str, Callable[[Stats], float]]],
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+    ) -> Iterator[Metric]:
+        for name, (text, value) in table.items():
+            family = kind(f"jinfer:{name}", text, labels=[_LABEL])
+            for model, figures in stats.items():
+                family.add_metric([model], value(figures))
+            yield family
+
+
+@dataclass
+class Watch:
+    """Keeps the times of one request's answers.
+
+    Attributes:
+        metrics: where they go.
+        model: whose answers they are.
+        reasons: why each ended.
+        counts: tokens of each so far.
+    """
+
+    metrics: Metrics
+    model: str
+    reasons: dict[int, str] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    _begun: dict[int, float] = field(default_factory=dict)
+    _first: dict[int, float] = field(default_factory=dict)
+    _last: dict[int, float] = field(default_factory=dict)
+
+    def begin(self, index: int) -> None:
+        """An answer is asked for."""
+        self._begun[index] = time.perf_counter()
+
+    def piece(self, index: int, chunk: Chunk) -> None:
+        """A piece of it has come."""
+        now = time.perf_counter()
+        if (last := self._last.get(index)) is None:
+            self._first[index] = now
+            self._observe("time_to_first_token_seconds", now - self._begun[index])
+        else:
+            self._observe("inter_token_latency_seconds", now - last)
+        self._last[index] = now
+        self.counts[index] = self.counts.get(index, 0) + len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self.reasons[index] = chunk.finish_reason
+
+    def seconds(self, index: int) -> tuple[float, float]:
+        """From an answer's start to its first token, and from there to its last one so far."""
+        now = time.perf_counter()
+        begun, first = self._begun.get(index, now), self._first.get(index, now)
+        return first - begun, self._last.get(index, first) - first
+
+    def end(self, index: int, usage: Usage) -> None:
+        """It is complete."""
+        queued = usage.queue_seconds
+        self._observe("e2e_request_latency_seconds", time.perf_counter() - self._begun[index])
+        self._observe("request_queue_time_seconds", queued)
+        self._observe("request_prefill_time_seconds", max(0.0, usage.prefill_seconds - queued))
+        self._observe("request_decode_time_seconds", usage.decode_seconds)
+        self.metrics.success.labels(self.model, self.reasons.get(index, "stop")).inc()
+
+    def abort(self, index: int) -> None:
+        """Nobody wants the rest of it."""
+        self.reasons[index] = "abort"
+        self.metrics.success.labels(self.model, "abort").inc()
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self.metrics.histograms[name].labels(self.model).observe(seconds)

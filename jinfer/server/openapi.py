@@ -1,0 +1,179 @@
+"""The description of the routes, made of the same models that check requests, and a page of it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from jinfer.server.about import own_version
+from jinfer.server.endpoint import Empty, Endpoint
+from jinfer.server.replies import Reply
+from jinfer.server.schemas.base import ErrorAnswer
+from jinfer.server.service import Call
+
+_REF = "#/components/schemas/{model}"
+_ERRORS = {
+    "400": "a field that is wrong",
+    "401": "a key is needed",
+    "403": "not allowed here",
+    "404": "no such model",
+    "405": "another method",
+    "408": "the body did not come",
+    "413": "the body is too long",
+    "429": "too many requests wait",
+    "500": "the server's fault",
+    "501": "not to be had here",
+    "503": "not yet, or no longer",
+}
+_QUERY = {
+    "name": "model",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "string"},
+    "description": "one of the models; the first if not given",
+}
+_BY_QUERY = ("/props", "/slots")
+
+
+async def describe(call: Call[Any]) -> Reply:
+    """OpenAPI's JSON."""
+    return Reply(description())
+
+
+@cache
+def description() -> dict[str, Any]:
+    """What every route takes and gives."""
+    from jinfer.server.routes import ENDPOINTS
+
+    models = _models(ENDPOINTS)
+    references, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF
+    )
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS:
+        for path in endpoint.paths:
+            plain = path.replace(":path}", "}")
+            operation = _operation(endpoint, path, lambda m: references[m, "validation"])
+            paths.setdefault(plain, {})[endpoint.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jinfer", "version": own_version()},
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+        "security": [{}, {"key": []}, {"header": []}],
+    }
+
+
+def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
+    found: dict[type[BaseModel], None] = {ErrorAnswer: None}
+    for one in endpoints:
+        for model in (one.takes, one.gives):
+            if model is not None and model is not Empty:
+                found[model] = None
+    return list(found)
+
+
+def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if endpoint.gives is not None:
+        content[endpoint.media_type] = {"schema": reference(endpoint.gives)}
+    else:
+        content[endpoint.media_type] = {"schema": {}}
+    if endpoint.streams:
+        content.setdefault(endpoint.streams.partition(";")[0], {"schema": {}})
+    error = {"application/json": {"schema": reference(ErrorAnswer)}}
+    responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
+    for status, text in _ERRORS.items():
+        responses[status] = {"description": text, "content": error}
+    operation: dict[str, Any] = {
+        "operationId": f"{endpoint.method.lower()}{path.translate(_NO_SIGNS)}",
+        "summary": endpoint.summary,
+        "tags": [endpoint.group],
+        "responses": responses,
+    }
+    if endpoint.public:
+        operation["security"] = []
+    if endpoint.takes is not Empty:
+        body = {"application/json": {"schema": reference(endpoint.takes)}}
+        operation["requestBody"] = {"required": True, "content": body}
+    if "{" in path:
+        named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [named]
+    elif path in _BY_QUERY:
+        operation["parameters"] = [_QUERY]
+    return operation
+
+
+_NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
+
+
+async def page(call: Call[Any]) -> Reply:
+    """The description as a page, without a script and without another host."""
+    return Reply(_page(), media_type="text/html; charset=utf-8")
+
+
+@cache
+def _page() -> bytes:
+    made = description()
+    schemas = made["components"]["schemas"]
+    parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]
+    parts.append('<p><a href="openapi.json">openapi.json</a></p>')
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            parts += _shown(path, method, operation, schemas)
+    return (_HEAD + "".join(parts) + "</main></html>").encode()
+
+
+def _shown(
+    path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]
+) -> Iterable[str]:
+    escape = html.escape
+    yield f"<details><summary><code>{method.upper()} {escape(path)}</code> "
+    yield f"{escape(operation['summary'])}</summary>"
+    body = operation.get("requestBody")
+    if body is not None:
+        name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        yield "<table><tr><th>field<th>type<th></tr>"
+        required = schemas[name].get("required", [])
+        for field, schema in schemas[name]["properties"].items():
+            star = "*" if field in required else ""
+            about = escape(schema.get("description", ""))
+            yield f"<tr><td><code>{escape(field)}</code>{star}"
+            yield f"<td>{escape(_type(schema))}<td>{about}</tr>"
+        yield "</table>"
+    answer = operation["responses"]["200"]["content"]
+    yield f"<p>answers: {escape(', '.join(answer))}</p></details>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        kinds = [_type(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "anything"))
+
+
+_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>jinfer</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>:root{color-scheme:light dark;font:16px/1.5 system-ui,sans-serif}
+main{max-width:60rem;margin:2rem auto;padding:0 1rem}summary{cursor:pointer;padding:.3rem 0}
+table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.2rem .6rem;
+border-top:1px solid #8884;vertical-align:top}</style><main>"""

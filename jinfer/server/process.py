@@ -1,0 +1,142 @@
+"""The process: its socket, its signals, how it begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from jinfer.opening.sources import SourceError
+from jinfer.server import logs
+from jinfer.server.app import build_app
+from jinfer.server.flags import settings_of, sources_of
+
+_log = logging.getLogger("jinfer.server")
+_BACKLOG = 2048
+
+
+def serve(found: Mapping[str, Any]) -> int:
+    """Runs the service until a signal ends it; returns the exit status.
+
+    Raises:
+        SourceError, SpecError: a flag that cannot be.
+    """
+    sources, settings = sources_of(found), settings_of(found)
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    with _listener(found) as listener, _tls_errors(found):
+        config = uvicorn.Config(
+            build_app(sources, settings, failed=failed),
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=_whole(found["stop_timeout"]),
+            ssl_certfile=found["ssl_certfile"],
+            ssl_keyfile=found["ssl_keyfile"],
+            ssl_ca_certs=found["ssl_ca_certs"],
+            ssl_cert_reqs=ssl.CERT_REQUIRED if found["ssl_ca_certs"] else ssl.CERT_NONE,
+            lifespan="on",
+        )
+        config.load()
+        server = uvicorn.Server(config)
+        log = logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
+        where = _where(listener, config.is_ssl)
+        _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
+        if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
+            _log.warning("anybody who reaches the port may use it; set --api-key")
+        # uvicorn ends the process by the signal that stopped it, unless somebody handles that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        try:
+            server.run(sockets=[listener])
+            if not failures:
+                _log.info("ended")
+        finally:
+            log.stop()
+    if failures:
+        print(f"error: {failures[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, round(seconds))
+
+
+@contextlib.contextmanager
+def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
+    """A socket that listens. Raises `SourceError`."""
+    path = found["uds"]
+    where = path or f"{found['host']}:{found['port']}"
+    try:
+        listener = _unix(Path(path)) if path else _tcp(found["host"], found["port"])
+    except (OSError, OverflowError) as error:
+        raise SourceError(f"cannot listen at {where}: {error}") from None
+    with listener:
+        yield listener
+    if path:
+        Path(path).unlink(missing_ok=True)
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _unix(path: Path) -> socket.socket:
+    """A socket that this user and group may use; one that a former process left is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _where(listener: socket.socket, tls: bool) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http{'s' if tls else ''}://{shown}:{port}"
+
+
+@contextlib.contextmanager
+def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
+    """Raises `SourceError` for certificates and keys that cannot be used."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        named = [found[key] for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")]
+        files = ", ".join(filter(None, named))
+        raise SourceError(f"{files}: {error}") from None

@@ -1,0 +1,120 @@
+"""Answers on their way to a client: JSON, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.types import Send
+
+from jinfer.server.errors import ApiError, as_api_error
+
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+def dumps(value: Any) -> bytes:
+    """JSON; numbers that are none become null."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event of a stream."""
+    data = b"data: " + dumps(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer.
+
+    Attributes:
+        content: what becomes JSON; or bytes, as they are.
+    """
+
+    content: Any
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = JSON
+
+    async def send(self, send: Send, seconds: float) -> None:
+        """Sends it, within some time."""
+        data = self.content if isinstance(self.content, bytes) else dumps(self.content)
+        headers = {"content-type": self.media_type, "content-length": str(len(data))}
+        start = _start(self.status, {**headers, **self.headers})
+        async with asyncio.timeout(seconds):
+            await send(start)
+            await send({"type": "http.response.body", "body": data})
+
+
+def refusal(error: ApiError) -> Reply:
+    """An error as an answer."""
+    return Reply(error.body(), error.status, error.headers)
+
+
+def told(error: ApiError) -> bytes:
+    """An error in the middle of a stream."""
+    return event(error.body())
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer in pieces.
+
+    Attributes:
+        pieces: bytes as they come.
+        failed: what becomes of an error in the middle.
+    """
+
+    pieces: AsyncGenerator[bytes]
+    media_type: str = EVENTS
+    failed: Callable[[ApiError], bytes] = told
+
+    async def send(self, send: Send, seconds: float) -> BaseException | None:
+        """Sends it as it comes; an error before the first piece is raised.
+
+        Returns:
+            An error in the middle, which the client was told of.
+        """
+        begun, failure = False, None
+        headers = {
+            "content-type": self.media_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        async with contextlib.aclosing(self.pieces) as pieces:
+            try:
+                async for piece in pieces:
+                    if not piece:
+                        continue
+                    async with asyncio.timeout(seconds):
+                        if not begun:
+                            begun = True
+                            await send(_start(200, headers))
+                        await send(_part(piece, more=True))
+            except (asyncio.CancelledError, TimeoutError):
+                raise
+            except Exception as error:
+                if not begun:
+                    raise
+                failure = error
+                await send(_part(self.failed(as_api_error(error)), more=True))
+        if not begun:
+            await send(_start(200, headers))
+        await send(_part(b"", more=False))
+        return failure
+
+
+def _part(data: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
+    pairs = [(name.lower().encode("latin-1"), v.encode("latin-1")) for name, v in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}

@@ -1,0 +1,296 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinfer.engine.generation import Chunk
+from jinfer.server import figures
+from jinfer.server.body import validated
+from jinfer.server.chat import prepare_chat
+from jinfer.server.errors import ApiError, invalid, unsupported
+from jinfer.server.items import Items
+from jinfer.server.models import Hosted
+from jinfer.server.parsing import Tooling
+from jinfer.server.replies import PING, Reply, Stream, event
+from jinfer.server.running import Job, Run
+from jinfer.server.schemas.chat import ChatRequest
+from jinfer.server.schemas.responses import InputItem, InputPart, ResponseRequest
+from jinfer.server.service import Call
+
+# A field of a chat completion -> what a response calls it.
+_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "json_schema": "text.format.schema",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
+    """Answers a conversation."""
+    body = call.body
+    if body.store:
+        raise unsupported("nothing is stored here", "store")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("it needs stream: true", "stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise unsupported("events are not padded", "stream_options.include_obfuscation")
+    if body.top_logprobs is not None and not body.include:
+        raise invalid("it needs include: [message.output_text.logprobs]", "top_logprobs")
+    if body.stream:
+        return Stream(_streamed(call), failed=_failed)
+    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+        async for batch in pieces:
+            for _, chunk in batch:
+                it.take(chunk)
+        it.finish()
+        return Reply(it.response(it.status))
+
+
+def _failed(error: ApiError) -> bytes:
+    """An error in the middle of a stream."""
+    shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return event({**shown, "sequence_number": 0}, "error")
+
+
+@contextlib.asynccontextmanager
+async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
+    body, service = call.body, call.service
+    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
+    async with service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        job, read = await service.beside(_prepared, call, hosted)
+        run = service.run(hosted, [job])
+        try:
+            yield _Response(call, hosted, job, read, run)
+        finally:
+            call.note(**run.summary())
+
+
+def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling]:
+    """The prompt; with truncation, of as many of the latest messages as fit. Takes its time."""
+    asked = as_chat(call.body)
+    while True:
+        try:
+            return prepare_chat(call.service, asked, hosted)
+        except ApiError as error:
+            fits = error.code != "context_length_exceeded"
+            first = next((i for i, m in enumerate(asked.messages) if m.role != "system"), None)
+            if (
+                fits
+                or call.body.truncation != "auto"
+                or first is None
+                or len(asked.messages) - first < 2
+            ):
+                error.param = _NAMES.get(error.param or "", error.param)
+                raise
+        asked.messages = [*asked.messages[:first], *asked.messages[first + 1 :]]
+
+
+def as_chat(body: ResponseRequest) -> ChatRequest:
+    """The same as a chat completion. Raises `ApiError`."""
+    chat: dict[str, Any] = {
+        "messages": _messages(body),
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    if body.include:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and (how := body.text.format) is not None:
+        chat["response_format"] = {"type": how.type}
+        if how.type == "json_schema":
+            schema = {"name": how.name, "schema": how.schema_, "strict": how.strict}
+            chat["response_format"]["json_schema"] = schema
+    if body.tools:
+        chat["tools"] = [
+            {"type": "function", "function": one.model_dump(exclude={"type"}, exclude_none=True)}
+            for one in body.tools
+        ]
+    if isinstance(body.tool_choice, str):
+        chat["tool_choice"] = body.tool_choice
+    elif body.tool_choice is not None:
+        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    return validated({k: v for k, v in chat.items() if v is not None}, ChatRequest)
+
+
+def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
+    """Items as messages; calls, and what was thought, belong to one turn of the assistant."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for number, item in enumerate(body.input):
+        one = _message(item, f"input.{number}")
+        last = messages[-1] if messages else {}
+        if last.get("role") == one["role"] == "assistant":
+            calls = [*last.get("tool_calls", []), *one.pop("tool_calls", [])]
+            last.update({k: v for k, v in one.items() if v or k not in last})
+            if calls:
+                last["tool_calls"] = calls
+        else:
+            messages.append(one)
+    if not messages:
+        raise invalid("there is no message", "input")
+    return messages
+
+
+def _message(item: InputItem, place: str) -> dict[str, Any]:
+    match item.type:
+        case "message":
+            if item.role is None or item.content is None:
+                raise invalid("a message needs role and content", place)
+            return {"role": item.role, "content": _text(item.content, f"{place}.content")}
+        case "function_call":
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise invalid("a function_call needs call_id, name and arguments", place)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise invalid("a function_call_output needs call_id and output", place)
+            text = _text(item.output, f"{place}.output")
+            return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+    parts = item.content if isinstance(item.content, list) else []
+    texts = [one.get("text") if isinstance(one, dict) else one.text for one in parts]
+    thought = "".join(text for text in texts if isinstance(text, str))
+    return {"role": "assistant", "content": "", "reasoning_content": thought}
+
+
+def _text(content: str | list[InputPart] | list[dict[str, Any]], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        if not isinstance(part, InputPart) or part.type not in _TEXTS:
+            kind = part.type if isinstance(part, InputPart) else "this"
+            raise unsupported(f"the model does not read {kind}", f"{place}.{number}")
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise invalid(f"a part of the type {part.type} needs its text", f"{place}.{number}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+@dataclass
+class _Response:
+    """A response while it is made."""
+
+    call: Call[ResponseRequest]
+    hosted: Hosted
+    job: Job
+    read: Tooling
+    run: Run
+    status: str = "completed"
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._parser = self.read.parser()
+        self.items = Items()
+
+    def take(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """A piece of the answer; gives the events that it becomes."""
+        entries: list[dict[str, Any]] = []
+        if self.call.body.include:
+            entries = figures.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
+        self.status = "incomplete" if chunk.finish_reason == "length" else "completed"
+        return self.items.push(self._parser.push(chunk.text), entries)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The end of it."""
+        return [*self.items.push(self._parser.finish(), []), *self.items.close(self.status)]
+
+    def response(self, status: str) -> dict[str, Any]:
+        """The whole as far as it is known."""
+        body = self.call.body
+        params = self.job.asked.params
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage = None
+        if self.run.usages:
+            known = figures.usage([self.job], self.run.usages)
+            usage = {
+                "input_tokens": known["prompt_tokens"],
+                "input_tokens_details": {
+                    "cached_tokens": known["prompt_tokens_details"]["cached_tokens"],
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": known["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self.items.thought},
+                "total_tokens": known["total_tokens"],
+            }
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        chosen: Any = body.tool_choice or "auto"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.hosted.name,
+            "output": self.items.done,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": chosen if isinstance(chosen, str) else chosen.model_dump(),
+            "tools": [
+                {"strict": None, "parameters": None, **one.model_dump(exclude_none=True)}
+                for one in body.tools or ()
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+
+async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
+    """The events of a stream, numbered."""
+    number = 0
+
+    def sent(one: dict[str, Any]) -> bytes:
+        nonlocal number
+        number += 1
+        return event({**one, "sequence_number": number - 1}, one["type"])
+
+    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+        begun = False
+        async for batch in pieces:
+            events: list[bytes] = []
+            if not begun:
+                begun = True
+                for kind in ("created", "in_progress"):
+                    shown = {"type": f"response.{kind}", "response": it.response("in_progress")}
+                    events.append(sent(shown))
+            for _, chunk in batch:
+                events += map(sent, it.take(chunk))
+            yield b"".join(events) or (b"" if batch else PING)
+        events = list(map(sent, it.finish()))
+        kind = f"response.{it.status}"
+        yield b"".join([*events, sent({"type": kind, "response": it.response(it.status)})])

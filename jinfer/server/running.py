@@ -1,0 +1,210 @@
+"""Requests on their way through an engine, as an event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jinfer.engine.answers import best
+from jinfer.engine.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.requests import RequestError
+from jinfer.frontend import Frontend, Prepared
+from jinfer.sampling.errors import ConstraintError
+from jinfer.server.errors import as_api_error, invalid
+from jinfer.server.metrics import Watch
+from jinfer.server.sampling import Asked
+
+_PROGRESS_SECONDS = 0.25  # between two words on how far a prompt is
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, and the requests that answer it.
+
+    Attributes:
+        ids: the prompt.
+        asked: how it is answered.
+        prepared: one for each answer.
+    """
+
+    ids: list[int]
+    asked: Asked
+    prepared: list[Prepared]
+
+
+def prepare(
+    frontend: Frontend,
+    ids: list[int],
+    asked: Asked,
+    *,
+    param: str,
+    timeout: float | None = None,
+) -> Job:
+    """A prompt made ready; to be called where it may take its time.
+
+    Args:
+        param: the field that the prompt is in.
+        timeout: seconds after which it is given up.
+
+    Raises:
+        ApiError: it cannot be run.
+    """
+    ids = shortened(ids, asked.truncate, frontend.opened.context - 1)
+    context = frontend.opened.context
+    if len(ids) >= context:
+        raise invalid(
+            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {context}",
+            param,
+            "context_length_exceeded",
+        )
+    if not ids and not frontend.engine.model.has_cross_attention:
+        raise invalid("the prompt is empty; give at least one token", param)
+    try:
+        prepared = frontend.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
+    except (RequestError, ConstraintError) as error:
+        first = str(error).split(" ", 1)[0].rstrip(":")
+        raise as_api_error(error, param=asked.names.get(first, param)) from error
+    if not asked.reuse:
+        prepared = [replace(one, request=replace(one.request, reuse=False)) for one in prepared]
+    return Job(ids, asked, prepared)
+
+
+def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
+    """The last tokens of a prompt, as far as a request wants it cut. Raises `ApiError`."""
+    if most is None:
+        return ids
+    if most < -1 or most == 0:
+        raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
+    return ids[-(fits if most == -1 else most) :]
+
+
+@dataclass
+class Run:
+    """The answers to some prompts, while they come.
+
+    Attributes:
+        frontend: what runs them.
+        jobs: the prompts.
+        most: answers that are computed at a time.
+        ping: seconds after which an empty list says that nothing has come.
+        watch: keeps the figures.
+    """
+
+    frontend: Frontend
+    jobs: Sequence[Job]
+    watch: Watch
+    most: int
+    ping: float
+    usages: dict[int, Usage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prepared = [one for job in self.jobs for one in job.prepared]
+        if any(job.asked.progress for job in self.jobs):
+            self.ping = min(self.ping, _PROGRESS_SECONDS)
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
+        """Lists of (number of the answer, piece) as they come; `usages` are known at the end.
+
+        What still runs when the iterator is closed is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        waiting = iter(enumerate(self.prepared))
+        running: set[int] = set()
+
+        def sink(index: int) -> Callable[[Any], None]:
+            def put(piece: Any) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
+
+            return put
+
+        def start() -> None:
+            while len(running) < self.most and (following := next(waiting, None)) is not None:
+                index, prepared = following
+                self.frontend.submit(prepared, sink(index))
+                self.watch.begin(index)
+                running.add(index)
+
+        try:
+            start()
+            while running:
+                batch: list[tuple[int, Chunk]] = []
+                for index, piece in await _ready(queue, self.ping):
+                    if isinstance(piece, BaseException):
+                        running.discard(index)
+                        raise piece
+                    if isinstance(piece, Usage):
+                        running.discard(index)
+                        self.usages[index] = piece
+                        self.watch.end(index, piece)
+                    else:
+                        self.watch.piece(index, piece)
+                        batch.append((index, piece))
+                start()
+                if batch or running:
+                    yield batch
+        finally:
+            for index in running:
+                self.watch.abort(index)
+                with contextlib.suppress(RequestError):  # the model was closed
+                    self.frontend.thread.cancel(self.prepared[index].request.id)
+
+    def so_far(self, index: int) -> Usage:
+        """Tokens and seconds of an answer that is on its way."""
+        prefill, decode = self.watch.seconds(index)
+        request = self.prepared[index].request
+        cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
+        count = self.watch.counts.get(index, 0)
+        return Usage(len(request.prompt), count, prefill, decode, cached)
+
+    def progress(self) -> list[tuple[int, dict[str, Any]]]:
+        """How far each prompt is that has no answer yet, in llama.cpp's words."""
+        found = []
+        for index, prepared in enumerate(self.prepared):
+            known = self.frontend.thread.progress(prepared.request.id)
+            if known is None or self.watch.counts.get(index):
+                continue
+            cached, done = known
+            total = len(prepared.request.prompt)
+            figures = {
+                "total": total,
+                "cache": cached,
+                "processed": min(done, total),
+                "time_ms": round(self.watch.seconds(index)[0] * 1000),
+            }
+            found.append((index, figures))
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """What the log says of it."""
+        return {
+            "prompt_tokens": sum(len(job.ids) for job in self.jobs),
+            "completion_tokens": sum(self.watch.counts.values()),
+            "finish_reason": ",".join(dict.fromkeys(self.watch.reasons.values())),
+        }
+
+    async def completions(self) -> list[list[Completion]]:
+        """The whole answers to each prompt, the best ones where more were computed."""
+        chunks: list[list[Chunk]] = [[] for _ in self.prepared]
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for batch in pieces:
+                for index, chunk in batch:
+                    chunks[index].append(chunk)
+        whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
+        return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
+
+
+async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:
+    """All that has come, once something has; nothing after some seconds without."""
+    try:
+        async with asyncio.timeout(ping):
+            found = [await queue.get()]
+    except TimeoutError:
+        return iter(())
+    while not queue.empty():
+        found.append(queue.get_nowait())
+    return iter(found)

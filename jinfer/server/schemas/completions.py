@@ -1,0 +1,54 @@
+"""Completions of texts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from jinfer.server.schemas.base import Answer, Prompts, StreamOptions, Timings, Usage
+from jinfer.server.schemas.sampling import Sampling
+
+
+class CompletionRequest(Sampling):
+    """What is asked of /v1/completions."""
+
+    prompt: Prompts
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    suffix: str | None = Field(None, description="refused: models are not asked to fill in")
+    add_special_tokens: bool | None = None
+    user: str | None = Field(None, description="is logged")
+
+
+class TextLogprobs(Answer):
+    """How likely the tokens were."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int]
+
+
+class TextChoice(Answer):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class CompletionAnswer(Answer):
+    """Whole answers."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    timings: Timings | None = None

@@ -1,0 +1,69 @@
+"""What all routes share, and what a route is given of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from jinfer.server.metrics import Metrics, Watch
+from jinfer.server.models import Hosted, Models
+from jinfer.server.running import Job, Run
+from jinfer.server.settings import Settings
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that runs.
+
+    Attributes:
+        settings: what its operator decided.
+        models: what it serves.
+        metrics: what it has done.
+    """
+
+    settings: Settings
+    models: Models
+    metrics: Metrics
+
+    def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
+        """The answers to some prompts, which one request may have twice as many of as slots."""
+        most = 2 * hosted.frontend.engine.scheduler.slots
+        watch = Watch(self.metrics, hosted.name)
+        return Run(hosted.frontend, jobs, watch, most, self.settings.ping)
+
+    async def beside[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The result of what takes its time, done beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
+
+
+@dataclass(frozen=True)
+class Call[B: BaseModel]:
+    """One request.
+
+    Attributes:
+        service: what answers it.
+        body: what was sent.
+        request: its line and headers.
+        id: what the client, or the service, calls it.
+        notes: what the log says of it.
+    """
+
+    service: Service
+    body: B
+    request: Request
+    id: str
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, **known: Any) -> None:
+        """Has the log say what is known."""
+        self.notes.update({name: value for name, value in known.items() if value is not None})
+
+
+type Handler = Callable[[Any], Awaitable[Any]]

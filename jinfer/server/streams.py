@@ -1,0 +1,45 @@
+"""What the streams of several routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinfer.server import figures
+from jinfer.server.errors import invalid, unsupported
+from jinfer.server.replies import event
+from jinfer.server.running import Job, Run
+from jinfer.server.schemas.base import StreamOptions
+from jinfer.server.schemas.sampling import Sampling
+
+
+def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | None) -> None:
+    """Raises `ApiError` where options of a stream are given without one, or cannot be."""
+    if stream:
+        if body.best_of is not None and body.best_of > (body.n or 1):
+            raise invalid("the best of several answers is known only at the end", "best_of")
+        if options is not None and options.include_obfuscation:
+            raise unsupported("events are not padded", "stream_options.include_obfuscation")
+        return
+    if options is not None:
+        raise invalid("it needs stream: true", "stream_options")
+    for name in ("timings_per_token", "return_progress"):
+        if getattr(body, name):
+            raise invalid("it needs stream: true", name)
+
+
+def refuse(body: Sampling, **reasons: str) -> None:
+    """Raises `ApiError` where a field is set that a route has no use for, with the reason."""
+    for name, reason in reasons.items():
+        if getattr(body, name):
+            raise unsupported(reason, name)
+
+
+def ended(
+    options: StreamOptions | None, frame: dict[str, Any], jobs: Sequence[Job], run: Run
+) -> bytes:
+    """The event after the last piece: the usage where it was asked for, and llama.cpp's timings."""
+    if options is None or not options.include_usage:
+        return b""
+    usage = figures.usage(jobs, run.usages)
+    return event({**frame, "usage": usage, "timings": figures.timings(run.usages[0])})

@@ -1,0 +1,259 @@
+"""/v1/embeddings, and /v1/rerank, /score, /fill-mask beside it."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
+from jinfer.server.models import Hosted
+from jinfer.server.prompts import prompts_of
+from jinfer.server.replies import Reply
+from jinfer.server.schemas.vectors import (
+    ClassifyRequest,
+    Document,
+    EmbeddingRequest,
+    MaskRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jinfer.server.service import Call, Service
+
+Vectors = Float[np.ndarray, "texts hidden"]
+
+
+async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
+    """The vectors of texts."""
+    body = call.body
+    call.note(user=body.user)
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        vectors, tokens = await _embedded(
+            call.service,
+            hosted,
+            body.input,
+            "input",
+            body.truncate_prompt_tokens,
+            pooling=body.pooling,
+            normalize=body.normalize,
+        )
+        call.note(prompt_tokens=tokens)
+        vectors = _shortened(vectors, body.dimensions, body.normalize is not False)
+        texts = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
+            for i, row in enumerate(vectors)
+        ]
+        return Reply(
+            {"object": "list", "data": data, "model": hosted.name, "usage": _usage(tokens)}
+        )
+
+
+def _base64(row: np.ndarray) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _shortened(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
+    """The first numbers of each vector, brought to length 1 again."""
+    if dimensions is None:
+        return vectors
+    width = vectors.shape[1]
+    if dimensions > width:
+        raise invalid(f"the model's vectors have {width} numbers", "dimensions")
+    cut = np.ascontiguousarray(vectors[:, :dimensions])
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return cut / np.maximum(lengths, 1e-12) if unit else cut
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def _embedded(
+    service: Service,
+    hosted: Hosted,
+    texts: str | Sequence[Any],
+    param: str,
+    truncate: int | None = None,
+    **how: Any,
+) -> tuple[Vectors, int]:
+    """Vectors of texts, a few at a time, and how many tokens these have."""
+    ids = await service.beside(_ids, service, hosted, texts, param, truncate)
+    # Texts of like length go together, so that little is computed for nothing.
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    most = hosted.frontend.engine.scheduler.slots
+    rows: dict[int, np.ndarray] = {}
+    for begin in range(0, len(order), most):
+        group = order[begin : begin + most]
+        found = await service.beside(hosted.llm.embed, [ids[i] for i in group], **how)
+        rows.update(zip(group, found, strict=True))
+    return np.stack([rows[i] for i in range(len(ids))]), sum(map(len, ids))
+
+
+def _ids(
+    service: Service, hosted: Hosted, texts: str | Sequence[Any], param: str, truncate: int | None
+) -> list[list[int]]:
+    """The tokens of texts that the model can read; takes its time."""
+    frontend = hosted.frontend
+    if frontend.engine.model.has_cross_attention:
+        raise unsupported("an encoder-decoder gives no vectors of texts", "model")
+    listed = prompts_of(texts, frontend, service.settings.most_prompts, param=param)
+    limit = min(frontend.opened.context, frontend.opened.pooling.max_tokens or math.inf)
+    if truncate is not None:
+        if truncate < -1 or truncate == 0:
+            raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
+        most = int(limit) if truncate == -1 else truncate
+        listed = [_cut(ids, most) for ids in listed]
+    for number, ids in enumerate(listed):
+        if not ids:
+            raise invalid(f"text {number} is empty; give at least one token", param)
+        if len(ids) > limit:
+            raise invalid(
+                f"text {number} has {len(ids)} tokens; the model reads {limit:g}; shorten it, or "
+                f"set truncate_prompt_tokens",
+                param,
+                "context_length_exceeded",
+            )
+    return listed
+
+
+def _cut(ids: list[int], most: int) -> list[int]:
+    """The first tokens of a text, and its last one, which may stand for its end."""
+    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
+
+
+async def _fits(
+    service: Service,
+    hosted: Hosted,
+    first: Sequence[str],
+    second: Sequence[str],
+    params: tuple[str, str],
+    truncate: int | None,
+) -> tuple[list[float], int]:
+    """How near the vectors of pairs of texts are: the cosine of their angle."""
+    left, some = await _embedded(service, hosted, list(first), params[0], truncate, normalize=True)
+    right, more = await _embedded(
+        service, hosted, list(second), params[1], truncate, normalize=True
+    )
+    return np.sum(left * right, axis=1).tolist(), some + more
+
+
+async def rerank(call: Call[RerankRequest]) -> Reply:
+    """Documents by how well they fit a query."""
+    body = call.body
+    call.note(user=body.user)
+    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        scores, tokens = await _fits(
+            call.service,
+            hosted,
+            [body.query],
+            texts,
+            ("query", "documents"),
+            body.truncate_prompt_tokens,
+        )
+        call.note(prompt_tokens=tokens)
+        order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+        shown = body.return_documents is not False
+        results = [
+            {
+                "index": i,
+                "relevance_score": scores[i],
+                **({"document": {"text": texts[i]}} if shown else {}),
+            }
+            for i in order
+        ]
+        return Reply(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": hosted.name,
+                "usage": _usage(tokens),
+                "results": results,
+            }
+        )
+
+
+async def score(call: Call[ScoreRequest]) -> Reply:
+    """How well pairs of texts fit."""
+    body = call.body
+    call.note(user=body.user)
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid(f"there are {len(first)} first texts and {len(second)} second ones", "text_1")
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        scores, tokens = await _fits(
+            call.service,
+            hosted,
+            first,
+            second,
+            ("text_1", "text_2"),
+            body.truncate_prompt_tokens,
+        )
+        call.note(prompt_tokens=tokens)
+        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        return Reply(
+            {
+                "id": f"score-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": hosted.name,
+                "data": data,
+                "usage": _usage(tokens),
+            }
+        )
+
+
+async def classify(call: Call[ClassifyRequest]) -> Reply:
+    """Refused: no family has a head for classes."""
+    hosted = call.service.models.named(call.body.model)
+    message = f"the model {hosted.name} has no head that puts texts into classes"
+    raise ApiError(501, message, param="model", code="not_supported")
+
+
+async def fill_mask(call: Call[MaskRequest]) -> Reply:
+    """The likeliest tokens at the masks of texts."""
+    body = call.body
+    call.note(user=body.user)
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        ids = await call.service.beside(_ids, call.service, hosted, body.input, "input", None)
+        data = []
+        for index, text in enumerate(ids):
+            try:
+                masks = await call.service.beside(hosted.llm.fill_mask, text, top=body.top_k or 5)
+            except ValueError as error:
+                raise _no_mask(error, hosted) from error
+            listed = [
+                [
+                    {
+                        "token": one.text,
+                        "token_id": one.id,
+                        "logprob": one.logprob,
+                        "probability": math.exp(one.logprob),
+                    }
+                    for one in mask
+                ]
+                for mask in masks
+            ]
+            data.append({"index": index, "object": "fill_mask", "masks": listed})
+        tokens = sum(map(len, ids))
+        call.note(prompt_tokens=tokens)
+        return Reply(
+            {"object": "list", "model": hosted.name, "data": data, "usage": _usage(tokens)}
+        )
+
+
+def _no_mask(error: ValueError, hosted: Hosted) -> ApiError:
+    tokenizer = hosted.llm.tokenizer
+    known = tokenizer is not None and tokenizer.mask_id is not None
+    return as_api_error(error, param="input" if known else "model")

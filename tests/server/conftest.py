@@ -1,0 +1,31 @@
+"""A server with the demonstration model, shared by the tests of a process."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.server.running import SMOL, Running, serving
+
+
+@pytest.fixture(scope="session")
+def smol() -> Iterator[Running]:
+    with serving([SMOL]) as running:
+        yield running
+
+
+@pytest.fixture
+def client(smol: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test no block of the cache is held, and nobody runs or waits."""
+    yield
+    if "smol" in request.fixturenames:
+        running: Running = request.getfixturevalue("smol")
+        assert running.held() == 0
+        stats = running.hosted().llm.stats()
+        assert (stats.running, stats.waiting) == (0, 0)

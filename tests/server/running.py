@@ -1,0 +1,81 @@
+"""A server on a thread of the test's own process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from jinfer.server.app import build_app
+from jinfer.server.models import Hosted
+from jinfer.server.service import Service
+from jinfer.server.settings import Settings, Source
+
+ROOT = Path(__file__).parents[2]
+GOLDENS = ROOT / "tests" / "goldens"
+SMOL = Source("smol", str(ROOT / "specs" / "smollm2_135m_instruct.toml"), {"dtype": "float32"})
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers.
+
+    Attributes:
+        url: where it is.
+        service: what it is made of.
+    """
+
+    url: str
+    service: Service
+
+    def hosted(self, name: str | None = None) -> Hosted:
+        """One of its models."""
+        return self.service.models.named(name)
+
+    def held(self, name: str | None = None) -> int:
+        """Blocks of the cache that somebody holds, once the engine has seen to all messages."""
+        llm = self.hosted(name).llm
+        llm.frontend.thread.run(lambda engine: None)
+        return llm.stats().blocks_held
+
+    def client(self, **more: Any) -> httpx.Client:
+        """A client of it."""
+        return httpx.Client(base_url=self.url, timeout=120, **more)
+
+
+@contextlib.contextmanager
+def serving(
+    sources: Sequence[Source], settings: Settings | None = None, *, wait: bool = True
+) -> Iterator[Running]:
+    """A server with these models; waits until they are there."""
+    app = build_app(sources, settings or Settings(warm_up=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server has ended"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        running = Running(f"http://127.0.0.1:{port}", service_of(app))
+        while wait and httpx.get(f"{running.url}/health").status_code != 200:
+            time.sleep(0.02)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive(), "the server did not end"
+
+
+def service_of(app: Any) -> Service:
+    """What an app is made of, behind whatever surrounds it."""
+    while not hasattr(app, "state"):
+        app = app.app
+    return app.state.service

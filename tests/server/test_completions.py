@@ -1,0 +1,195 @@
+"""Completions of texts: OpenAI's form, vLLM's fields, and what lm-eval asks for."""
+
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from jinfer import SamplingParams
+from tests.server.running import Running
+
+TEXT = "The capital of France is"
+
+
+def asked(smol: Running, **body: Any) -> dict[str, Any]:
+    """A whole answer."""
+    with smol.client() as http:
+        answer = http.post("/v1/completions", json={"temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_text(client: openai.OpenAI, smol: Running) -> None:
+    answer = client.completions.create(model="smol", prompt=TEXT, temperature=0, max_tokens=8)
+    expected = smol.hosted().llm.generate([TEXT], SamplingParams(max_tokens=8))[0]
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_sixteen_tokens_if_nothing_is_said(smol: Running) -> None:
+    assert asked(smol, prompt=TEXT, ignore_eos=True)["usage"]["completion_tokens"] == 16
+
+
+def test_several_prompts(client: openai.OpenAI, smol: Running) -> None:
+    prompts = [f"{number} and {number + 1} are" for number in range(20)]
+    answer = client.completions.create(model="smol", prompt=prompts, temperature=0, max_tokens=4)
+    expected = smol.hosted().llm.generate(prompts, SamplingParams(max_tokens=4))
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert [choice.index for choice in answer.choices] == list(range(20))
+    ids = [smol.hosted().llm.encode(prompt) for prompt in prompts]
+    again = client.completions.create(model="smol", prompt=ids, temperature=0, max_tokens=4)
+    assert [choice.text for choice in again.choices] == [one.text for one in expected]
+    assert again.usage is not None
+    assert again.usage.prompt_tokens == sum(map(len, ids))
+    one = client.completions.create(model="smol", prompt=ids[0], temperature=0, max_tokens=4)
+    assert one.choices[0].text == expected[0].text
+
+
+def test_a_stream(client: openai.OpenAI, smol: Running) -> None:
+    expected = smol.hosted().llm.generate([TEXT, "One, two,"], SamplingParams(max_tokens=6))
+    chunks = client.completions.create(
+        model="smol",
+        prompt=[TEXT, "One, two,"],
+        temperature=0,
+        max_tokens=6,
+        echo=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts = ["", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [TEXT + expected[0].text, "One, two," + expected[1].text]
+    assert chunk.usage is not None
+    assert chunk.usage.completion_tokens == 12
+
+
+def test_echo_and_log_probabilities(smol: Running) -> None:
+    llm = smol.hosted().llm
+    ids = llm.encode(TEXT)
+    answer = asked(smol, prompt=TEXT, echo=True, logprobs=3, max_tokens=2)
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(TEXT)
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    scores = llm.score([ids])[0]
+    np.testing.assert_allclose(found["token_logprobs"][1 : len(ids)], scores, atol=1e-4)
+    places = zip(found["tokens"], found["text_offset"], strict=True)
+    assert all(choice["text"][at:].startswith(token) for token, at in places)
+    for top, token, logprob in zip(
+        found["top_logprobs"][1:], found["tokens"][1:], found["token_logprobs"][1:], strict=True
+    ):
+        assert top[token] == logprob
+        assert len(top) in (3, 4)
+        assert max(top.values()) >= logprob
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
+    """Its `local-completions` reads the log-probabilities of a prompt's end."""
+    llm = smol.hosted().llm
+    context, end = llm.encode("The sky is"), llm.encode(" blue")
+    answer = asked(
+        smol,
+        model="smol",
+        prompt=[context + end],
+        temperature=0,
+        max_tokens=most,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    found = answer["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == len(context + end) + most
+    scored = found["token_logprobs"][len(context) : len(context + end)]
+    np.testing.assert_allclose(sum(scored), llm.score([context + end])[0][-1], atol=1e-4)
+    assert answer["usage"]["completion_tokens"] == most
+
+
+def test_prompt_log_probabilities(smol: Running) -> None:
+    ids = smol.hosted().llm.encode(TEXT)
+    choice = asked(smol, prompt=TEXT, prompt_logprobs=2, max_tokens=1)["choices"][0]
+    found = choice["prompt_logprobs"]
+    assert found[0] is None
+    assert len(found) == len(ids)
+    assert all(str(id) in one for id, one in zip(ids[1:], found[1:], strict=True))
+    assert [one["rank"] for one in found[1].values() if "rank" in one] == [1, 2]
+
+
+def test_ids_of_an_answer(smol: Running) -> None:
+    llm = smol.hosted().llm
+    choice = asked(smol, prompt=TEXT, return_token_ids=True, max_tokens=3)["choices"][0]
+    assert choice["prompt_token_ids"] == llm.encode(TEXT)
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
+
+
+def test_the_best_of_several(smol: Running) -> None:
+    answer = asked(smol, prompt=TEXT, temperature=1.5, seed=3, best_of=4, n=2, max_tokens=4)
+    assert len(answer["choices"]) == 2
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("truncate_prompt_tokens", 2, None),
+        ("add_special_tokens", False, None),
+        ("cache_prompt", False, None),
+        ("bad_words", ["Paris"], None),
+        ("logit_bias", {"7042": -100}, None),
+        ("logit_bias", [[" Paris", False]], None),
+        ("regex", "[0-9]{3}", None),
+        ("structured_outputs", {"choice": ["Rome", "Oslo"]}, None),
+        ("grammar", 'root ::= "Oslo" | "Rome"', None),
+        ("use_beam_search", True, None),
+        ("skip_special_tokens", False, None),
+        ("min_tokens", 8, None),
+        ("priority", -1, None),
+        ("strategy", "fsd", None),
+        ("samplers", ["top_k", "temperature"], None),
+    ],
+)
+def test_a_field_is_honoured(smol: Running, field: str, value: Any, text: str | None) -> None:
+    answer = asked(smol, prompt=TEXT, max_tokens=8, **{field: value})
+    choice, usage = answer["choices"][0], answer["usage"]
+    match field:
+        case "truncate_prompt_tokens":
+            assert usage["prompt_tokens"] == 2
+        case "cache_prompt":
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        case "bad_words" | "logit_bias":
+            assert "Paris" not in choice["text"]
+        case "regex":
+            assert choice["text"].isdecimal()
+            assert len(choice["text"]) == 3
+        case "structured_outputs" | "grammar":
+            assert choice["text"] in ("Rome", "Oslo")
+        case _:
+            assert choice["text"]
+
+
+def test_a_stream_is_one_event_for_each_token(smol: Running) -> None:
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 5, "stream": True}
+    more = {"timings_per_token": True, "return_token_ids": True}
+    options = {"stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    with (
+        smol.client() as http,
+        http.stream("POST", "/v1/completions", json=body | more | options) as answer,
+    ):
+        events = [line for line in answer.iter_lines() if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events[:-1]]
+    pieces = [chunk for chunk in chunks if chunk["choices"]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in pieces] == sorted(
+        chunk["usage"]["completion_tokens"] for chunk in pieces
+    )
+    assert [len(chunk["choices"][0]["token_ids"]) for chunk in pieces] == [1] * 5
+    assert all(chunk["timings"]["predicted_n"] for chunk in pieces)

@@ -1,0 +1,238 @@
+"""What cannot be answered is said in OpenAI's form, never with a 500."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.running import Running
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+TEXT = {"prompt": "Hello", "max_tokens": 2}
+
+
+def refused(smol: Running, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error of an answer, which has to have that status."""
+    with smol.client() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 2.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 2, "temperature": 0}, None),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"n_predict": 3}, "n_predict"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop.1"),
+        ({"seed": 2**70}, "seed"),
+        ({"logit_bias": {"hot": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, None),
+        ({"samplers": ["magic"]}, "samplers"),
+        ({"strategy": "magic"}, "strategy"),
+        ({"grammar": "start: foo"}, None),
+        ({"grammar": "root ::= foo"}, None),
+        ({"regex": "("}, None),
+        ({"json_schema": {"type": "object", "uniqueItems": True}}, None),
+        ({"json_schema": {"type": "nothing"}}, None),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+        ({"timings_per_token": True}, "timings_per_token"),
+        ({"stream": True, "stream_options": {"hm": 1}}, "stream_options.hm"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+@pytest.mark.parametrize(("path", "base"), [(CHAT, HELLO), ("/v1/completions", TEXT)])
+def test_a_field_that_is_wrong(
+    smol: Running, path: str, base: dict[str, Any], change: dict[str, Any], param: str | None
+) -> None:
+    error = refused(smol, path, base | change)
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "status"),
+    [
+        ({"messages": []}, "messages", 400),
+        ({"messages": "Hello"}, "messages", 400),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", 400),
+        ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", 400),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, 400),
+        ({"top_logprobs": 2}, "top_logprobs", 400),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", 400),
+        ({"reasoning_effort": "high"}, "reasoning_effort", 400),
+        ({"chat_template_kwargs": {"special": True}}, "chat_template_kwargs.special", 400),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", 400),
+        ({"chat_template": "{{ messages }}"}, "chat_template", 403),
+        ({"continue_final_message": True}, "continue_final_message", 400),
+        ({"store": True}, "store", 400),
+        ({"documents": [{"text": "a"}]}, "documents", 400),
+        ({"audio": {"voice": "x"}}, "audio", 400),
+        ({"modalities": ["audio"]}, "modalities.0", 400),
+        ({"service_tier": "flex"}, "service_tier", 400),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0",
+            400,
+        ),
+        ({"model": "gpt-17"}, "model", 404),
+    ],
+)
+def test_a_conversation_that_is_wrong(
+    smol: Running, change: dict[str, Any], param: str | None, status: int
+) -> None:
+    error = refused(smol, CHAT, HELLO | change, status)
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "status"),
+    [
+        ({"prompt": []}, "prompt", 400),
+        ({"prompt": [[]]}, "prompt", 400),
+        ({"prompt": {"a": 1}}, "prompt", 400),
+        ({"prompt": [1, "a"]}, "prompt.1", 400),
+        ({"prompt": [999999]}, "prompt", 400),
+        ({"logprobs": 21}, "logprobs", 400),
+        ({"suffix": "end"}, "suffix", 400),
+        ({"echo": True, "stream": True, "logprobs": 1}, "echo", 400),
+        ({"best_of": 3, "stream": True}, "best_of", 400),
+        ({"prompt_logprobs": 30}, "prompt_logprobs", 400),
+    ],
+)
+def test_a_text_that_is_wrong(
+    smol: Running, change: dict[str, Any], param: str | None, status: int
+) -> None:
+    error = refused(smol, "/v1/completions", TEXT | change, status)
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b"\x00\x01",
+        b'{"prompt":' + b"[" * 100_000,
+        b"{" * 2000,
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 400 + b"}",
+        b'{"prompt": "a", "json_schema": ' + b'{"items":' * 900 + b"{}" + b"}" * 900 + b"}",
+    ],
+)
+def test_a_body_that_is_no_request(smol: Running, data: bytes) -> None:
+    with smol.client() as http:
+        answer = http.post("/v1/completions", content=data)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_too_long(smol: Running) -> None:
+    for path, body, param in [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+        ("/v1/completions", {"prompt": "word " * 5000}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 4096}, "prompt"),
+    ]:
+        error = refused(smol, path, body)
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == param
+        assert "4096" in error["message"]
+
+
+def test_a_body_of_ten_megabytes(smol: Running) -> None:
+    error = refused(smol, "/v1/completions", {"prompt": "a" * 10_000_000}, 413)
+    assert error["code"] == "body_too_large"
+    assert "8388608" in error["message"]
+
+    def parts() -> Any:
+        yield b'{"prompt": "'
+        for _ in range(100):
+            yield b"a" * 100_000
+
+    with smol.client() as http:  # without a length that says it beforehand
+        assert http.post("/v1/completions", content=parts()).status_code == 413
+
+
+def test_routes_and_methods(smol: Running) -> None:
+    with smol.client() as http:
+        answer = http.get("/v1/nothing")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "not_found_error"
+        answer = http.get(CHAT)
+        assert answer.status_code == 405
+        assert answer.headers["allow"] == "POST"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert http.head("/health").status_code == 200
+
+
+def test_typed_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.chat.completions.create(model="nothing", messages=[{"role": "user", "content": ""}])
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nothing")
+    with pytest.raises(openai.BadRequestError) as found:
+        client.completions.create(model="smol", prompt="a", temperature=-1)
+    assert found.value.param == "temperature"
+
+
+def test_request_ids(smol: Running) -> None:
+    with smol.client() as http:
+        answer = http.get("/health", headers={"X-Request-Id": "mine-1"})
+        assert answer.headers["x-request-id"] == "mine-1"
+        for wrong in ("a b", "x" * 200, "a\tb"):
+            answer = http.get("/health", headers={"X-Request-Id": wrong})
+            assert len(answer.headers["x-request-id"]) == 32
+        refused_ = httpx.post(f"{smol.url}{CHAT}", headers={"X-Request-Id": "mine-2"})
+        assert refused_.headers["x-request-id"] == "mine-2"
+
+
+@pytest.mark.parametrize(
+    ("path", "base"), [(CHAT, HELLO), ("/v1/responses", {"input": "a", "max_output_tokens": 2})]
+)
+def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[str, Any]) -> None:
+    more = {"service_tier": "auto", "prompt_cache_key": "a", "metadata": {"a": "b"}, "store": False}
+    chat = {"modalities": ["text"], "verbosity": "medium", "audio": None, "safety_identifier": "u"}
+    with smol.client() as http:
+        answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_a_model_without_tools_refuses(smol: Running) -> None:
+    """Its template has no place for them."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert refused(smol, CHAT, HELLO | {"tools": tools})["param"] == "tools"
+    choice = {"type": "function", "function": {"name": "add"}}
+    assert refused(smol, CHAT, HELLO | {"tool_choice": choice})["param"] == "tool_choice"

@@ -1,0 +1,348 @@
+"""What an operator counts on: keys, limits, a bounded queue, ends, several models."""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from jinfer.server.logs import JsonLines
+from jinfer.server.settings import Settings, Source
+from tests.server.running import GOLDENS, SMOL, Running, serving
+
+TINY = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
+LLAMA = Source("llama", str(GOLDENS / "llama2"), TINY)
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Running]:
+    """A small model without a tokenizer: ids in, ids out."""
+    settings = Settings(
+        keys=("first", "sécond"),
+        body_seconds=1.0,
+        most_prompts=4,
+        cors=("https://page.example",),
+        retry_after=7,
+        warm_up=False,
+    )
+    with serving([LLAMA], settings) as running:
+        yield running
+
+
+KEY = {"authorization": "Bearer first"}
+
+
+def post(running: Running, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+    given = {"headers": KEY, "json": body, "timeout": 60} | more
+    return httpx.post(running.url + path, **given)
+
+
+def test_ids_without_a_tokenizer(tiny: Running) -> None:
+    answer = post(tiny, {**LONG, "max_tokens": 4, "return_token_ids": True}).json()
+    assert len(answer["choices"][0]["token_ids"]) == 4
+    error = post(tiny, {"prompt": "text"}).json()["error"]
+    assert "no tokenizer" in error["message"]
+    assert post(tiny, {"content": "a"}, "/tokenize").status_code == 400
+    messages = {"messages": [{"role": "user", "content": "a"}]}
+    assert post(tiny, messages, "/v1/chat/completions").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Bearer"}, 401),
+        ({"authorization": "Basic first"}, 401),
+        ({"authorization": "first"}, 401),
+        ({"x-api-key": "firs"}, 401),
+        ({"x-api-key": "first"}, 200),
+        ({"authorization": "bearer first"}, 200),
+        ({"authorization": "Bearer sécond".encode()}, 200),
+    ],
+)
+def test_keys(tiny: Running, headers: dict[str, Any], status: int) -> None:
+    for path in ("/v1/models", "/metrics", "/docs", "/props"):
+        answer = httpx.get(tiny.url + path, headers=headers)
+        assert answer.status_code == status, path
+    assert httpx.get(f"{tiny.url}/health").status_code == 200
+    if status == 401:
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        with (
+            openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+
+
+def test_browsers(tiny: Running) -> None:
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{tiny.url}/v1/completions", headers=asked)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    other = httpx.options(
+        f"{tiny.url}/v1/completions", headers={**asked, "origin": "https://other.example"}
+    )
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_bounded_queue(tiny: Running) -> None:
+    """Two run, three wait, the others are told to come again."""
+    release = threading.Event()
+    thread = tiny.hosted().llm.frontend.thread
+    busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
+    busy.start()
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(post, tiny, {**LONG, "max_tokens": 8}) for _ in range(12)]
+        time.sleep(0.5)
+        release.set()
+        codes = [answer.result().status_code for answer in answers]
+        refused = next(a.result() for a in answers if a.result().status_code == 429)
+    busy.join()
+    assert codes.count(200) == 5
+    assert codes.count(429) == 7
+    assert refused.headers["retry-after"] == "7"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    stream = post(tiny, {**LONG, "max_tokens": 8, "stream": True})
+    assert stream.status_code == 200
+    assert tiny.held() == 0
+
+
+def test_too_many_prompts(tiny: Running) -> None:
+    error = post(tiny, {**LONG, "prompt": [[5]] * 5}).json()["error"]
+    assert error["param"] == "prompt"
+    assert "at most 4" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_place(tiny: Running, stream: bool) -> None:
+    body = orjson.dumps({**LONG, "stream": stream})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first\r\n"
+    host, port = tiny.url.removeprefix("http://").split(":")
+    release = threading.Event()
+    thread = tiny.hosted().llm.frontend.thread
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            # Nothing is computed meanwhile, so that the request is there when its client goes.
+            busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
+            busy.start()
+            time.sleep(0.2)
+    time.sleep(0.2)
+    if not stream:
+        release.set()
+        busy.join()
+    until(lambda: tiny.hosted().llm.stats().running == 0, 10)
+    assert tiny.held() == 0
+
+
+def until(holds: Any, seconds: float) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_a_body_that_does_not_come(tiny: Running) -> None:
+    host, port = tiny.url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        answer = client.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not come" in answer
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        client.shutdown(socket.SHUT_WR)  # half of a connection
+        client.recv(10_000)
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(b"\x16\x03\x01\x02 this is no HTTP\r\n\r\n")
+        assert client.recv(10_000).startswith(b"HTTP/1.1 400")
+
+
+def test_an_answer_that_takes_too_long() -> None:
+    with serving([LLAMA], Settings(timeout=0.0001, warm_up=False)) as running:
+        answer = post(running, LONG)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        stream = post(running, {**LONG, "stream": True})
+        told = stream.json() if stream.status_code == 503 else stream.text
+        assert "deadline_exceeded" in str(told)
+
+
+def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> None:
+    engine = tiny.hosted().llm.frontend.engine
+    step, count = engine.step, 0
+
+    def failing() -> Any:
+        nonlocal count
+        count += 1
+        if count == 10:
+            raise ValueError("the device is on fire")
+        return step()
+
+    monkeypatch.setattr(engine, "step", failing)
+    answer = post(tiny, {**LONG, "stream": True, "return_token_ids": True})
+    assert answer.status_code == 200
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    error = orjson.loads(events[-1])["error"]
+    assert error["type"] == "server_error"
+    assert "fire" not in error["message"]
+    monkeypatch.undo()
+    assert post(tiny, {**LONG, "max_tokens": 2}).status_code == 200
+
+
+def test_silence_has_pings() -> None:
+    with serving([LLAMA], Settings(ping=0.05, warm_up=False)) as running:
+        release = threading.Event()
+        thread = running.hosted().llm.frontend.thread
+        busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
+        busy.start()
+        threading.Timer(0.4, release.set).start()
+        answer = post(running, {**LONG, "max_tokens": 2, "stream": True})
+        busy.join()
+    assert answer.text.count(": ping\n\n") >= 2
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_while_it_loads(monkeypatch: Any) -> None:
+    release = threading.Event()
+
+    def slow(source: Source) -> Any:
+        release.wait(60)
+        return opened(source)
+
+    from jinfer.server import models
+
+    opened = models._opened
+    monkeypatch.setattr(models, "_opened", slow)
+    with serving([LLAMA], wait=False) as running:
+        health = httpx.get(f"{running.url}/health")
+        assert health.status_code == 503
+        assert health.json() == {
+            "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        }
+        answer = post(running, LONG)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "unavailable_error"
+        assert httpx.get(f"{running.url}/v1/models").json()["data"][0]["id"] == "llama"
+        release.set()
+        until(lambda: httpx.get(f"{running.url}/health").status_code == 200, 60)
+        assert post(running, {**LONG, "max_tokens": 1}).status_code == 200
+
+
+def test_several_models_of_which_one_fits() -> None:
+    sources = [Source(name, str(GOLDENS / "llama2"), TINY) for name in ("one", "two", "three")]
+    with serving(sources, Settings(max_loaded=1, warm_up=False)) as running:
+
+        def states() -> list[str]:
+            return [one.state for one in running.service.models.hosted]
+
+        assert states() == ["ready", "absent", "absent"]
+        body = {**LONG, "max_tokens": 3}
+        assert post(running, {**body, "model": "two"}).json()["model"] == "two"
+        assert states() == ["absent", "ready", "absent"]
+        assert post(running, body).json()["model"] == "one"
+        # Asked for side by side, each waits until the other is not used any more.
+        with ThreadPoolExecutor(6) as pool:
+            asked = ["one", "two", "three"] * 2
+            answers = list(pool.map(lambda name: post(running, {**body, "model": name}), asked))
+        assert [answer.json().get("model") for answer in answers] == asked
+        assert states().count("ready") == 1
+        text = httpx.get(f"{running.url}/metrics").text
+        assert 'jinfer:generation_tokens_total{model_name="three"} 6.0' in text
+
+
+def test_a_model_that_cannot_be_loaded_later(tmp_path: Path) -> None:
+    sources = [LLAMA, Source("none", str(tmp_path / "nothing"))]
+    with serving(sources, Settings(max_loaded=1, warm_up=False)) as running:
+        answer = post(running, {**LONG, "model": "none"})
+        assert answer.status_code == 503
+        assert "could not be loaded" in answer.json()["error"]["message"]
+        assert post(running, {**LONG, "max_tokens": 1}).status_code == 200
+
+
+def test_the_log(tiny: Running, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "jinfer.access"):
+        post(tiny, {**LONG, "max_tokens": 3, "user": "u1"}, headers={**KEY, "X-Request-Id": "r1"})
+        post(tiny, {"prompt": "my secret"})
+
+        def lines() -> list[Any]:
+            found = [one for one in caplog.records if one.msg == "request"]
+            return [orjson.loads(JsonLines().format(one)) for one in found]
+
+        until(lambda: len(lines()) == 2, 10)
+    first, second = lines()
+    assert first["request_id"] == "r1"
+    assert (first["status"], first["model"], first["user"]) == (200, "llama", "u1")
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (3, 3)
+    assert first["finish_reason"] == "length"
+    assert second["status"] == 400
+    assert "secret" not in str(second)
+
+
+def test_the_log_with_texts(caplog: Any) -> None:
+    with (
+        serving([LLAMA], Settings(log_prompts=True, warm_up=False)) as running,
+        caplog.at_level(logging.INFO, "jinfer.access"),
+    ):
+        post(running, {"prompt": "my secret"})
+        until(lambda: caplog.records, 10)
+    assert "secret" in str([vars(one) for one in caplog.records])
+
+
+def test_templates_of_requests() -> None:
+    settings = Settings(request_templates=True, warm_up=False)
+    with serving([SMOL], settings) as running:
+        messages = [{"role": "user", "content": "Hello"}]
+        template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+        body = {"messages": messages, "chat_template": template}
+        assert post(running, body, "/apply-template").json() == {"prompt": "<Hello>"}
+        wrong = post(running, {**body, "chat_template": "{% if %}"}, "/v1/chat/completions")
+        assert wrong.status_code == 400
+        inferflow = {
+            "text": "Hello",
+            "decoder_input_template": "{query}",
+            "is_streaming_mode": False,
+            "max_output_len": 2,
+        }
+        assert post(running, inferflow, "/").status_code == 200
+        kept = post(running, {**body, "chat_template": "{% while %}"}, "/tokenize")
+        assert kept.status_code == 400
+
+
+def test_long_texts_do_not_block_the_event_loop(smol: Running) -> None:
+    """While long prompts are read, short questions are answered at once."""
+    text = "Some words that are not the same as others. " * 60_000  # 2.6 MB
+
+    async def run() -> float:
+        async with httpx.AsyncClient(base_url=smol.url, timeout=60) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
+            slowest = 0.0
+            while not asked.done():
+                begun = time.perf_counter()
+                await client.get("/version")
+                slowest = max(slowest, time.perf_counter() - begun)
+            assert (await asked).status_code == 400
+            return slowest
+
+    # Generous: the client, the server and other tests share a few cores.
+    assert asyncio.run(run()) < 1.0
+
+
+def test_a_limit_of_time(tiny: Running) -> None:
+    body = {"prompt": [5, 6], "n_predict": 200, "ignore_eos": True, "t_max_predict_ms": 1}
+    assert post(tiny, body, "/completion").status_code == 503

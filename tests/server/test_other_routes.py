@@ -1,0 +1,287 @@
+"""The routes that are neither chat nor completions nor vectors."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from jinfer import SamplingParams
+from tests.server.running import Running
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def got(smol: Running, path: str) -> Any:
+    with smol.client() as http:
+        answer = http.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def posted(smol: Running, path: str, **body: Any) -> Any:
+    with smol.client() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_health(smol: Running) -> None:
+    for path in ("/health", "/v1/health", "/ping"):
+        assert got(smol, path) == {"status": "ok"}
+
+
+def test_version(smol: Running) -> None:
+    assert set(got(smol, "/version")) == {"version", "jax"}
+
+
+def test_models(client: openai.OpenAI, smol: Running) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "smol"
+    assert client.models.retrieve("smol") == model
+    shown = got(smol, "/models")["data"][0]
+    assert shown["max_model_len"] == 4096
+    assert shown["meta"]["n_vocab"] == 49152
+    assert shown["meta"]["n_params"] == 134515008
+    assert shown["capabilities"] == ["embeddings", "completion", "chat"]
+
+
+def test_metrics(smol: Running) -> None:
+    posted(smol, "/v1/completions", prompt="Hello", max_tokens=3, temperature=0)
+    with smol.client() as http:
+        text = http.get("/metrics").text
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="smol"}'
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert float(figures[f"jinfer:{name}{label}"]) == 0
+    for name in (
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "compilations_total",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_count",
+        "request_decode_time_seconds_count",
+    ):
+        assert float(figures[f"jinfer:{name}{label}"]) >= 0, name
+    assert float(figures[f"jinfer:generation_tokens_total{label}"]) >= 3
+    ended = 'jinfer:request_success_total{finished_reason="length",model_name="smol"}'
+    assert float(figures[ended]) >= 1
+
+
+def test_tokens_as_llama_cpp_asks(smol: Running) -> None:
+    llm = smol.hosted().llm
+    assert llm.tokenizer is not None
+    text = "Grüße <|im_end|>"
+    plain = llm.tokenizer.encode(text, special=False, parse_special=False)
+    parsed = llm.tokenizer.encode(text, special=False)
+    assert posted(smol, "/tokenize", content=text) == {"tokens": parsed}
+    assert posted(smol, "/tokenize", content=text, parse_special=False) == {"tokens": plain}
+    pieces = posted(smol, "/tokenize", content="né", with_pieces=True)["tokens"]
+    assert "".join(one["piece"] for one in pieces) == "né"
+    split = posted(smol, "/tokenize", content="🦙", with_pieces=True)["tokens"]
+    assert any(isinstance(one["piece"], list) for one in split)
+    assert posted(smol, "/tokenize", content=[5, "a", 6])["tokens"][0] == 5
+    answer = posted(smol, "/detokenize", tokens=parsed)
+    assert answer["content"] == text
+
+
+def test_tokens_as_vllm_asks(smol: Running) -> None:
+    llm = smol.hosted().llm
+    answer = posted(smol, "/tokenize", prompt="Hello there", return_token_strs=True)
+    assert answer["tokens"] == llm.encode("Hello there")
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 4096
+    assert "".join(answer["token_strs"]) == "Hello there"
+    ids = posted(smol, "/tokenize", messages=HELLO)["tokens"]
+    assert ids == llm.encode_chat(HELLO)
+    shorter = posted(smol, "/tokenize", messages=HELLO, add_generation_prompt=False)["tokens"]
+    assert ids[: len(shorter)] == shorter
+    assert len(shorter) < len(ids)
+    assert posted(smol, "/detokenize", tokens=answer["tokens"])["prompt"] == "Hello there"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": "a", "prompt": "a"}, "content"),
+        ("/tokenize", {"content": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/tokenize", {"prompt": "a", "with_pieces": True}, "with_pieces"),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+        ("/apply-template", {"messages": []}, "messages"),
+        ("/completion", {}, "prompt"),
+        ("/completion", {"prompt": "a", "id_slot": 3}, "id_slot"),
+        ("/completion", {"prompt": "a", "n_keep": 5}, "n_keep"),
+        ("/completion", {"prompt": "a", "lora": []}, "lora"),
+        ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
+        ("/completion", {"prompt": "a", "post_sampling_probs": 0}, "post_sampling_probs"),
+        ("/completion", {"prompt": "a", "min_keep": False}, "min_keep"),
+        ("/", {}, "text"),
+        ("/", {"text": "a", "decoding_alg": "magic"}, "decoding_alg"),
+        ("/", {"text": "a", "n": 2}, "n"),
+        ("/", {"text": "a", "n_probs": 2}, "n_probs"),
+        ("/", {"text": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/", {"text": "a", "return_token_ids": True}, "return_token_ids"),
+        ("/", {"text": "a", "timings_per_token": True}, "timings_per_token"),
+        ("/", {"text": "a", "return_progress": True}, "return_progress"),
+        ("/completion", {"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/completion", {"prompt": "a", "return_token_ids": True}, "return_token_ids"),
+        ("/v1/completions", {"prompt": "a", "n_probs": 2}, "n_probs"),
+        ("/v1/chat/completions", {"messages": HELLO, "n_probs": 2}, "n_probs"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "stream": True, "prompt_logprobs": 2},
+            "prompt_logprobs",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "use_beam_search": True, "logprobs": True},
+            "use_beam_search",
+        ),
+        ("/", {"text": "a", "encoder_input_template": "{query}"}, "encoder_input_template"),
+        ("/", {"text": "a", "decoder_input_template": "{query}"}, "decoder_input_template"),
+        ("/", {"text": "a", "is_streaming_mode": 5}, "is_streaming_mode"),
+    ],
+)
+def test_what_is_refused(smol: Running, path: str, body: dict[str, Any], param: str) -> None:
+    with smol.client() as http:
+        answer = http.post(path, json=body)
+    assert answer.status_code in (400, 403, 501), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_template(smol: Running) -> None:
+    prompt = posted(smol, "/apply-template", messages=HELLO)["prompt"]
+    assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    llm = smol.hosted().llm
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.encode(prompt, special=False) == llm.encode_chat(HELLO)
+
+
+def test_props_and_slots(smol: Running) -> None:
+    props = got(smol, "/props")
+    assert props["total_slots"] == 8
+    assert props["default_generation_settings"]["n_ctx"] == 4096
+    assert "im_start" in props["chat_template"]
+    assert props["model_alias"] == "smol"
+    slots = got(smol, "/slots?model=smol")
+    assert [slot["id"] for slot in slots] == list(range(8))
+    assert not any(slot["is_processing"] for slot in slots)
+    body = {"prompt": "Once upon a time", "n_predict": 2000, "ignore_eos": True, "stream": True}
+    with smol.client() as http, http.stream("POST", "/completion", json=body) as answer:
+        lines = answer.iter_lines()  # which would close the answer if it were let go
+        next(lines)
+        (busy,) = [slot for slot in got(smol, "/slots") if slot["is_processing"]]
+        assert busy["n_prompt_tokens"] == 4
+        assert busy["next_token"]["n_remain"] > 0
+        assert "Once" not in json.dumps(busy)
+
+
+def test_completion_as_llama_cpp_has_it(smol: Running) -> None:
+    llm = smol.hosted().llm
+    expected = llm.generate(["One, two,"], SamplingParams(max_tokens=5))[0]
+    body = {"prompt": "One, two,", "n_predict": 5, "temperature": 0}
+    answer = posted(smol, "/completion", **body, return_tokens=True, n_probs=2)
+    assert answer["content"] == expected.text
+    assert answer["tokens"] == expected.token_ids
+    assert answer["stop"]
+    assert answer["stop_type"] == "limit"
+    assert answer["tokens_predicted"] == 5
+    assert answer["tokens_evaluated"] == 4
+    assert answer["generation_settings"]["n_predict"] == 5
+    assert answer["timings"]["predicted_n"] == 5
+    probabilities = answer["completion_probabilities"]
+    assert [one["id"] for one in probabilities] == expected.token_ids
+    assert all(len(one["top_logprobs"]) == 2 for one in probabilities)
+    few = posted(smol, "/completion", **body, response_fields=["content", "timings/predicted_n"])
+    assert few == {"content": expected.text, "predicted_n": 5}
+    both = posted(smol, "/completion", **{**body, "prompt": ["One, two,", "One, two,"]})
+    assert [one["content"] for one in both] == [expected.text] * 2
+    ids = llm.encode("One, two,")
+    mixed = posted(smol, "/completion", **{**body, "prompt": [*ids[:2], " two,"]})
+    assert mixed["content"] == expected.text
+
+
+def test_how_a_completion_ended(smol: Running) -> None:
+    body = {"prompt": "One, two, three, four,", "temperature": 0, "n_predict": 20}
+    answer = posted(smol, "/completion", **body, stop=[" six"])
+    assert answer["stop_type"] == "word"
+    assert answer["stopping_word"] == " six"
+    chat = posted(smol, "/apply-template", messages=HELLO)["prompt"]
+    answer = posted(smol, "/completion", **{**body, "prompt": chat})
+    assert answer["stop_type"] == "eos"
+
+
+def test_a_stream_as_llama_cpp_has_it(smol: Running) -> None:
+    body = {"prompt": "One, two,", "n_predict": 5, "temperature": 0, "stream": True}
+    whole = posted(smol, "/completion", **{**body, "stream": False})
+    with smol.client() as http, http.stream("POST", "/completion", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert not any(piece["stop"] for piece in pieces)
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+    assert last["stop"]
+    assert last["content"] == ""
+    assert last["tokens_predicted"] == 5
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_the_progress_of_a_long_prompt(smol: Running, path: str) -> None:
+    chat = "chat" in path
+    text = " ".join(f"{path}{i}" for i in range(300))
+    prompt = [1 + (i * len(path)) % 40000 for i in range(1200)]
+    asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": prompt}
+    body = {"n_predict": 1, "stream": True, "return_progress": True, **asked}
+    with smol.client() as http, http.stream("POST", path, json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    found = [json.loads(line[6:]).get("prompt_progress") for line in lines]
+    done = [one["processed"] for one in found if one]
+    assert done == sorted(done)
+    assert all(chat or one["total"] == 1200 for one in found if one)
+    assert all(0 <= one["processed"] <= one["total"] for one in found if one)
+
+
+@pytest.mark.parametrize("stream", [False, True, 0, 1, None])
+def test_inferflow(smol: Running, stream: Any) -> None:
+    body: dict[str, Any] = {
+        "text": "Hello",
+        "decoding_alg": "sample.greedy",
+        "random_seed": 0,
+        "temperature": 1.0,
+        "max_output_len": 20,
+        "header": {"fn": "x", "user": "me"},
+    }
+    if stream is not None:
+        body["is_streaming_mode"] = stream
+    with smol.client() as http:
+        answer = http.post("/", json=body)
+    assert answer.status_code == 200, answer.text
+    pieces = [json.loads(part) for part in answer.text.split("\n\n") if part]
+    assert "".join(piece["text"] for piece in pieces) == "Hello! How can I assist you today?"
+    assert pieces[-1]["is_end"] == 1
+    assert all("is_end" not in piece for piece in pieces[:-1])
+    assert all({"text", "ret_code", "error_text", "time_cost"} <= set(piece) for piece in pieces)
+    if stream in (False, 0):
+        assert pieces[0]["ret_code"] == "succ"
+    else:
+        assert answer.headers["transfer-encoding"] == "chunked"
+        assert len(pieces) > 2
+
+
+def test_inferflow_with_the_beginning_of_an_answer(smol: Running) -> None:
+    body = {
+        "text": "Hello",
+        "system_prompt": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
+        "res_prefix": "Hello! How can",
+        "decoding_alg": {"name": "sample.greedy"},
+        "is_streaming_mode": False,
+    }
+    assert posted(smol, "/", **body)["text"] == " I assist you today?"
