@@ -41,6 +41,7 @@ class Request:
         priority: lower ones go first; equal ones in the order they came.
         deadline: when it is to be given up, in seconds of `time.monotonic`.
         reuse: whether the beginning of the prompt may be taken from other requests' blocks.
+        shown: special tokens that the text has, though it leaves out others.
     """
 
     id: int
@@ -52,6 +53,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     reuse: bool = True
+    shown: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
