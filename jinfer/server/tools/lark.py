@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,14 +23,16 @@ class Lark:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._rules: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
 
     def __str__(self) -> str:
         return "\n".join(f"{head}: {body}" for head, body in self._rules.items())
 
     def rule(self, name: str, body: str, attributes: str = "") -> str:
         """Adds a rule under this name, or one like it; gives the name."""
-        taken = {head.partition("[")[0] for head in self._rules}
-        name = next(n for n in (name, *(f"{name}_{i}" for i in range(10**6))) if n not in taken)
+        known = self._counts[name]
+        self._counts[name] += 1
+        name = f"{name}_{known}" if known else name
         self._rules[name + attributes] = body
         return name
 
