@@ -52,12 +52,16 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.ensure_future(_start(models, failed))
+        tasks = {
+            asyncio.ensure_future(_start(models, failed)),
+            asyncio.ensure_future(metrics.watch_loop()),
+        }
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await models.close()
 
     app = Starlette(

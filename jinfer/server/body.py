@@ -57,6 +57,11 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
         raise invalid(f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
+    return validated(value, model)
+
+
+def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
+    """Values as their model. Raises `ApiError` that names the first field that is wrong."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

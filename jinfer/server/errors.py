@@ -57,8 +57,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
-    """A request for something that there is not."""
-    return ApiError(501, message, param=param, code="not_supported")
+    """A field that asks for something that there is not.
+
+    No 501: clients send a request again that fails with one.
+    """
+    return invalid(message, param, "not_supported")
 
 
 def as_api_error(error: BaseException, retry_after: int = 1, param: str | None = None) -> ApiError:

@@ -19,6 +19,7 @@ from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
 from jinfer.server.streams import check_stream, refuse
 
+LINES = "application/x-ndjson"
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fields) - _OWN
 
@@ -42,7 +43,7 @@ async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
     user = (body.header or {}).get("user")
     call.note(user=user if isinstance(user, str) else None)
     if stream:
-        return Stream(_streamed(call), media_type="application/json", failed=_failed)
+        return Stream(_streamed(call), media_type=LINES, failed=_failed)
     begun = time.perf_counter()
     async with _running(call) as it:
         ((one,),) = await it.run.completions()

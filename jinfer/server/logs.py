@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 
 import orjson
 
@@ -40,13 +42,31 @@ class PlainLines(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def set_up(*, plain: bool, level: str) -> None:
-    """Sends what is logged to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainLines() if plain else JsonLines())
+class _Queued(QueueHandler):
+    """Hands records on as they are."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+
+def set_up(*, plain: bool, level: str) -> QueueListener:
+    """Sends what is logged to standard error, from a thread of its own.
+
+    A terminal or a pipe that nobody reads from would hold up the event loop else.
+
+    Returns:
+        What has to be stopped at the end, so that the last lines come out.
+    """
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(PlainLines() if plain else JsonLines())
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    handler = _Queued(records)
+    listener = QueueListener(records, stream)
+    listener.start()
     for name in ("jinfer", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
     # uvicorn's own lines say little beside ours.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("jinfer").level))
+    return listener

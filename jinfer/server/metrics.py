@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +17,8 @@ from jinfer.engine.thread import Stats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_PERIOD = 0.05  # seconds between two looks at the event loop
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "from a request's arrival to its first token",
@@ -75,7 +78,31 @@ class Metrics:
             ["route", "status"],
             registry=self.registry,
         )
+        self.lag = Histogram(
+            "jinfer:event_loop_lag_seconds",
+            "that whatever waits for the event loop waits too long",
+            registry=self.registry,
+            buckets=_LAGS,
+        )
+        self.slowest = Gauge(
+            "jinfer:event_loop_lag_max_seconds",
+            "the longest such time so far",
+            registry=self.registry,
+        )
+        self.tasks = Gauge("jinfer:tasks", "of the event loop", registry=self.registry)
         self.registry.register(_Gathered(self))
+
+    async def watch_loop(self) -> None:
+        """Keeps the figures of the event loop that it runs on, until it is cancelled."""
+        slowest = 0.0
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_PERIOD)
+            late = max(0.0, time.perf_counter() - before - _PERIOD)
+            slowest = max(slowest, late)
+            self.lag.observe(late)
+            self.slowest.set(slowest)
+            self.tasks.set(len(asyncio.all_tasks()))
 
     def text(self) -> bytes:
         """What Prometheus reads."""

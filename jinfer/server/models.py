@@ -91,6 +91,7 @@ class Models:
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
         self._warm_up = warm_up
         self._unloaded = unloaded
+        self._started = False
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
@@ -100,8 +101,6 @@ class Models:
     def ready(self) -> bool:
         """Whether the models that are loaded at the start are there."""
         return self._started
-
-    _started = False
 
     async def start(self) -> None:
         """Loads as many models as may be in memory.

@@ -91,7 +91,7 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     else:
         content[endpoint.media_type] = {"schema": {}}
     if endpoint.streams:
-        content.setdefault(endpoint.streams.partition(";")[0], {"schema": {"type": "string"}})
+        content.setdefault(endpoint.streams.partition(";")[0], {"schema": {}})
     error = {"application/json": {"schema": reference(ErrorAnswer)}}
     responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
     for status, text in _ERRORS.items():

@@ -53,7 +53,7 @@ def serve(found: Mapping[str, Any]) -> int:
         )
         config.load()
         server = uvicorn.Server(config)
-        logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
+        log = logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
         where = _where(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
         if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
@@ -61,11 +61,15 @@ def serve(found: Mapping[str, Any]) -> int:
         # uvicorn ends the process by the signal that stopped it, unless somebody handles that.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+            if not failures:
+                _log.info("ended")
+        finally:
+            log.stop()
     if failures:
         print(f"error: {failures[0]}", file=sys.stderr)
         return 2
-    _log.info("ended")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinfer.engine.generation import Chunk
 from jinfer.server import figures
+from jinfer.server.body import validated
 from jinfer.server.chat import prepare_chat
 from jinfer.server.errors import ApiError, invalid, unsupported
 from jinfer.server.items import Items
@@ -121,7 +122,7 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
         chat["tool_choice"] = body.tool_choice
     elif body.tool_choice is not None:
         chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    return ChatRequest.model_validate({k: v for k, v in chat.items() if v is not None})
+    return validated({k: v for k, v in chat.items() if v is not None}, ChatRequest)
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:

@@ -211,7 +211,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answers a text",
         llama_schemas.InferflowRequest,
         llama_schemas.InferflowAnswer,
-        "application/json",
+        inferflow.LINES,
         "Inferflow",
     ),
 )

@@ -122,6 +122,8 @@ def test_tokens_as_vllm_asks(smol: Running) -> None:
         ("/completion", {"prompt": "a", "n_keep": 5}, "n_keep"),
         ("/completion", {"prompt": "a", "lora": []}, "lora"),
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
+        ("/completion", {"prompt": "a", "post_sampling_probs": 0}, "post_sampling_probs"),
+        ("/completion", {"prompt": "a", "min_keep": False}, "min_keep"),
         ("/", {}, "text"),
         ("/", {"text": "a", "decoding_alg": "magic"}, "decoding_alg"),
         ("/", {"text": "a", "n": 2}, "n"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Strict(BaseModel):
@@ -40,6 +40,19 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+def _same_type(kind: type) -> BeforeValidator:
+    """Python takes 0 for false and 1.0 for 1, which JSON does not."""
+
+    def check(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"Input should be of the type {kind.__name__}")
+        return value
+
+    return BeforeValidator(check)
+
+
+No = Annotated[Literal[False], _same_type(bool)]
+Zero = Annotated[Literal[0], _same_type(int)]
 Ids = list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jinfer.server.schemas.base import Answer, StreamOptions, Strict, Timings, Usage
 from jinfer.server.schemas.sampling import Sampling
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Part(Strict):
@@ -52,7 +54,7 @@ class Message(Strict):
 class Function(Strict):
     """A function that the model may call."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema")
     strict: bool | None = None
@@ -68,7 +70,7 @@ class Tool(Strict):
 class NamedFunction(Strict):
     """The name of a function."""
 
-    name: str
+    name: FunctionName
 
 
 class NamedTool(Strict):

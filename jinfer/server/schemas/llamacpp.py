@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
-from jinfer.server.schemas.base import Answer, Timings
+from jinfer.server.schemas.base import Answer, No, Timings, Zero
 from jinfer.server.schemas.sampling import Sampling
 
 LlamaPrompt = str | list[int] | list[str | int] | list[str] | list[list[int]]
@@ -23,30 +23,34 @@ class LlamaRequest(Sampling):
     t_max_predict_ms: int | None = Field(None, description="0: any time")
     id_slot: Literal[-1] | None = Field(None, description="slots are chosen by what they hold")
     n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
-    n_indent: Literal[0] | None = None
-    n_discard: Literal[0] | None = None
-    min_keep: Literal[0] | None = None
-    post_sampling_probs: Literal[False] | None = None
+    n_indent: Zero | None = None
+    n_discard: Zero | None = None
+    min_keep: Zero | None = None
+    post_sampling_probs: No | None = None
 
 
-class LlamaAnswer(Answer):
-    """A whole answer, or the last piece of a stream."""
+class LlamaOne(Answer):
+    """A whole answer, or the last piece of a stream; `response_fields` may leave fields out."""
 
-    index: int
-    content: str
-    tokens: list[int]
-    id_slot: int
-    stop: bool
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    tokens_cached: int
-    generation_settings: dict[str, Any]
-    has_new_line: bool
-    truncated: bool
-    stop_type: Literal["eos", "limit", "word", "none"]
-    stopping_word: str
-    timings: Timings
+    index: int = 0
+    content: str = ""
+    tokens: list[int] = []
+    id_slot: int = -1
+    stop: bool = True
+    model: str = ""
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    generation_settings: dict[str, Any] = {}
+    has_new_line: bool = False
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word", "none"] = "none"
+    stopping_word: str = ""
+    timings: Timings | None = None
+
+
+class LlamaAnswer(RootModel[LlamaOne | list[LlamaOne]]):
+    """One answer, or a list of them where several were asked for."""
 
 
 class InferflowRequest(Sampling):

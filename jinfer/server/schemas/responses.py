@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jinfer.server.schemas.base import Answer, StreamOptions, Strict
+from jinfer.server.schemas.chat import FunctionName
 
 
 class InputPart(Strict):
@@ -48,7 +49,7 @@ class FunctionTool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -58,7 +59,7 @@ class NamedFunctionTool(Strict):
     """The one function that the model has to call."""
 
     type: Literal["function"]
-    name: str
+    name: FunctionName
 
 
 class TextFormat(Strict):
@@ -112,7 +113,7 @@ class ResponseRequest(Strict):
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = Field(None, description="nothing is stored: only false")
-    background: Literal[False] | None = None
+    background: No | None = None
     previous_response_id: None = Field(None, description="nothing is stored")
     conversation: None = Field(None, description="nothing is stored")
     prompt: None = Field(None, description="nothing is stored")

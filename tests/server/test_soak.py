@@ -1,0 +1,110 @@
+"""Clients that behave badly, for a moment and for five minutes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jinfer.server.routes import ENDPOINTS
+from tests.server.running import ROOT
+from tests.server.soak import Soak
+from tests.server.test_process import command, free_port, ready
+
+SOURCE = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
+
+
+def figures(client: httpx.Client) -> dict[str, float]:
+    """What /metrics says."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
+
+
+def soaked(clients: int, seconds: float, *more: str) -> None:
+    """Nothing is left of many clients that behaved badly, and nothing failed."""
+    port = free_port()
+    # A cache that is soon all in use: its pages take memory when they are first written to.
+    cache = ("--set", "engine.kv_tokens=8192", "--queue", "64", "-c", "1024")
+    given = (f"smol={SOURCE}", "--port", str(port), "--log-level", "error", *cache, *more)
+    with command(*given) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            ready(client, process)
+            asyncio.run(Soak(str(client.base_url), clients, seconds / 5).run())
+            before = resident(process.pid)
+            soak = Soak(str(client.base_url), clients, seconds)
+            asyncio.run(soak.run())
+            label = '{model_name="smol"}'
+            names = [f"jinfer:num_requests_{what}{label}" for what in ("running", "waiting")]
+            end = time.monotonic() + 60
+            while any(figures(client)[name] for name in names):
+                assert time.monotonic() < end, "somebody still runs"
+                time.sleep(0.1)
+            found, after = figures(client), resident(process.pid)
+            print(dict(soak.codes), f"{soak.whole} whole answers")
+            print(f"{before >> 20} MiB before, {after >> 20} MiB after")
+            seen = found["jinfer:event_loop_lag_seconds_count"]
+            late = seen - found['jinfer:event_loop_lag_seconds_bucket{le="0.05"}']
+            most = found["jinfer:event_loop_lag_max_seconds"]
+            print(
+                f"event loop: {late:g} of {seen:g} looks late by over 50 ms, {most:.3f} s at most"
+            )
+            assert soak.wrong == []
+            assert soak.whole > 0
+            assert found[f"jinfer:kv_cache_usage_perc{label}"] == 0
+            assert found["jinfer:tasks"] < 10
+            assert after < before * 1.1 + (64 << 20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_moment_of_clients_that_behave_badly() -> None:
+    soaked(8, 3.0)
+
+
+@pytest.mark.soak
+def test_five_minutes_of_clients_that_behave_badly() -> None:
+    soaked(64, float(os.environ.get("JINFER_SOAK_SECONDS", "300")), "--warm-up", "before")
+
+
+@pytest.mark.soak
+def test_the_description_is_kept_to() -> None:
+    """schemathesis sends what the description allows, and what it forbids."""
+    port = free_port()
+    given = (f"smol={SOURCE}", "--port", str(port), "-c", "64", "--log-level", "error")
+    with command(*given) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            ready(client, process)
+        checks = (
+            "not_a_server_error",
+            "status_code_conformance",
+            "content_type_conformance",
+            "response_schema_conformance",
+            "negative_data_rejection",
+            "unsupported_method",
+            "allow_header_conformance",
+        )
+        # Other paths of the same routes are left out, and the one whose answer is always 501.
+        others = [path for one in ENDPOINTS for path in one.paths[1:]] + ["/classify"]
+        plain = [path.replace(":path", "") for path in others]
+        excluded = [word for path in plain for word in ("--exclude-path", path)]
+        asked = [
+            *("schemathesis", "run", f"http://127.0.0.1:{port}/openapi.json", *excluded),
+            *("--phases", "coverage,fuzzing", "--max-examples", "100"),
+            *("--checks", ",".join(checks)),
+            *("--continue-on-failure", "--request-timeout", "120", "--no-color"),
+        ]
+        tool = Path(sys.executable).with_name(asked[0])
+        done = subprocess.run([str(tool), *asked[1:]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-20_000:]
