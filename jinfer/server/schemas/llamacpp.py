@@ -34,14 +34,14 @@ class LlamaOne(Answer):
 
     index: int = 0
     content: str = ""
-    tokens: list[int] = []
+    tokens: list[int] | None = None
     id_slot: int = -1
     stop: bool = True
     model: str = ""
     tokens_predicted: int = 0
     tokens_evaluated: int = 0
     tokens_cached: int = 0
-    generation_settings: dict[str, Any] = {}
+    generation_settings: dict[str, Any] | None = None
     has_new_line: bool = False
     truncated: bool = False
     stop_type: Literal["eos", "limit", "word", "none"] = "none"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jinfer.server.schemas.base import Answer, StreamOptions, Strict
+from jinfer.server.schemas.base import Answer, No, StreamOptions, Strict
 from jinfer.server.schemas.chat import FunctionName
 
 
