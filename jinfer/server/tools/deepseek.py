@@ -28,6 +28,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
         going = mark == CALL or (yield from reader.starts(CALL))
         if not going:
             out.content(reader.raw())
+            continue
         while going:
             if not (yield from _call(reader, out, tools)):
                 out.content(reader.raw())
@@ -36,6 +37,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             yield from reader.space()
             yield from reader.starts(CALL_END)
             yield from reader.space()
+            reader.mark()
             going = yield from reader.starts(CALL)
         else:
             yield from reader.starts(CALLS_END)

@@ -133,6 +133,7 @@ WRONG = [
     ("mistral", "[TOOL_CALLS]weather[CALL_ID]12"),
     ("mistral", "[TOOL_CALLS][]"),
     ("deepseek", deepseek("<|tool calls begin|>weather<|tool calls end|>")),
+    ("deepseek", deepseek("<|tool calls begin|><|tool calls end|>")),
     ("deepseek", deepseek("<|tool call begin|>function<|tool sep|>nobody\n```json\n{}\n```")),
     ("deepseek", deepseek("<|tool call begin|>weather<|tool call end|>")),
     ("deepseek", deepseek("<|tool call begin|>weather<|tool sep|>{")),
@@ -178,6 +179,10 @@ def test_a_wrong_call_between_right_ones() -> None:
     found = read(parser(HERMES), [right + wrong + right])
     assert found.calls == [("weather", PARIS)] * 2
     assert (found.content, found.void) == (wrong, 1)
+    calls = deepseek("<|tool calls begin|><|tool call begin|>now<|tool sep|>{}<|tool call end|>")
+    other = deepseek("<|tool call begin|>nobody<|tool sep|>{}<|tool call end|>")
+    found = read(parser(DEEPSEEK), [calls + other])
+    assert (found.content, found.calls) == (other, [("now", "{}")])
     listed = '[TOOL_CALLS] [{"name": "now"}, {"name": "nobody"}, 5]'
     found = read(parser(MISTRAL), [listed])
     assert (found.content, found.calls) == (', {"name": "nobody"}, 5]', [("now", "{}")])

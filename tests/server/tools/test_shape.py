@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 
+from jinfer.opening.settings import open_model
+from jinfer.server.flags import options, sources_of
+from jinfer.server.parsing import Settled
 from jinfer.server.tools.formats import FORMATS, format_of, shown, thinking_of
 from jinfer.server.tools.shape import Shape, shape_of, shaped
 from jinfer.server.tools.written import written
+from jinfer.spec.errors import SpecError
 from jinfer.template import ChatTemplate
 from jinfer.tokenizer import Tokenizer
+from tests.server.running import ROOT
+from tests.server.tools.reading import parser
 from tests.server.tools.test_grammar import tokenizer  # noqa: F401
 
 LOOP = "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}CALLS{% else %}"
@@ -139,3 +145,27 @@ def test_only_special_tokens_of_the_format_are_shown(tokenizer: Tokenizer) -> No
     assert end is not None
     text = "".join(detokenizer.push(id) for id in (*tokenizer.encode("Hi"), *ids, end))
     assert text == "Hi<|im_start|>"
+
+
+def test_a_format_by_hand() -> None:
+    given = ["model.gguf", "--tool-call-parser", "llama", "--reasoning-parser", "none"]
+    (source,) = sources_of(options(given, {"JINFER_PORT": "1"}))
+    assert source.overrides["prompt"] == {"tool_calls": "llama", "reasoning": "none"}
+    path = ROOT / "specs" / "smollm2_135m_instruct.toml"
+    for key, word in (("tool_calls", "lama"), ("reasoning", "thin")):
+        with pytest.raises(SpecError, match=f"prompt.{key}"):
+            open_model(path, {"prompt": {key: word}})
+    prompt = open_model(path, source.overrides).conversation.prompt
+    assert (prompt.tool_calls, prompt.reasoning) == ("llama", "none")
+
+
+def test_calls_that_are_shown_when_they_are_whole() -> None:
+    good = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    bad = '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>'
+    settled = Settled(parser(FORMATS["hermes"]))
+    deltas = [settled.push(sign) for sign in good + bad + good]
+    deltas.append(settled.finish())
+    shown_ = [delta.calls for delta in deltas if delta.calls]
+    assert [calls[-1].end for calls in shown_] == ["done", "done"]
+    assert ["".join(one.arguments for one in calls) for calls in shown_] == ['{"city": "Rome"}'] * 2
+    assert "".join(delta.content for delta in deltas) == bad
