@@ -11,6 +11,7 @@ from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion
 from jinfer.engine.requests import RequestError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.server import figures
 from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
@@ -18,7 +19,7 @@ from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
 from jinfer.server.prompts import chat_ids
 from jinfer.server.replies import DONE, PING, Reply, Stream, event
 from jinfer.server.running import Job, Run, prepare
-from jinfer.server.sampling import CHAT, asked
+from jinfer.server.sampling import CHAT, Asked, asked
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
@@ -84,12 +85,28 @@ def prepare_chat(service: Service, body: ChatRequest, hosted: Hosted) -> tuple[J
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     how = asked(body, frontend, CHAT, changes, _ROUTE)
-    if not read.changes and how.params.constrained:
-        # The whole answer is what was asked for, without thoughts or calls.
-        read = Tooling()
-    how = replace(how, names={**how.names, **dict.fromkeys(read.changes, "tools")})
+    if read.changes:
+        how = replace(how, names={**how.names, **dict.fromkeys(read.changes, "tools")})
+    elif how.params.constrained:
+        how, read = _bound(how, read)
     job = prepare(frontend, ids, how, param="messages", timeout=settings.timeout, shown=read.shown)
     return job, read
+
+
+def _bound(how: Asked, read: Tooling) -> tuple[Asked, Tooling]:
+    """An answer that has to be something: there are no calls in it, and thoughts before JSON."""
+    schema = how.params.json_schema
+    if schema is None or read.bound is None:
+        return how, Tooling()
+    field = how.names.get("json_schema", "response_format")
+    try:
+        read = read.bound(schema)
+    except ConstraintError as error:
+        raise as_api_error(error, param=field) from error
+    if read.changes:
+        params = replace(how.params, json_schema=None, **read.changes)
+        how = replace(how, params=params, names={**how.names, "grammar": field})
+    return how, read
 
 
 @dataclass

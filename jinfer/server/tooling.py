@@ -61,11 +61,24 @@ def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[in
         lark.rule("start", f"{thought} {calls}".strip())
         changes = {"grammar": str(lark)}
 
-    def parser() -> Machine:
+    def parser(tools: Tools) -> Machine:
         output = Output(how.new_id, None if parallel else 1)
         return Machine(partial(_read, how, tools, thinking, state), output)
 
-    return Tooling(parser, changes, shown(marks, tokenizer))
+    special = shown(marks, tokenizer)
+
+    def bound(schema: Any) -> Tooling:
+        lark = Lark(tokenizer)
+        content = lark.json(schema)
+        if how.answer is not None:
+            lark.rule("start", how.answer(lark, content))
+        elif thinking is not None and state != "closed":
+            lark.rule("start", f"{thinking.grammar(lark, state)} {content}")
+        else:
+            return Tooling()
+        return Tooling(partial(parser, {}), {"grammar": str(lark)}, special)
+
+    return Tooling(partial(parser, tools), changes, special, bound)
 
 
 def tools_of(body: Rendering) -> Tools:

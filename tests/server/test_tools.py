@@ -224,13 +224,16 @@ def test_thoughts(client: openai.OpenAI) -> None:
         (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") for chunk in chunks
     ]
     assert "".join(filter(None, pieces)) == open_.model_extra["reasoning_content"]
-    # What has to be JSON is all answer.
-    schema = (
-        create(client, **given, extra_body=thinking, response_format={"type": "json_object"})
-        .choices[0]
-        .message
-    )
-    assert schema.content.startswith("{")
+    # Thoughts stand before JSON, too; a choice is all answer.
+    format: Any = {"response_format": {"type": "json_object"}}
+    thought = create(client, **given, extra_body=thinking, **format).choices[0].message
+    assert thought.model_extra["reasoning_content"]
+    messages = [*ASKED, {"role": "assistant", "content": "<think>It is Rome.</think>"}]
+    more: dict[str, Any] = {"extra_body": {"continue_final_message": True}, "messages": messages}
+    json_ = create(client, **given, **format, **more).choices[0].message
+    assert json_.content.startswith("{")
+    bound = create(client, **given, extra_body=thinking | {"choice": ["yes", "no"]})
+    assert bound.choices[0].message.content in ("yes", "no")
 
 
 def test_a_call_after_a_thought(client: openai.OpenAI) -> None:

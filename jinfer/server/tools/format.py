@@ -22,7 +22,8 @@ class Format:
         grammar: adds to a grammar what is a call of one of the tools, or several where that is
             wanted and the format has them; gives the expression. The third is the template.
         new_id: names a call.
-        thinks: it has its own way to write thoughts, which `read` knows.
+        answer: where it has its own way to write thoughts, which `read` knows: adds to a grammar
+            an answer, thoughts and all, of this content.
     """
 
     name: str
@@ -30,7 +31,12 @@ class Format:
     read: Callable[[Reader, Output, Tools], Reading[None]]
     grammar: Callable[[Lark, Tools, str, bool], str]
     new_id: Callable[[], str] = call_id
-    thinks: bool = False
+    answer: Callable[[Lark, str], str] | None = None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it has its own way to write thoughts."""
+        return self.answer is not None
 
 
 MOST_CALLS = 16  # that a grammar lets an answer have

@@ -111,9 +111,16 @@ def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
         + f" {lark.json(parameters(schema))}"
         for name, schema in tools.items()
     )
+    return f"{_thought(lark)}? {lark.one_of('call', calls)}"
+
+
+def _thought(lark: Lark) -> str:
     thought = f"{lark.text(f'{CHANNEL}analysis{MESSAGE}')} {lark.upto(END)}"
-    before = lark.rule("thought", f"{thought} {lark.text(f'{START}assistant')}")
-    return f"{before}? {lark.one_of('call', calls)}"
+    return lark.rule("thought", f"{thought} {lark.text(f'{START}assistant')}")
 
 
-HARMONY = Format("harmony", _MARKS, _read, _grammar, thinks=True)
+def _answer(lark: Lark, content: str) -> str:
+    return f"{_thought(lark)}? {lark.text(f'{CHANNEL}final{MESSAGE}')} {content}"
+
+
+HARMONY = Format("harmony", _MARKS, _read, _grammar, answer=_answer)

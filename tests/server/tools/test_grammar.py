@@ -141,6 +141,17 @@ def test_a_thought_before_a_call(tokenizer: Tokenizer, thinking: Any) -> None:
     assert not accepts("open", call)
 
 
+def test_json_after_the_thoughts_of_harmony(tokenizer: Tokenizer) -> None:
+    harmony = FORMATS["harmony"]
+    lark = Lark(tokenizer)
+    assert harmony.answer is not None
+    lark.rule("start", harmony.answer(lark, lark.json({"enum": [1, 22]})))
+    text = walked(tokenizer, str(lark), np.random.default_rng(0), BEGUN)
+    found = read(parser(harmony), [text])
+    assert found.reasoning == "Hm."
+    assert found.content in ("1", "22")
+
+
 def test_the_schema_of_arguments() -> None:
     assert parameters(None) == {"type": "object", "properties": {}, "additionalProperties": False}
     assert parameters(TOOLS["weather"])["additionalProperties"] is False
