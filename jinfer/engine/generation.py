@@ -135,7 +135,9 @@ class Generation:
         sampling = self.request.sampling
         self._stops = StopTexts(tuple(sampling.stop), sampling.include_stop)
         self._detokenizer = (
-            self.tokenizer.detokenizer(self.request.prompt, skip_special=sampling.skip_special)
+            self.tokenizer.detokenizer(
+                self.request.prompt, skip_special=sampling.skip_special, shown=self.request.shown
+            )
             if self.tokenizer
             else None
         )

@@ -43,6 +43,7 @@ class Request:
         priority: lower ones go first; equal ones in the order they came.
         deadline: when it is to be given up, in seconds of `time.monotonic`.
         reuse: whether the beginning of the prompt may be taken from other requests' blocks.
+        shown: special tokens that the text has, though it leaves out others.
     """
 
     id: int
@@ -54,6 +55,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     reuse: bool = True
+    shown: tuple[int, ...] = ()
 
     def seed(self, steady: int | None) -> bytes:
         """What its blocks depend on beside its tokens.

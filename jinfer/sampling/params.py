@@ -36,6 +36,8 @@ _LISTS = (
 )
 _ABSENT = ("samplers", "allowed_token_ids", "choice")  # of these, which may be None
 
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # at most one of them is given
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -255,10 +257,14 @@ class SamplingParams:
             yield name, value is None or (isinstance(value, str) and bool(value)), "a text"
         schema = self.json_schema
         yield "json_schema", schema is None or isinstance(schema, (str, Mapping, bool)), "a schema"
-        kinds = ("json_schema", "regex", "choice", "grammar")
-        given = [name for name in kinds if getattr(self, name) is not None]
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             yield given[1], False, f"left out beside {given[0]}"
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer has to be something."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def draws(self) -> bool:

@@ -6,24 +6,26 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion
 from jinfer.engine.requests import RequestError
+from jinfer.sampling.errors import ConstraintError
 from jinfer.server import figures
 from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
-from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling, tooling
+from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
 from jinfer.server.prompts import chat_ids
 from jinfer.server.replies import DONE, PING, Reply, Stream, event
 from jinfer.server.running import Job, Run, prepare
-from jinfer.server.sampling import CHAT, asked
+from jinfer.server.sampling import CHAT, Asked, asked
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call, Service
 from jinfer.server.streams import check_stream, ended, refuse
+from jinfer.server.tooling import tooling
 from jinfer.template import TemplateError
 
 _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
@@ -74,16 +76,37 @@ def prepare_chat(service: Service, body: ChatRequest, hosted: Hosted) -> tuple[J
         ApiError: it cannot be answered.
     """
     frontend, settings = hosted.frontend, service.settings
-    read = tooling(body, body.parallel_tool_calls is not False, frontend)
-    changes: dict[str, Any] = dict(read.changes)
-    if body.logprobs:
-        changes["logprobs"] = body.top_logprobs or 0
-    how = asked(body, frontend, CHAT, changes, _ROUTE)
     try:
         ids = chat_ids(body, frontend, settings)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
-    return prepare(frontend, ids, how, param="messages", timeout=settings.timeout), read
+    read = tooling(body, body.parallel_tool_calls is not False, frontend, ids)
+    changes: dict[str, Any] = dict(read.changes)
+    if body.logprobs:
+        changes["logprobs"] = body.top_logprobs or 0
+    how = asked(body, frontend, CHAT, changes, _ROUTE)
+    if read.changes:
+        how = replace(how, names={**how.names, **dict.fromkeys(read.changes, "tools")})
+    elif how.params.constrained:
+        how, read = _bound(how, read)
+    job = prepare(frontend, ids, how, param="messages", timeout=settings.timeout, shown=read.shown)
+    return job, read
+
+
+def _bound(how: Asked, read: Tooling) -> tuple[Asked, Tooling]:
+    """An answer that has to be something: there are no calls in it, and thoughts before JSON."""
+    schema = how.params.json_schema
+    if schema is None or read.bound is None:
+        return how, Tooling()
+    field = how.names.get("json_schema", "response_format")
+    try:
+        read = read.bound(schema)
+    except ConstraintError as error:
+        raise as_api_error(error, param=field) from error
+    if read.changes:
+        params = replace(how.params, json_schema=None, **read.changes)
+        how = replace(how, params=params, names={**how.names, "grammar": field})
+    return how, read
 
 
 @dataclass
@@ -190,6 +213,9 @@ class _Reading:
         self.content += delta.content
         self.reasoning += delta.reasoning
         for one in delta.calls:
+            if one.end == "void":
+                self.calls.pop(one.index, None)
+                continue
             known = self.calls.get(one.index, CallDelta(one.index))
             arguments = known.arguments + one.arguments
             self.calls[one.index] = CallDelta(
@@ -212,8 +238,9 @@ def _delta(delta: Delta) -> dict[str, Any]:
         found["content"] = delta.content
     if delta.reasoning:
         found["reasoning_content"] = delta.reasoning
-    if delta.calls:
-        found["tool_calls"] = [_call(one) for one in delta.calls]
+    calls = [_call(one) for one in delta.calls if one.name is not None or one.arguments]
+    if calls:
+        found["tool_calls"] = calls
     return found
 
 

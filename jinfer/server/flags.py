@@ -88,6 +88,15 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(("--dtype",), "of weights and computation"),
     Flag(("--chat-template",), "a Jinja template, or a file with one"),
+    Flag(
+        ("--tool-call-parser",),
+        "how models write calls of tools (prompt.tool_calls): auto, hermes, qwen_coder, llama, "
+        "mistral, deepseek, harmony",
+    ),
+    Flag(
+        ("--reasoning-parser",),
+        "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, seed",
+    ),
     Flag(("--queue",), "requests that may wait; more are answered with 429", int, 256),
     Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
     Flag(
@@ -252,6 +261,8 @@ def _overrides(found: Mapping[str, Any]) -> dict[str, Any]:
         "ctx_size": ("engine", "context"),
         "parallel": ("engine", "slots"),
         "kv_cache": ("quantization", "kv_cache"),
+        "tool_call_parser": ("prompt", "tool_calls"),
+        "reasoning_parser": ("prompt", "reasoning"),
     }
     for key, (table, name) in given.items():
         if found[key] is not None:

@@ -61,14 +61,22 @@ class Items:
 
     def push(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The events of a piece of the answer."""
-        events: list[dict[str, Any]] = []
+        current = self._open
+        going = [c for c in delta.calls if current is not None and c.index == current.call.index]
+        events = [event for call in going for event in self._called(call)]
         if delta.reasoning:
             self.thought += 1
             events += self._grow("reasoning", delta.reasoning)
         if delta.content or logprobs:
             events += self._grow("message", delta.content, logprobs)
-        for call in delta.calls:
-            events += self._grow("function_call", call.arguments, call=call)
+        rest = [call for call in delta.calls if call not in going]
+        return [*events, *(event for call in rest for event in self._called(call))]
+
+    def _called(self, call: CallDelta) -> list[dict[str, Any]]:
+        """The events of a piece of a call."""
+        events = self._grow("function_call", call.arguments, call=call)
+        if call.end:
+            events += self._end("completed" if call.end == "done" else "incomplete")
         return events
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:

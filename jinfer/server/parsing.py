@@ -1,18 +1,10 @@
-"""What of a model's text is answer, what is reasoning, and what is a call of a tool.
-
-A route asks `tooling` once for each request. What that gives has a parser for each answer, and
-what the sampler has to keep to so that a wanted call comes.
-"""
+"""What of a model's text is answer, what is reasoning, and what is a call of a tool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from jinfer.frontend import Frontend
-from jinfer.server.errors import unsupported
-from jinfer.server.schemas.chat import Rendering
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -23,12 +15,15 @@ class CallDelta:
         index: which of the answer's calls.
         id, name: on its first piece.
         arguments: more of its JSON text.
+        end: on its last piece: it is whole ("done"), or turned out to be none ("void"); then its
+            text comes as content.
     """
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    end: Literal["", "done", "void"] = ""
 
 
 @dataclass(frozen=True)
@@ -71,31 +66,44 @@ class Plain:
         return Delta()
 
 
+class Settled:
+    """Keeps each call back until it is whole, for who need not show it before."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._kept: list[CallDelta] = []
+
+    def push(self, text: str) -> Delta:
+        """As the parser has it, less what is open."""
+        return self._settled(self._parser.push(text))
+
+    def finish(self) -> Delta:
+        """As the parser has it: nothing is open any more."""
+        return self._settled(self._parser.finish())
+
+    def _settled(self, delta: Delta) -> Delta:
+        ready: list[CallDelta] = []
+        for one in delta.calls:
+            self._kept.append(one)
+            if one.end:
+                ready += self._kept if one.end == "done" else []
+                self._kept = []
+        return replace(delta, calls=tuple(ready))
+
+
 @dataclass(frozen=True)
 class Tooling:
     """How the answers to a request are read.
 
     Attributes:
         parser: makes one for each answer.
-        changes: of `SamplingParams`: a constraint, or special tokens that the parser has to see.
+        changes: of `SamplingParams`: a constraint that makes calls come.
+        shown: special tokens that the parser has to see in the text.
+        bound: the same where the answer has to keep to a JSON schema; without one, such an answer
+            is all content.
     """
 
     parser: Callable[[], Parser] = Plain
     changes: Mapping[str, Any] = field(default_factory=dict)
-
-
-def tooling(body: Rendering, parallel: bool, frontend: Frontend) -> Tooling:
-    """Chooses how the answers to a request are read.
-
-    Args:
-        body: has the tools, and which of them is to be called.
-        parallel: whether several may be called at once.
-        frontend: of the model, whose chat template says how it writes calls.
-
-    Raises:
-        ApiError: it cannot be done with this model.
-    """
-    wanted = body.tool_choice
-    if wanted is not None and wanted not in ("none", "auto"):
-        raise unsupported("calls cannot be enforced with this model", "tool_choice")
-    return Tooling()
+    shown: tuple[int, ...] = ()
+    bound: Callable[[Any], Tooling] | None = None

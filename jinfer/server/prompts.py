@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,11 @@ from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend
 from jinfer.opening.conversation import CONTINUE, Conversation
 from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
-from jinfer.server.schemas.chat import Message, Rendering
+from jinfer.server.schemas.chat import Message, Rendering, Tool
 from jinfer.server.settings import Settings
+from jinfer.server.tools.formats import format_of
+from jinfer.server.tools.shape import shape_of, shaped
+from jinfer.server.tools.written import written
 
 # What `Conversation.encode` takes itself; "special" would make a stranger's words count.
 _RESERVED = frozenset(
@@ -47,12 +50,13 @@ def conversation_of(
                 f"the model's chat template does not read {name[:80]}",
                 name if known else f"chat_template_kwargs.{name[:80]}",
             )
-    for name in ("tools", "documents"):
-        given = getattr(body, name)
-        if given and not (name == "tools" and body.tool_choice == "none"):
-            if name not in template:
-                raise unsupported(f"the model's chat template has no place for {name}", name)
-            variables[name] = [_plain(one) for one in given]
+    if body.documents:
+        if "documents" not in template:
+            raise unsupported("the model's chat template has no place for documents", "documents")
+        variables["documents"] = body.documents
+    tools = [_plain(one) for one in body.tools or () if body.tool_choice != "none"]
+    if tools and "tools" in template:
+        variables["tools"] = tools
     if not template and (body.continue_final_message or body.add_generation_prompt is False):
         name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
         raise unsupported("the model's prompt format always begins an answer", name)
@@ -66,7 +70,22 @@ def conversation_of(
         variables[CONTINUE] = True
     elif body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    return conversation, messages_of(body.messages), variables
+    messages = messages_of(body.messages)
+    if tools or any("tool_calls" in one or one["role"] == "tool" for one in messages):
+        messages = _with_calls(conversation, messages, tools)
+    return conversation, messages, variables
+
+
+def _with_calls(
+    conversation: Conversation, messages: list[dict[str, Any]], tools: list[Any]
+) -> list[dict[str, Any]]:
+    """Messages with calls as the template wants them; in words where it has no place for them."""
+    template = conversation.jinja or ""
+    way = shape_of(template) if template else None
+    if way is None or (tools and "tools" not in template):
+        return written(messages, [] if "tools" in template else tools)
+    mistral = format_of(template, conversation.prompt.tool_calls).name == "mistral"
+    return shaped(messages, way, short_ids=mistral)
 
 
 def chat_ids(body: Rendering, frontend: Frontend, settings: Settings) -> list[int]:
@@ -144,11 +163,9 @@ def _content(message: Message, place: str) -> str:
     return "\n".join(texts)
 
 
-def _plain(value: Any) -> Any:
+def _plain(tool: Tool) -> Any:
     """What templates read of a tool: what was sent."""
-    if isinstance(value, Mapping):
-        return value
-    return orjson.loads(value.model_dump_json(exclude_unset=True, by_alias=True))
+    return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True))
 
 
 def prompts_of(

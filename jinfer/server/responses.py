@@ -16,7 +16,7 @@ from jinfer.server.chat import prepare_chat
 from jinfer.server.errors import ApiError, invalid, unsupported
 from jinfer.server.items import Items
 from jinfer.server.models import Hosted
-from jinfer.server.parsing import Tooling
+from jinfer.server.parsing import Settled, Tooling
 from jinfer.server.replies import PING, Reply, Stream, event
 from jinfer.server.running import Job, Run
 from jinfer.server.schemas.chat import ChatRequest
@@ -202,7 +202,8 @@ class _Response:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._parser = self.read.parser()
+        parser = self.read.parser()
+        self._parser = parser if self.call.body.stream else Settled(parser)
         self.items = Items()
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:

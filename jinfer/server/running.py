@@ -42,12 +42,14 @@ def prepare(
     *,
     param: str,
     timeout: float | None = None,
+    shown: tuple[int, ...] = (),
 ) -> Job:
     """A prompt made ready; to be called where it may take its time.
 
     Args:
         param: the field that the prompt is in.
         timeout: seconds after which it is given up.
+        shown: special tokens that its text has all the same.
 
     Raises:
         ApiError: it cannot be run.
@@ -67,8 +69,10 @@ def prepare(
     except (RequestError, ConstraintError) as error:
         first = str(error).split(" ", 1)[0].rstrip(":")
         raise as_api_error(error, param=asked.names.get(first, param)) from error
-    if not asked.reuse:
-        prepared = [replace(one, request=replace(one.request, reuse=False)) for one in prepared]
+    prepared = [
+        replace(one, request=replace(one.request, reuse=asked.reuse, shown=shown))
+        for one in prepared
+    ]
     return Job(ids, asked, prepared)
 
 

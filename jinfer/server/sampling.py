@@ -8,7 +8,7 @@ from typing import Any
 
 from jinfer.frontend import Frontend
 from jinfer.sampling.names import PARAMETERS, own_names
-from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.params import CONSTRAINTS, SamplingParams
 from jinfer.server.errors import invalid
 from jinfer.server.schemas.sampling import ResponseFormat, Sampling, StructuredOutputs
 
@@ -129,8 +129,10 @@ def asked(
     """
     values, names = _values(body, elsewhere, frontend)
     for name, one in (changes or {}).items():
-        if name in values:
-            raise invalid("it cannot be used beside these tools", names[name])
+        same = CONSTRAINTS if name in CONSTRAINTS else (name,)
+        other = next((other for other in same if other in values), None)
+        if other is not None:
+            raise invalid("it cannot be used where tools have to be called", names[other])
         values[name] = one
     nothing = values.get("max_tokens", 1) == 0
     if nothing:

@@ -70,12 +70,18 @@ class PromptSpec:
         chat_template: in Jinja; without either, the checkpoint's own is used.
         fallback: in Jinja, for a checkpoint that has none of its own.
         system: a system message for conversations that have none.
+        tool_calls: how the model writes calls of tools; "auto": as its chat template does.
+        reasoning: how it marks its thoughts; "auto": as its chat template or its vocabulary does.
     """
 
     template: str | None = None
     chat_template: str | None = None
     fallback: str | None = None
     system: str | None = None
+    tool_calls: Literal[
+        "auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+    ] = "auto"
+    reasoning: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,21 @@ def resolve(
         stacks=tuple(built),
         tensors=tensors,
         dtype=read(fields(ModelSpec)["dtype"][1], whole.get("dtype", "auto"), values, "dtype"),
-        prompt=PromptSpec(**whole.get("prompt", {})),
+        prompt=_prompt(whole.get("prompt", {}), values),
         engine=engine,
         quantization=read_quantization(whole.get("quantization", {}), values),
         generation=whole.get("generation", {}),
     )
     check_leftovers(lost, whole, spec, values)
     return spec
+
+
+def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:
+    """`[prompt]`, whose texts were checked, but not which words they may be."""
+    types = {name: type_ for name, (_, type_) in fields(PromptSpec).items()}
+    named = [name for name in ("tool_calls", "reasoning") if name in table]
+    words = {n: read(types[n], table[n], values, f"prompt.{n}") for n in named}
+    return PromptSpec(**{**table, **words})
 
 
 def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:

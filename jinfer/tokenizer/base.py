@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -270,10 +270,23 @@ class Tokenizer(ABC):
         return data.decode("utf-8", "replace")
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), *, skip_special: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+        shown: Collection[int] = (),
     ) -> Detokenizer:
-        """An incremental decoder of the tokens that follow `prompt_ids`."""
-        of = self.token_bytes if skip_special else self.spelled
+        """An incremental decoder of the tokens that follow `prompt_ids`.
+
+        Args:
+            skip_special: leave control tokens out.
+            shown: control tokens that are spelled out all the same.
+        """
+
+        def unless_shown(id: int) -> bytes:
+            return self.spelled(id) if id in shown else self.token_bytes(id)
+
+        of = self.spelled if not skip_special else unless_shown if shown else self.token_bytes
         return Detokenizer(of, self.strip_space, prompt_ids)
 
 

@@ -228,11 +228,3 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
     with smol.client() as http:
         answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
     assert answer.status_code == 200, answer.text
-
-
-def test_what_a_model_without_tools_refuses(smol: Running) -> None:
-    """Its template has no place for them."""
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    assert refused(smol, CHAT, HELLO | {"tools": tools})["param"] == "tools"
-    choice = {"type": "function", "function": {"name": "add"}}
-    assert refused(smol, CHAT, HELLO | {"tool_choice": choice})["param"] == "tool_choice"

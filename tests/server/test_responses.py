@@ -177,6 +177,16 @@ def test_items_of_every_kind() -> None:
     assert [event["item"] for event in ended] == items.done
 
 
+def test_an_item_that_was_none() -> None:
+    items = Items()
+    items.push(Delta(calls=(CallDelta(0, "c0", "add", '{"a'),)), [])
+    items.push(Delta(content="{a", calls=(CallDelta(0, arguments="b", end="void"),)), [])
+    items.close()
+    call, message = items.done
+    assert (call["status"], call["arguments"]) == ("incomplete", '{"ab')
+    assert message["content"][0]["text"] == "{a"
+
+
 def test_an_answer_of_nothing() -> None:
     items = Items()
     items.close()

@@ -1,0 +1,136 @@
+"""Calls that are written as JSON objects with a name and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinfer.server.tools import json_text
+from jinfer.server.tools.output import Output
+from jinfer.server.tools.reader import Reader, Reading, Sink
+
+type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
+
+_ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("id", "type", "index")
+
+
+def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
+    """Reads the arguments of a call: an object, the text of one in a string, or null.
+
+    Returns:
+        Whether they are.
+    """
+    first = yield from reader.char()
+    if first == "{":
+        return (yield from json_text.value(reader, sink)) is not None
+    if first == '"':
+        said = yield from json_text.string(reader)
+    else:
+        said = "" if (yield from json_text.value(reader, lambda _: None)) == "null" else None
+    if said is None or (said.strip() and not json_text.is_object(said)):
+        return False
+    sink(said.strip() or "{}")
+    return True
+
+
+def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]:
+    """Reads the arguments of the call of this tool. Returns whether it is one."""
+    if name not in tools:
+        return False
+    out.open(name)
+    if (yield from arguments(reader, out.arguments)):
+        out.done()
+        return True
+    out.void()
+    return False
+
+
+def json_calls(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads one call or several: objects, or a list of them; marks the place after each.
+
+    Returns:
+        Whether all of them were.
+    """
+    listed = yield from reader.starts("[")
+    yield from reader.space()
+    while True:
+        if not (yield from json_call(reader, out, tools)):
+            return False
+        reader.mark()
+        yield from reader.space()
+        if listed:
+            if (yield from reader.starts("]")):
+                return True
+            yield from reader.starts(",")
+            yield from reader.space()
+        if (yield from reader.char()) != "{":
+            return True
+
+
+def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Reading[bool]:
+    """Reads an object that is a call. What is missing after its arguments is not missed.
+
+    Args:
+        sure: it is meant to be a call, which may have other members too.
+
+    Returns:
+        Whether it is one.
+    """
+    call = _Call(reader, out, tools, sure)
+    if not (yield from reader.starts("{")):
+        return False
+    while True:
+        yield from reader.space()
+        if not (yield from call.member()):
+            break
+        yield from reader.space()
+        if not (yield from reader.starts(",")):
+            yield from reader.starts("}")
+            return call.end(whole=True)
+    return call.end(whole=False)
+
+
+class _Call:
+    """A call while its object is read."""
+
+    def __init__(self, reader: Reader, out: Output, tools: Tools, sure: bool) -> None:
+        self._reader, self._out, self._tools, self._sure = reader, out, tools, sure
+        self._name: str | None = None
+        self._early: list[str] = []  # arguments before the name
+        self._opened = self._argued = False
+
+    def member(self) -> Reading[bool]:
+        """Reads a key and its value."""
+        reader = self._reader
+        key = yield from json_text.string(reader)
+        yield from reader.space()
+        if key is None or not (yield from reader.starts(":")):
+            return False
+        yield from reader.space()
+        if key == "name" and self._name is None:
+            self._name = yield from json_text.string(reader)
+            return self._name in self._tools
+        if key in _ARGUMENTS and not self._argued:
+            if self._name is not None:
+                self._opened = True
+                self._out.open(self._name)
+            sink = self._early.append if self._name is None else self._out.arguments
+            self._argued = yield from arguments(reader, sink)
+            return self._argued
+        if not self._sure and key not in _OTHERS:
+            return False
+        return (yield from json_text.value(reader, lambda _: None)) is not None
+
+    def end(self, *, whole: bool) -> bool:
+        """The object has ended, as it should or not."""
+        if self._opened and not self._argued:
+            self._out.void()
+            return False
+        if self._name is None or self._name not in self._tools or not (whole or self._argued):
+            return False
+        if not self._opened:
+            self._out.open(self._name)
+            self._out.arguments("".join(self._early) or "{}")
+        self._out.done()
+        return True

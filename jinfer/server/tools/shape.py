@@ -1,0 +1,95 @@
+"""How a chat template wants the calls of earlier turns.
+
+Templates differ: some write arguments as JSON themselves, and want what it says; some put the text
+they are given into the prompt; some see a call only in a message without content. A short
+conversation tells, rendered in each way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jinfer.template import ChatTemplate, TemplateError
+
+_WORD, _KEY = "zweiundvierzig", "wieviel"
+_ID = "a1b2c3d4e"  # as Mistral's templates demand
+_SEEN = (f'"{_KEY}": "{_WORD}"', f'"{_KEY}":"{_WORD}"')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a template wants.
+
+    Attributes:
+        text: arguments as a JSON text.
+        empty: no content beside calls is None, not "".
+    """
+
+    text: bool = False
+    empty: bool = False
+
+
+@lru_cache(maxsize=32)
+def shape_of(template: str) -> Shape | None:
+    """What a template wants; None: it shows no calls in any way."""
+    # Values in tags have no quotes, so that their words alone tell.
+    ways = [Shape(text, empty) for text in (False, True) for empty in (False, True)]
+    texts = {way: _tried(template, way) for way in ways}
+    for seen in (_SEEN, (_WORD,)):
+        for way, text in texts.items():
+            if any(one in text for one in seen) and f"'{_KEY}'" not in text:
+                return way
+    return None
+
+
+def _tried(template: str, way: Shape) -> str:
+    function = {"name": "f", "arguments": {_KEY: _WORD}}
+    call = {"id": _ID, "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": _ID, "name": "f", "content": "!"},
+    ]
+    variables = {"bos_token": "", "eos_token": ""}
+    try:
+        return ChatTemplate(template, variables=variables).render(shaped(messages, way))
+    except TemplateError:
+        return ""
+
+
+def shaped(
+    messages: Sequence[Mapping[str, Any]], way: Shape, *, short_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Messages, whose arguments are what their JSON says, as a template wants them.
+
+    Args:
+        short_ids: calls are named by nine letters and digits (Mistral), whatever they were.
+    """
+    return [_shaped(dict(one), way, short_ids) for one in messages]
+
+
+def _shaped(message: dict[str, Any], way: Shape, short_ids: bool) -> dict[str, Any]:
+    if short_ids and "tool_call_id" in message:
+        message["tool_call_id"] = _short(message["tool_call_id"])
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if way.text and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        id = _short(call["id"]) if short_ids and call["id"] else call["id"]
+        calls.append({**call, "id": id, "function": function})
+    content = None if way.empty and not message["content"] else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _short(id: str) -> str:
+    if len(id) == len(_ID) and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode()).hexdigest()[: len(_ID)]

@@ -1,0 +1,54 @@
+"""Tools for a model whose chat template has no place for them: in words, in Hermes' format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinfer.server.tools.hermes import CLOSE, OPEN
+
+_ASKS = f"""You may call functions to answer the user. Here is what each takes, as a JSON schema:
+<tools>
+{{tools}}
+</tools>
+To call one, answer with its name and its arguments as JSON, between tags:
+{OPEN}
+{{{{"name": "…", "arguments": {{{{…}}}}}}}}
+{CLOSE}"""
+
+
+def written(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Messages of which a template needs to know no more than roles and contents."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message["content"] or ""
+        calls = [_call(one["function"]) for one in message.get("tool_calls", ())]
+        text = "\n".join([*([content] if content else []), *calls])
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{content}\n</tool_response>"
+            if found and found[-1].get("answers"):
+                found[-1]["content"] += f"\n{text}"
+                continue
+        found.append({"role": role, "content": text})
+        if message["role"] == "tool":
+            found[-1]["answers"] = True
+    for one in found:
+        one.pop("answers", None)
+    return _told(found, tools) if tools else found
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    shown = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(shown, ensure_ascii=False)}\n{CLOSE}"
+
+
+def _told(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
+    text = _ASKS.format(tools=lines)
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]

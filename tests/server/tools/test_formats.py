@@ -1,0 +1,238 @@
+"""Each format of calls, as its models write it; whole, in pieces, and wrong."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jinfer.server.tools.deepseek import DEEPSEEK
+from jinfer.server.tools.formats import FORMATS
+from jinfer.server.tools.harmony import HARMONY
+from jinfer.server.tools.hermes import HERMES
+from jinfer.server.tools.llama import LLAMA
+from jinfer.server.tools.mistral import MISTRAL
+from jinfer.server.tools.qwen_coder import QWEN_CODER
+from tests.server.tools.reading import mixed, parser, pieces, read
+
+PARIS = '{"city": "Paris"}'
+BAR = "\uff5c"
+
+
+def deepseek(text: str) -> str:
+    """The marks of DeepSeek, written with plain bars and spaces."""
+    for word in ("calls begin", "calls end", "call begin", "call end", "sep"):
+        text = text.replace(f"<|tool {word}|>", f"<{BAR}tool▁{word.replace(' ', '▁')}{BAR}>")
+    return text
+
+
+# Format, text -> content, calls. Reasoning is harmony's alone.
+RIGHT: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', "",
+     [("weather", PARIS)]),
+    ("hermes", f'Let me see.\n\n<tool_call>{{"arguments": {PARIS}, "name": "weather"}}</tool_call>',
+     "Let me see.", [("weather", PARIS)]),
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n', "",
+     [("weather", PARIS), ("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call> Wait.', "Wait.", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}', "", [("now", "{}")]),
+    ("hermes", f'<tool_call>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now"}}]'
+     "</tool_call>", "", [("weather", PARIS), ("now", "{}")]),
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(PARIS)}}}</tool_call>',
+     "", [("weather", PARIS)]),
+    # The last brace, or the closing tag, is forgotten now and then.
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {PARIS}</tool_call>', "",
+     [("weather", PARIS)]),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {PARIS}}}', "",
+     [("weather", PARIS)]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a</tool_call>\\"}{"}}', "",
+     [("weather", '{"city": "a</tool_call>\\"}{"}')]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a\nb"}}</tool_call>', "",
+     [("weather", '{"city": "a\\nb"}')]),
+    ("hermes", '<tool_call>{"id": 7, "type": "function", "name": "now", "note": [1, {}],'
+     ' "arguments": {"deep": [{"a": [1, 2, -3.5e7, true, null]}]}}</tool_call>', "",
+     [("now", '{"deep": [{"a": [1, 2, -3.5e7, true, null]}]}')]),
+    ("qwen_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=tags>\n"
+     '["a", "b"]\n</parameter>\n</function>\n</tool_call>', "",
+     [("weather", '{"city": "Paris", "days": 3, "exact": true, "tags": ["a", "b"]}')]),
+    ("qwen_coder", "I look.\n<function=weather>\n<parameter=city>\n12\n\n\"x\" {\n</parameter>\n"
+     "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+     "I look.", [("weather", '{"city": "12\\n\\n\\"x\\" {"}'), ("now", "{}")]),
+    ("qwen_coder", "<tool_call><function=weather><parameter=city>Paris</parameter>"
+     "<parameter=days>soon</parameter></function></tool_call>", "",
+     [("weather", '{"city": "Paris", "days": "soon"}')]),
+    ("qwen_coder", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', "",
+     [("weather", PARIS)]),
+    ("llama", f'{{"name": "weather", "parameters": {PARIS}}}', "", [("weather", PARIS)]),
+    ("llama", f'\n{{"type": "function", "name": "weather", "parameters": {PARIS}}}', "",
+     [("weather", PARIS)]),
+    ("llama", f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now"}}', "",
+     [("weather", PARIS), ("now", "{}")]),
+    ("llama", f'I look. <|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', "I look.",
+     [("weather", PARIS)]),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", '
+     '"arguments": {}}]', "", [("weather", PARIS), ("now", "{}")]),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[ARGS]{{}}", "",
+     [("weather", PARIS), ("now", "{}")]),
+    ("mistral", f"Well.[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{PARIS}", "Well.",
+     [("weather", PARIS)]),
+    ("mistral", f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
+    ("deepseek", deepseek("<|tool calls begin|><|tool call begin|>function<|tool sep|>weather\n"
+     f"```json\n{PARIS}\n```<|tool call end|>\n<|tool call begin|>function<|tool sep|>now\n"
+     "```json\n{}\n```<|tool call end|><|tool calls end|>"), "",
+     [("weather", PARIS), ("now", "{}")]),
+    ("deepseek", deepseek(f"Yes.<|tool calls begin|><|tool call begin|>weather<|tool sep|>{PARIS}"
+     "<|tool call end|><|tool call begin|>now<|tool sep|>{}<|tool call end|><|tool calls end|>"),
+     "Yes.", [("weather", PARIS), ("now", "{}")]),
+    ("harmony", "<|channel|>final<|message|>It rains.<|return|>", "It rains.", []),
+    ("harmony", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+     f"{PARIS}<|call|>", "", [("weather", PARIS)]),
+    ("harmony", f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}", "",
+     [("weather", PARIS)]),
+    ("harmony", "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
+     f"<|channel|>commentary to=functions.weather<|message|>{PARIS}<|call|>", "I look it up.",
+     [("weather", PARIS)]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>It rains.", "I look.\n\nIt rains.", []),
+    ("harmony", "plain words <b>", "plain words <b>", []),
+]  # fmt: skip
+
+# Format, text: all of it is content.
+WRONG = [
+    ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {city: "Paris"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Pa'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": ]}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "no"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", "a < b <tool_call"),
+    ("hermes", "Yes.\n\n<tool_call> weather </tool_call>\n"),
+    ("hermes", "<tool_call></tool_call>  \n "),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {"[" * 5000}'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ' + "9" * 5000 + "}}"),
+    ("qwen_coder", "<tool_call>\n<function=nobody>\n</function>\n</tool_call>"),
+    ("qwen_coder", "<function=weather>\n<parameter=city>\nParis"),
+    ("qwen_coder", "<function=weather>\n<parameter=city>\na</parameter><parameter=city>b"),
+    ("qwen_coder", "<function=weather>\nParis</function>"),
+    ("qwen_coder", "<function=weather"),
+    ("llama", '{"city": "Paris"}'),
+    ("llama", '{"name": "Ada", "age": 3}'),
+    ("llama", '  {"name": "weather", "parameters": 5}'),
+    ("llama", f'The answer is {{"name": "weather", "parameters": {PARIS}}}'),
+    ("llama", "<|python_tag|>print(1)"),
+    ("llama", "{"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]{}"),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {'),
+    ("mistral", "[TOOL_CALLS]weather[CALL_ID]12"),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("deepseek", deepseek("<|tool calls begin|>weather<|tool calls end|>")),
+    ("deepseek", deepseek("<|tool calls begin|><|tool calls end|>")),
+    ("deepseek", deepseek("<|tool call begin|>function<|tool sep|>nobody\n```json\n{}\n```")),
+    ("deepseek", deepseek("<|tool call begin|>weather<|tool call end|>")),
+    ("deepseek", deepseek("<|tool call begin|>weather<|tool sep|>{")),
+    ("harmony", "<|channel|>commentary to=functions.nobody<|message|>{}"),
+    ("harmony", "<|channel|>commentary to=functions.weather<|message|>{not json}"),
+    ("harmony", "<|channel|>fin"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), RIGHT)
+def test_what_models_write(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for cut in ([text], text):
+        found = read(parser(FORMATS[name]), cut)
+        assert (found.content, found.calls, found.void) == (content, calls, 0)
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in found.calls)
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG)
+def test_what_is_no_call_stays_content(name: str, text: str) -> None:
+    for cut in ([text], text):
+        found = read(parser(FORMATS[name]), cut)
+        assert found.calls == []
+        assert found.content == text
+
+
+def test_the_channels_of_harmony() -> None:
+    text = (
+        "<|channel|>analysis<|message|>The user wants the weather. <|end|><|start|>assistant"
+        "<|channel|>analysis<|message|>Of Paris.<|end|><|start|>assistant"
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    )
+    for cut in ([text], text):
+        found = read(parser(HARMONY), cut)
+        assert found.reasoning == "The user wants the weather.\n\nOf Paris."
+        assert (found.content, found.calls) == ("", [("weather", PARIS)])
+
+
+def test_a_wrong_call_between_right_ones() -> None:
+    right = f'<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
+    wrong = '<tool_call>{"name": "weather", "arguments": {1}}</tool_call>'
+    found = read(parser(HERMES), [right + wrong + right])
+    assert found.calls == [("weather", PARIS)] * 2
+    assert (found.content, found.void) == (wrong, 1)
+    calls = deepseek("<|tool calls begin|><|tool call begin|>now<|tool sep|>{}<|tool call end|>")
+    other = deepseek("<|tool call begin|>nobody<|tool sep|>{}<|tool call end|>")
+    found = read(parser(DEEPSEEK), [calls + other])
+    assert (found.content, found.calls) == (other, [("now", "{}")])
+    listed = '[TOOL_CALLS] [{"name": "now"}, {"name": "nobody"}, 5]'
+    found = read(parser(MISTRAL), [listed])
+    assert (found.content, found.calls) == (', {"name": "nobody"}, 5]', [("now", "{}")])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    texts = {
+        HERMES: '<tool_call>{"name": "weather", "arguments": {"city": "Pa',
+        MISTRAL: '[TOOL_CALLS]weather[ARGS]{"city": "Pa',
+        QWEN_CODER: "<function=weather>\n<parameter=city>\nPa",
+        LLAMA: '{"name": "weather", "parameters": {"city": "Pa',
+        DEEPSEEK: deepseek('<|tool call begin|>weather<|tool sep|>{"city": "Pa'),
+        HARMONY: '<|channel|>commentary to=functions.weather<|message|>{"city": "Pa',
+    }
+    for format, text in texts.items():
+        reading = parser(format)
+        deltas = [reading.push(sign) for sign in text]
+        pieces = [one for delta in deltas for one in delta.calls]
+        assert pieces[0].name == "weather"
+        assert pieces[0].arguments in ("", "{")
+        assert len(pieces) > 3
+        assert "".join(one.arguments for one in pieces) == '{"city": "Pa'
+
+
+def test_only_the_first_call_where_one_is_wanted() -> None:
+    call = f'<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
+    found = read(parser(HERMES, most=1), [f"Yes. {call}\n{call}\n{call}"])
+    assert (found.content, found.calls) == ("Yes.", [("weather", PARIS)])
+
+
+TEXTS = {name: [t for n, t, *_ in RIGHT if n == name] for name in FORMATS}
+for wrong_name, wrong_text in WRONG:
+    if len(wrong_text) < 1000:
+        TEXTS[wrong_name] += [wrong_text, wrong_text + TEXTS[wrong_name][0]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_any_cutting_gives_the_same(name: str, data: st.DataObject) -> None:
+    text, cut = data.draw(pieces(TEXTS[name]))
+    assert read(parser(FORMATS[name]), cut) == read(parser(FORMATS[name]), [text])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_any_text_is_read_and_nothing_is_lost(name: str, data: st.DataObject) -> None:
+    text = data.draw(mixed(FORMATS[name].marks))
+    whole = read(parser(FORMATS[name]), [text])
+    assert read(parser(FORMATS[name]), text) == whole
+    for _, arguments in whole.calls:
+        assert isinstance(json.loads(arguments), dict)
+    if not whole.calls and not FORMATS[name].thinks:
+        assert whole.content == text
