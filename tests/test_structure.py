@@ -178,7 +178,7 @@ def unlisted_packages(root: Path) -> list[str]:
     """Folders with code that pyproject.toml does not name, and would be missing from a wheel."""
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {
-        ".".join(path.parent.relative_to(root).parts).replace("tools", "jinfer.tools")
+        re.sub(r"^tools\b", "jinfer.tools", ".".join(path.parent.relative_to(root).parts))
         for path in source_files(root)
     }
     return sorted(folders - set(listed))
