@@ -80,7 +80,7 @@ NOT_IMPORTABLE = {"import torch": "makes goldens, in an environment of its own"}
 # Commands that do nothing without arguments.
 NAMES = {command.name for command in COMMANDS} - {"list"}
 PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail", "curl")
-ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client ")
+ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client |jinfer bench serve ")
 AT = "localhost:8080"
 LANGUAGES = {"", "sh", "console", "python", "toml", "json"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
