@@ -76,13 +76,16 @@ ELSEWHERE = {
     "make demo": "test_the_demonstration, below",
 }
 # Blocks of Python with one of these lines, and what they need.
-NOT_IMPORTABLE = {"import torch": "makes goldens, in an environment of its own"}
+NOT_IMPORTABLE = {
+    "import torch": "makes goldens, in an environment of its own",
+    "from ray import serve": "needs Ray, and serves until it is told to stop",
+}
 # Commands that do nothing without arguments.
 NAMES = {command.name for command in COMMANDS} - {"list"}
 PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail", "curl")
 ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client |jinfer bench serve ")
 AT = "localhost:8080"
-LANGUAGES = {"", "sh", "console", "python", "toml", "json"}
+LANGUAGES = {"", "sh", "console", "python", "toml", "json", "ini", "text"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
 
