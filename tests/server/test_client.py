@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -210,6 +211,30 @@ def test_reasoning_stands_apart(scripted: tuple[str, type[Scripted]], ask: Any) 
     events = [b"data: " + json.dumps({"choices": [{"delta": d}]}).encode() for d in deltas]
     script.content = b": ping\n\n" + b"\n\n".join([*events, b"data: [DONE]\n\n"])
     assert ask("Hi", "--url", url, "--model", "x") == (0, "Yes.\n", "Hm.\n")
+
+
+def test_a_unix_socket(tmp_path: Path, ask: Any) -> None:
+    class Local(Scripted):
+        kind, content = "application/json", b'{"choices": [{"message": {"content": "Yes"}}]}'
+
+        def address_string(self) -> str:  # a client of such a socket has none
+            return "local"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "first"}]}')
+
+    path = str(tmp_path / "s")
+    with socketserver.ThreadingUnixStreamServer(path, Local) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert Server(f"unix:{path}").models() == ["first"]
+            assert ask("Hi", "-n", "2", "--url", f"unix:{path}") == (0, "Yes\n", "")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_ctrl_c_stops_an_answer(smol: Running) -> None:
