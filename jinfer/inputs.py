@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import jax
 import numpy as np
 
 from jinfer.engine.requests import RequestError
@@ -14,7 +13,10 @@ from jinfer.sampling.keywords import FIELDS, Sampling, is_parameter, laid_over
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
 
-Ids = Sequence[int] | np.ndarray | jax.Array
+if TYPE_CHECKING:  # what talks to a server asks in the same way, and need not wait for JAX
+    import jax
+
+type Ids = Sequence[int] | np.ndarray | jax.Array
 Prompt = str | Ids | Sequence[Message]
 Params = SamplingParams | Sampling
 

@@ -29,6 +29,8 @@ from jinfer import LLM
 from jinfer.commands import main
 from jinfer.commands.table import COMMANDS
 from jinfer.opening.recognize import open_source
+from jinfer.server.settings import Source
+from tests.server.running import serving
 from tools.bench_models import LlamaShape, make_up
 
 from .test_worked_example import SCRIPT, sessions
@@ -50,6 +52,10 @@ NOT_RUN = {
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[hub]'": "installs",
     "pip install 'jinfer[orbax]'": "installs",
+    "pip install 'jinfer[serve]'": "installs",
+    "jinfer serve smollm2_135m_instruct --port 8080": "serves until it is told to stop; "
+    "tests/server/test_process.py",
+    "python -m jinfer.serve specs/smollm2_135m_instruct.toml --port 8080": "serves, as above",
     "pip install '.[sass]'": "installs",
     "make test": "is what runs this",
     "make soak": "is what runs this",
@@ -70,11 +76,16 @@ ELSEWHERE = {
     "make demo": "test_the_demonstration, below",
 }
 # Blocks of Python with one of these lines, and what they need.
-NOT_IMPORTABLE = {"import torch": "makes goldens, in an environment of its own"}
+NOT_IMPORTABLE = {
+    "import torch": "makes goldens, in an environment of its own",
+    "from ray import serve": "needs Ray, and serves until it is told to stop",
+}
 # Commands that do nothing without arguments.
 NAMES = {command.name for command in COMMANDS} - {"list"}
-PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail")
-LANGUAGES = {"", "sh", "console", "python", "toml", "json"}
+PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail", "curl")
+ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client |jinfer bench serve ")
+AT = "localhost:8080"
+LANGUAGES = {"", "sh", "console", "python", "toml", "json", "ini", "text"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
 
@@ -175,8 +186,27 @@ def folder(
     """Where the test's own command is run; what it reads from the keyboard is a word."""
     here = folders[request.getfixturevalue("each").page]
     monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    typed = io.TextIOWrapper(io.BytesIO(b"Hello\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
     return here
+
+
+@pytest.fixture(scope="module")
+def service(tiny: Path) -> Iterator[str]:
+    """Where a server is that answers."""
+    with serving([Source("tiny", str(tiny), {})]) as running:
+        yield running.url
+
+
+@pytest.fixture
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test's own command; one that asks the usual server asks one that is there."""
+    text: str = request.getfixturevalue("each").text
+    if ASKS.match(text) is None:
+        return text
+    url = request.getfixturevalue("service")
+    monkeypatch.setenv("JINFER_URL", url)
+    return text.replace(AT, url.removeprefix("http://"))
 
 
 def run(text: str) -> int:
@@ -195,6 +225,8 @@ def run(text: str) -> int:
     match words:
         case [("mv" | "tail"), *_]:
             return subprocess.run(words, check=False).returncode
+        case ["curl", *_]:
+            return subprocess.run([*words, "--fail", "--silent"], check=False).returncode
     raise AssertionError(f"{text}: nothing here knows how to run that; see NOT_RUN")
 
 
@@ -219,8 +251,10 @@ def run_module(module: str, arguments: list[str]) -> int:
         if each.language == "sh" and each.text not in NOT_RUN
     ],
 )
-def test_a_command_runs(each: Printed, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = run(each.text)
+def test_a_command_runs(
+    each: Printed, folder: Path, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(asked)
     printed = capsys.readouterr()
     assert status == 0, f"{each.id}: {each.text}\n{printed.err}"
 
@@ -263,6 +297,9 @@ def test_arguments_of_the_others_are_understood(text: str, monkeypatch: pytest.M
     if program == "jinfer":
         with pytest.raises(ParsedError):
             main(words)
+    elif program == "python":
+        with pytest.raises(ParsedError):
+            run_module(words[1], words[2:])
     elif program == "make":
         subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
     elif program == "pytest":

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from tests.checkpoint.pickles import dict_of, storage, tensor, zip_file
+from tests.reference.numpy_positions import sinusoids_fairseq
 
 type Arrays = dict[str, np.ndarray]
 
@@ -66,10 +67,9 @@ def with_copies(file: Arrays) -> Arrays:
     """The embedding for either side and as the head, and the sinusoids, which are computed."""
     shared = file["model.shared.weight"]
     copies = {f"model.{side}.embed_tokens.weight": shared for side in ("encoder", "decoder")}
-    tables = {
-        f"model.{side}.embed_positions.weights": np.zeros((258, 64), np.float32)
-        for side in ("encoder", "decoder")
-    }
+    table = sinusoids_fairseq(np.arange(258), 64).astype(np.float32)
+    table[1] = 0  # of the padding
+    tables = {f"model.{side}.embed_positions.weights": table for side in ("encoder", "decoder")}
     return file | copies | tables | {"lm_head.weight": shared}
 
 

@@ -31,7 +31,7 @@ LEVELS = [
     {"opening"},
     {"assembly", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
-    {"async_llm", "terminal"},
+    {"async_llm", "remote", "terminal"},
     {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("quality", "jinfer.tools.quality", "quality against bits per weight"),
     Command("bench cpu", "jinfer.tools.bench_cpu", "speed on a CPU, alone or beside llama.cpp"),
     Command("bench engine", "jinfer.tools.bench_engine", "what streams feel of one another"),
+    Command("bench serve", "jinfer.tools.bench_serve", "how a server stands load"),
     Command("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Command("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
     Command("bench models", "jinfer.tools.bench_models", "write checkpoints to measure with"),

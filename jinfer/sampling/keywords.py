@@ -63,6 +63,8 @@ class Sampling(TypedDict, total=False):
     stop: str | tuple[str, ...] | list[str]
     stop_token_ids: tuple[int, ...] | list[int]
     ignore_eos: bool
+    include_stop: bool
+    skip_special: bool
     logprobs: int | None
     json_schema: str | Mapping[str, Any] | bool | None
     regex: str | None

@@ -1,11 +1,10 @@
-"""A conversation in the terminal."""
+"""A conversation in the terminal with a model in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Usage
@@ -15,66 +14,30 @@ from jinfer.llm import LLM
 from jinfer.opening.conversation import Message
 from jinfer.sampling.names import own_names
 from jinfer.sampling.params import SamplingParams
-from jinfer.terminal import lines
 from jinfer.terminal.answer import print_answer, show, usage_of
-from jinfer.terminal.commands import follow
+from jinfer.terminal.dialogue import Dialogue, one_at_a_time
 
-HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
-_WORDS = ("exit", "quit")
 _SHARE = 4  # of the context, one part stays free for an answer
 
 
-class Chat:
-    """A conversation, and what its user has set.
+class Chat(Dialogue):
+    """A conversation with a model in this process.
 
     Attributes:
         llm: who answers.
-        messages: so far.
-        sampling: parameters that differ from the model's.
-        file: where it was saved last, or came from.
-        ended: whether the user has had enough.
     """
 
+    mistakes = USER_ERRORS
+
     def __init__(self, llm: LLM) -> None:
+        super().__init__()
         self.llm = llm
-        self.messages: list[Message] = []
         # An answer ends where the model ends it, unless somebody set a limit.
-        limited = "max_tokens" in own_names(llm.frontend.opened.defaults)
-        self.sampling: dict[str, Any] = {} if limited else {"max_tokens": None}
-        self.file: Path | None = None
-        self.ended = False
-
-    def run(self, first: str | None) -> int:
-        """Asks and answers until the user ends it."""
-        print(HINT, file=sys.stderr)
-        with lines.history():
-            given = None if first is None else lines.Typed(first, block=True)
-            while not self.ended:
-                try:
-                    typed, given = given or lines.read(), None
-                    self.take(typed)
-                except EOFError:
-                    print()
-                    break
-                except KeyboardInterrupt:
-                    print("  (/exit or Ctrl-D ends)")
-        return 0
-
-    def take(self, typed: lines.Typed) -> None:
-        """A message or a command; what is wrong with it is one line."""
-        text = typed.text if typed.block else typed.text.strip()
-        try:
-            if not typed.block and text.lower() in _WORDS:
-                self.ended = True
-            elif not typed.block and text.startswith("/"):
-                follow(self, text)
-            elif text.strip():
-                self.answer(text)
-        except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
+        if "max_tokens" not in own_names(llm.frontend.opened.defaults):
+            self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
-        """Answers one message; what Ctrl-C leaves of an answer stays in the conversation."""
+        """Answers one message."""
         params = self.params()
         asked: Message = {"role": "user", "content": message}
         room = self.llm.frontend.room
@@ -94,10 +57,17 @@ class Chat:
 
     def params(self, **changes: Any) -> SamplingParams:
         """What a message is answered with. Raises `RequestError`."""
-        params = self.llm.frontend.sampling(None, {**self.sampling, **changes})
-        if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
-            raise RequestError("a chat has one answer at a time: no beam search, no n, no best_of")
-        return params
+        return one_at_a_time(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
+
+    def stats(self) -> list[str]:
+        """Tokens of the conversation, and of all answers."""
+        stats, usage = self.llm.stats(), self.llm.last_usage
+        used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
+        return [
+            f"{len(self.messages)} messages, {used} of {self.llm.frontend.room} tokens",
+            f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
+            f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
+        ]
 
 
 def fitted(

@@ -16,7 +16,7 @@ from jinfer.spec.errors import nearest
 from jinfer.spec.files import parse_override
 
 if TYPE_CHECKING:
-    from jinfer.terminal.chat import Chat
+    from jinfer.terminal.dialogue import Dialogue
 
 MAX_BYTES = 16 << 20  # of a conversation in a file
 
@@ -31,12 +31,12 @@ class Command:
         help: what it does.
     """
 
-    run: Callable[[Chat, str], None]
+    run: Callable[[Dialogue, str], None]
     takes: str
     help: str
 
 
-def follow(chat: Chat, line: str) -> None:
+def follow(chat: Dialogue, line: str) -> None:
     """Does what a line that begins with / says. Raises `RequestError` where it cannot."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
@@ -53,26 +53,26 @@ def follow(chat: Chat, line: str) -> None:
     command.run(chat, rest)
 
 
-def _help(chat: Chat, rest: str) -> None:
+def _help(chat: Dialogue, rest: str) -> None:
     for name, command in COMMANDS.items():
         print(f"  {f'/{name} {command.takes}':22} {command.help}")
     print('  a line that ends in \\ goes on in the next one; """ begins and ends several lines')
 
 
-def _exit(chat: Chat, rest: str) -> None:
+def _exit(chat: Dialogue, rest: str) -> None:
     chat.ended = True
 
 
-def _reset(chat: Chat, rest: str) -> None:
+def _reset(chat: Dialogue, rest: str) -> None:
     chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
 
 
-def _undo(chat: Chat, rest: str) -> None:
+def _undo(chat: Dialogue, rest: str) -> None:
     _take_back(chat)
     print(f"({len(chat.messages)} messages are left)")
 
 
-def _retry(chat: Chat, rest: str) -> None:
+def _retry(chat: Dialogue, rest: str) -> None:
     params, before = chat.params(), chat.messages
     asked = _take_back(chat)
     if not params.draws or params.seed is not None:
@@ -84,7 +84,7 @@ def _retry(chat: Chat, rest: str) -> None:
         raise
 
 
-def _take_back(chat: Chat) -> str:
+def _take_back(chat: Dialogue) -> str:
     """The last question, which the conversation forgets with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
@@ -94,13 +94,13 @@ def _take_back(chat: Chat) -> str:
     raise RequestError("there is no question yet")
 
 
-def _system(chat: Chat, text: str) -> None:
+def _system(chat: Dialogue, text: str) -> None:
     others = [m for m in chat.messages if m["role"] != "system"]
     chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
     print("(from now on)" if text else "(none but the model's own)")
 
 
-def _save(chat: Chat, name: str) -> None:
+def _save(chat: Dialogue, name: str) -> None:
     path = Path(name).expanduser()
     if path.exists() and path != chat.file:
         raise RequestError(f"{name}: there is such a file; give another name")
@@ -113,7 +113,7 @@ def _save(chat: Chat, name: str) -> None:
     print(f"({len(chat.messages)} messages in {name})")
 
 
-def _load(chat: Chat, name: str) -> None:
+def _load(chat: Dialogue, name: str) -> None:
     path = Path(name).expanduser()
     try:
         found = json.loads(read_regular(path, MAX_BYTES))
@@ -126,7 +126,7 @@ def _load(chat: Chat, name: str) -> None:
     print(f"({len(chat.messages)} messages)")
 
 
-def _set(chat: Chat, setting: str) -> None:
+def _set(chat: Dialogue, setting: str) -> None:
     if not setting:
         print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
         return
@@ -136,14 +136,8 @@ def _set(chat: Chat, setting: str) -> None:
     chat.sampling |= new
 
 
-def _stats(chat: Chat, rest: str) -> None:
-    stats, usage = chat.llm.stats(), chat.llm.last_usage
-    used = usage.prompt_tokens + usage.completion_tokens if chat.messages else 0
-    print(f"{len(chat.messages)} messages, {used} of {chat.llm.frontend.room} tokens")
-    print(
-        f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them cached, "
-        f"{stats.new_tokens} of answers; {stats.compilations} programs"
-    )
+def _stats(chat: Dialogue, rest: str) -> None:
+    print(*chat.stats(), sep="\n")
 
 
 COMMANDS: Mapping[str, Command] = {

@@ -74,9 +74,7 @@ def check(options: argparse.Namespace, chat: bool) -> None:
         raise FlagError(f"--list shows a table and ends; leave out {_named(others[0])}")
     if options.list is None and options.source is None:
         raise FlagError("a source is missing: a spec, a checkpoint folder or file (--help)")
-    for never in _NEVER:
-        if never.flag in given and (other := _first(never.others, given)):
-            raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
+    check_pairs(given)
     if chat and (other := _first(_CHAT, given)):
         why = "cannot go with --chat" if options.chat else "needs a prompt: --prompt or --ids"
         raise FlagError(f"{_named(other)} {why}")
@@ -87,6 +85,13 @@ def check(options: argparse.Namespace, chat: bool) -> None:
     if options.logprobs is not None and not options.json:
         raise FlagError("--logprobs needs --json, which shows them")
     _check_settings(options)
+
+
+def check_pairs(given: Collection[str]) -> None:
+    """Whether any two of the flags that were given contradict each other. Raises `FlagError`."""
+    for never in _NEVER:
+        if never.flag in given and (other := _first(never.others, given)):
+            raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
 
 
 def _check_settings(options: argparse.Namespace) -> None:

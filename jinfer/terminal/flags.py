@@ -49,7 +49,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
     _switch(add, "--json", "print one JSON object with text, ids and timings")
     add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
-    _add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
+    add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
     return parser
 
 
@@ -67,7 +67,8 @@ def spelled(name: str) -> str:
     return "-n" if name == "n" else f"--{name.replace('_', '-')}"
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
+def add_sampling(group: argparse._ArgumentGroup) -> None:
+    """A flag for each sampling parameter, and --greedy."""
     help = _described()
     _switch(group.add_argument, "--greedy", "always the likeliest token")
     for field in fields(SamplingParams):

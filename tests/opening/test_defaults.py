@@ -202,7 +202,7 @@ def test_what_a_gguf_says(said: dict[str, Any], wanted: dict[str, Any], tmp_path
         ({"temp": "hot"}, "general.sampling.temp: temperature must be from 0"),
         ({"temp": float("nan")}, "general.sampling.temp: temperature must be from 0"),
         ({"sequence": "top_k;infill"}, "general.sampling.sequence: samplers must be some of"),
-        ({"sequence": 3}, "general.sampling.sequence: samplers must be some of"),
+        ({"sequence": 3}, "general.sampling.sequence: samplers must be a list, not 3"),
         ({"top_k": "3"}, "general.sampling.top_k: top_k must be"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["~nobody-of-this-name/x", "x" * 5000, "a\0b"])
 def test_a_path_that_cannot_be(source: str, tmp_path: Path) -> None:
-    assert source[:10] in error_of(source, tmp_path)
+    assert source[:10].replace("\0", "\\x00") in error_of(source, tmp_path)
 
 
 def test_an_unknown_scheme_is_refused() -> None:

@@ -1,0 +1,103 @@
+"""The command line: `python -m jinfer.client "..."`, or a chat with a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinfer.commands.program import program
+from jinfer.engine.requests import RequestError
+from jinfer.generate import leave
+from jinfer.opening.conversation import Message
+from jinfer.remote import flags
+from jinfer.remote.asking import PATH, body, stream
+from jinfer.remote.chat import RemoteChat, show, think
+from jinfer.remote.connection import RemoteError, Server, objects
+from jinfer.terminal import INTERRUPTED
+from jinfer.terminal.conflicts import FlagError
+from jinfer.terminal.flags import sampling
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    options = flags.parser(program(__spec__.name)).parse_args(arguments)
+    try:
+        return _run(options)
+    except (RequestError, FlagError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    piped = sys.stdin is not None and not sys.stdin.isatty()
+    chat = not options.question and not piped
+    flags.check(options, chat)
+    server = flags.server(options, os.environ)
+    question = "" if chat else _question(" ".join(options.question), piped)
+    model = options.model or os.environ.get("JINFER_MODEL") or _first(server)
+    system: list[Message] = []
+    if options.system is not None:
+        system = [{"role": "system", "content": options.system}]
+    if chat:
+        dialogue = RemoteChat(server, model)
+        dialogue.messages, dialogue.sampling = system, sampling(options)
+        dialogue.params()
+        print(f"{model} at {server.url}", file=sys.stderr)
+        return dialogue.run(None)
+    asked = body([*system, {"role": "user", "content": question}], sampling(options), model)
+    if options.json:
+        print(json.dumps(server.whole(PATH, asked), ensure_ascii=False))
+        return 0
+    if max(options.n or 1, options.best_of or 1) > 1:
+        return _several(server.whole(PATH, asked))
+    answer = stream(server, asked, show, think)
+    print()
+    if sys.stderr.isatty():
+        print(answer.rates(), file=sys.stderr)
+    return INTERRUPTED if answer.interrupted else 0
+
+
+def _question(words: str, piped: bool) -> str:
+    """What is asked: the words, and what comes through a pipe."""
+    try:
+        text = sys.stdin.read() if piped else ""
+        text.encode()
+    except UnicodeError:
+        raise RequestError("standard input: is no text in UTF-8") from None
+    question = "\n\n".join(part for part in (words, text.rstrip("\n")) if part.strip())
+    if not question:
+        raise RequestError("there is no question; write one, or send a text through a pipe")
+    return question
+
+
+def _first(server: Server) -> str:
+    """The model that a server lists first."""
+    names = server.models()
+    if not names:
+        raise RemoteError(f"{server.url}: lists no model; --model NAME says which to ask")
+    return names[0]
+
+
+def _several(whole: Mapping[str, Any]) -> int:
+    """Shows answers that came together."""
+    choices = objects(whole.get("choices"))
+    for number, choice in enumerate(choices, start=1):
+        if len(choices) > 1:
+            print(f"--- {number} of {len(choices)}")
+        print((choice.get("message") or {}).get("content") or "")
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

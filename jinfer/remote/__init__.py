@@ -1,0 +1,1 @@
+"""Talking to a server: what `jinfer client` does. Nothing here needs JAX."""

@@ -1,0 +1,86 @@
+"""What all conversations in a terminal have in common, whoever answers."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jinfer.engine.requests import RequestError
+from jinfer.opening.conversation import Message
+from jinfer.sampling.params import SamplingParams
+from jinfer.spec.errors import SpecError
+from jinfer.terminal import lines
+from jinfer.terminal.commands import follow
+
+HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
+_WORDS = ("exit", "quit")
+
+
+class Dialogue(ABC):
+    """A conversation, and what its user has set.
+
+    Attributes:
+        mistakes: errors of an answer or a command, each of them a line, after which it goes on.
+        messages: so far.
+        sampling: parameters that differ from the model's.
+        file: where it was saved last, or came from.
+        ended: whether the user has had enough.
+    """
+
+    mistakes: ClassVar[tuple[type[Exception], ...]] = (RequestError, SpecError)
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.sampling: dict[str, Any] = {}
+        self.file: Path | None = None
+        self.ended = False
+
+    def run(self, first: str | None) -> int:
+        """Asks and answers until the user ends it."""
+        print(HINT, file=sys.stderr)
+        with lines.history():
+            given = None if first is None else lines.Typed(first, block=True)
+            while not self.ended:
+                try:
+                    typed, given = given or lines.read(), None
+                    self.take(typed)
+                except EOFError:
+                    print()
+                    break
+                except KeyboardInterrupt:
+                    print("  (/exit or Ctrl-D ends)")
+        return 0
+
+    def take(self, typed: lines.Typed) -> None:
+        """A message or a command; what is wrong with it is one line."""
+        text = typed.text if typed.block else typed.text.strip()
+        try:
+            if not typed.block and text.lower() in _WORDS:
+                self.ended = True
+            elif not typed.block and text.startswith("/"):
+                follow(self, text)
+            elif text.strip():
+                self.answer(text)
+        except self.mistakes as error:
+            print(f"error: {error}", file=sys.stderr)
+
+    @abstractmethod
+    def answer(self, message: str) -> None:
+        """Answers one message; what Ctrl-C leaves of an answer stays in the conversation."""
+
+    @abstractmethod
+    def params(self, **changes: Any) -> SamplingParams:
+        """What a message is answered with. Raises `RequestError`."""
+
+    @abstractmethod
+    def stats(self) -> list[str]:
+        """Lines about what was computed so far."""
+
+
+def one_at_a_time(params: SamplingParams) -> SamplingParams:
+    """Parameters of one answer that is shown while it comes. Raises `RequestError`."""
+    if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
+        raise RequestError("a chat has one answer at a time: no beam search, no n, no best_of")
+    return params

@@ -1,0 +1,94 @@
+"""What a server is asked in a measurement: prompts, lengths, arrivals, all from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WORDS = (
+    "river", "stone", "paper", "window", "garden", "summer", "bridge", "letter", "market", "doctor",
+    "silver", "engine", "yellow", "forest", "island", "museum", "pencil", "rocket", "tunnel",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths, and how often each comes.
+
+    Attributes:
+        lengths: words of a prompt, or tokens of an answer.
+        weights: of each.
+    """
+
+    lengths: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Mix:
+        """`128`, or `32:3,512:1`: 32 three times as often as 512. Raises `ValueError`."""
+        lengths, weights = [], []
+        for part in text.split(","):
+            length, _, weight = part.partition(":")
+            lengths.append(int(length))
+            weights.append(float(weight or 1))
+        if min(lengths) < 1 or not all(0 < weight < 1e9 for weight in weights):
+            raise ValueError("lengths are at least 1, weights above 0")
+        return cls(tuple(lengths), tuple(weights))
+
+    def draw(self, rng: random.Random) -> int:
+        """One of the lengths."""
+        return rng.choices(self.lengths, self.weights)[0]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What users ask.
+
+    Attributes:
+        prompt: words of a question.
+        answer: tokens of an answer, at most.
+        shared: words that all conversations begin with.
+        turns: questions of a conversation, each with all that was said before.
+        seed: of all draws.
+    """
+
+    prompt: Mix
+    answer: Mix
+    shared: int = 0
+    turns: int = 1
+    seed: int | str = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, and how long its answer may be."""
+
+    question: str
+    tokens: int
+
+
+def conversation(work: Work, number: int) -> list[Turn]:
+    """The turns of one user: the same ones for each run with the same seed."""
+    rng = random.Random(f"{work.seed}/{number}")
+    begin = words(random.Random(f"{work.seed}/shared"), work.shared)
+    turns = []
+    for turn in range(work.turns):
+        own = words(rng, work.prompt.draw(rng))
+        before = f"{begin}\n\n" if begin and turn == 0 else ""
+        turns.append(Turn(before + own, work.answer.draw(rng)))
+    return turns
+
+
+def words(rng: random.Random, count: int) -> str:
+    """So many words; a common word is about a token."""
+    return " ".join(rng.choices(_WORDS, k=count))
+
+
+def arrivals(rate: float, count: int, seed: int | str) -> Sequence[float]:
+    """Seconds at which users come: so many a second on average, none knowing of the others."""
+    rng, now, times = random.Random(f"{seed}/arrivals"), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
