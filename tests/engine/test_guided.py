@@ -81,17 +81,15 @@ def test_what_cannot_be_kept(llm: LLM) -> None:
 
 
 def schemas(llm: LLM, seeds: range) -> None:
-    every = [random_schema(seed) for seed in seeds]
+    every = [random_schema(seed, ending=True) for seed in seeds]
     params = [
         SamplingParams(json_schema=schema, temperature=1.0, seed=seed, max_tokens=600)
         for seed, schema in zip(seeds, every, strict=True)
     ]
     answers = llm.generate([PROMPT] * len(every), params)
     for seed, schema, answer in zip(seeds, every, answers, strict=True):
-        if answer.finish_reason == "stop":
-            jsonschema.validate(json.loads(answer.text), schema), seed
-    # At temperature 1 some lists and texts without a bound go on to the limit.
-    assert sum(answer.finish_reason == "stop" for answer in answers) > 0.6 * len(answers)
+        assert answer.finish_reason == "stop", (seed, answer.text[-200:])
+        jsonschema.validate(json.loads(answer.text), schema)
 
 
 def test_some_schemas(llm: LLM) -> None:

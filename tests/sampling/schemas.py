@@ -16,20 +16,30 @@ PATTERNS = ("^[a-z]{2,8}$", "^[A-Z][a-z]+-[0-9]{2,4}$", "^(foo|bar)*baz$", "[0-9
 FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
 
 
-def random_schema(seed: int) -> Schema:
-    """A schema by its number; the same one each time."""
-    return _Generator(random.Random(seed)).root()
+# Of these every answer comes to an end, however it is chosen.
+ENDING_PATTERNS = ("^[a-z]{2,8}$", "^[A-Z][a-z]{1,9}-[0-9]{2,4}$", "^(foo|bar){0,3}baz$")
+ENDING_FORMATS = ("date", "ipv4", "uuid")
+
+
+def random_schema(seed: int, *, ending: bool = False) -> Schema:
+    """A schema by its number; the same one each time.
+
+    Args:
+        ending: no answer to it is long: without numbers of any number of digits, and the like.
+    """
+    return _Generator(random.Random(seed), ending).root()
 
 
 class _Generator:
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, ending: bool) -> None:
         self.rng = rng
+        self.ending = ending
         self.definitions: dict[str, Schema] = {}
 
     def root(self) -> Schema:
         for name in ("leaf", "pair")[: self.rng.randrange(3)]:
             self.definitions[name] = self.scalar() if name == "leaf" else self.object(1)
-        tree = self.rng.random() < 0.15
+        tree = self.rng.random() < 0.15 and not self.ending
         schema = self.object(3) if self.rng.random() < 0.7 else self.any(3)
         if tree:
             self.definitions["tree"] = {
@@ -72,16 +82,18 @@ class _Generator:
     def string(self) -> Schema:
         kind = self.rng.randrange(4)
         if kind == 0:
-            return {"type": "string", "pattern": self.rng.choice(PATTERNS)}
+            patterns = ENDING_PATTERNS if self.ending else PATTERNS
+            return {"type": "string", "pattern": self.rng.choice(patterns)}
         if kind == 1:
-            return {"type": "string", "format": self.rng.choice(FORMATS)}
+            formats = ENDING_FORMATS if self.ending else FORMATS
+            return {"type": "string", "format": self.rng.choice(formats)}
         least = self.rng.randrange(4)
         return {"type": "string", "minLength": least, "maxLength": least + self.rng.randrange(12)}
 
     def integer(self) -> Schema:
         least = self.rng.randint(-1000, 1000)
         schema: Schema = {"type": "integer"}
-        if self.rng.random() < 0.8:
+        if self.ending or self.rng.random() < 0.8:
             schema[self.rng.choice(["minimum", "exclusiveMinimum"])] = least
             schema[self.rng.choice(["maximum", "exclusiveMaximum"])] = least + self.rng.choice(
                 [2, 20, 100_000]
@@ -91,6 +103,8 @@ class _Generator:
         return schema
 
     def number(self) -> Schema:
+        if self.ending:
+            return self.integer()
         least = round(self.rng.uniform(-100, 100), self.rng.randrange(4))
         schema: Schema = {"type": "number"}
         if self.rng.random() < 0.8:
@@ -118,7 +132,9 @@ class _Generator:
             "required": [name for name in names if self.rng.random() < 0.6],
         }
         kind = self.rng.randrange(6)
-        if kind == 0:
+        if self.ending:
+            schema["additionalProperties"] = False
+        elif kind == 0:
             schema["additionalProperties"] = self.scalar()
             schema["required"] = names
             schema["maxProperties"] = len(names) + 2
