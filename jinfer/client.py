@@ -11,7 +11,6 @@ from typing import Any
 
 from jinfer.commands.program import program
 from jinfer.engine.requests import RequestError
-from jinfer.generate import leave
 from jinfer.opening.conversation import Message
 from jinfer.remote import flags
 from jinfer.remote.asking import PATH, body, stream
@@ -19,6 +18,7 @@ from jinfer.remote.chat import RemoteChat, show, think
 from jinfer.remote.connection import RemoteError, Server, objects
 from jinfer.terminal import INTERRUPTED
 from jinfer.terminal.conflicts import FlagError
+from jinfer.terminal.ending import leave, status_of
 from jinfer.terminal.flags import sampling
 
 
@@ -26,17 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     options = flags.parser(program(__spec__.name)).parse_args(arguments)
     try:
-        return _run(options)
+        return status_of(lambda: _run(options))
     except (RequestError, FlagError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from jinfer.commands.program import program
-from jinfer.terminal import INTERRUPTED
+from jinfer.terminal.ending import leave, status_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    return status_of(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     # All that takes time is imported here, where Ctrl-C is heard.
-    try:
-        from jinfer.terminal.flags import parser
+    from jinfer.terminal.flags import parser
 
-        options = parser(program(__spec__.name)).parse_args(arguments)
-        from jinfer.engine.collector import paused
+    options = parser(program(__spec__.name)).parse_args(arguments)
+    from jinfer.engine.collector import paused
 
-        with paused():
-            from jinfer.terminal.run import run
-        return run(options)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process; at once where it was interrupted, whatever is still being compiled."""
-    if status == INTERRUPTED:
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    with paused():
+        from jinfer.terminal.run import run
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,21 +13,14 @@ from jinfer.commands.checkout import provide_tools
 from jinfer.commands.program import command, jinfer
 from jinfer.commands.table import COMMANDS, GROUPS, Command
 from jinfer.engine.collector import paused
+from jinfer.terminal.ending import leave, status_of
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 _NAMES = {command.name: command for command in COMMANDS}
 
 
 def enter() -> NoReturn:
-    """The whole of the command `jinfer`; where it was interrupted it ends at once.
-
-    Else Python waits for threads, which may be compiling.
-    """
-    status = main()
-    if status == INTERRUPTED:
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    """The whole of the command `jinfer`."""
+    leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,26 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen is None:
         print(f"error: {_unknown(words[0])}", file=sys.stderr)
         return 2
-    return _run(chosen, words[1:])
+    return status_of(lambda: _run(chosen, words[1:]))
 
 
 def _run(chosen: Command, words: Sequence[str]) -> int:
-    try:
-        provide_tools()
-        if find_spec(chosen.module) is None:
-            print(f"error: this version of jinfer has no {chosen.name!r} yet", file=sys.stderr)
-            return 2
-        with command(chosen.name):
-            with paused():
-                module = import_module(chosen.module)
-            return int(module.main([*chosen.first, *words]))
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    provide_tools()
+    with command(chosen.name):
+        with paused():
+            module = import_module(chosen.module)
+        return int(module.main([*chosen.first, *words]))
 
 
 def _help() -> str:

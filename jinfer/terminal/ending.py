@@ -1,0 +1,31 @@
+"""How a command ends: where it was interrupted, and where nobody reads what it prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from jinfer.terminal import INTERRUPTED
+
+
+def status_of(command: Callable[[], int]) -> int:
+    """The exit status of a command, also of one that Ctrl-C or a closed pipe ends."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process; at once where it was interrupted, whatever is still being compiled."""
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
