@@ -12,7 +12,7 @@ from typing import Any
 from jinfer.engine.generation import Chunk, Completion
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.errors import ConstraintError
-from jinfer.server import figures
+from jinfer.server import figures, streams
 from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
@@ -24,7 +24,7 @@ from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call, Service
-from jinfer.server.streams import check_stream, ended, refuse
+from jinfer.server.streams import check_stream, ended, framed, refuse
 from jinfer.server.tooling import tooling
 from jinfer.template import TemplateError
 
@@ -173,22 +173,12 @@ class _Chat:
         self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A piece of one answer."""
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return self.frame([{**choice, **more}])
+        return self.frame([streams.choice(index, {"delta": delta}, reason, more)])
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every piece has."""
-        data = {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.hosted.name,
-            "choices": choices,
-        }
-        options = self.call.body.stream_options
-        if options is not None and options.include_usage:
-            data["usage"] = None
-        return data
+        head = (self.id, "chat.completion.chunk", self.created, self.hosted.name)
+        return framed(*head, self.call.body.stream_options, choices)
 
 
 @dataclass

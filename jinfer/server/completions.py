@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob
-from jinfer.server import figures
+from jinfer.server import figures, streams
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
@@ -21,7 +21,7 @@ from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream, ended, refuse
+from jinfer.server.streams import check_stream, ended, framed, refuse
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -184,22 +184,12 @@ class _Texts:
         self, number: int, text: str, reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A piece of one answer."""
-        choice = {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
-        return self.frame([{**choice, **more}])
+        return self.frame([streams.choice(number, {"text": text}, reason, more)])
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every piece has."""
-        data = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.hosted.name,
-            "choices": choices,
-        }
-        options = self.call.body.stream_options
-        if options is not None and options.include_usage:
-            data["usage"] = None
-        return data
+        head = (self.id, "text_completion", self.created, self.hosted.name)
+        return framed(*head, self.call.body.stream_options, choices)
 
     def events(self, index: int, piece: Chunk, begun: dict[int, int]) -> list[dict[str, Any]]:
         """The events that a piece of an answer becomes.

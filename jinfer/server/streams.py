@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinfer.server import figures
@@ -33,6 +33,32 @@ def refuse(body: Sampling, **reasons: str) -> None:
     for name, reason in reasons.items():
         if getattr(body, name):
             raise unsupported(reason, name)
+
+
+def framed(
+    id: str,
+    kind: str,
+    created: int,
+    model: str,
+    options: StreamOptions | None,
+    choices: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """A piece of a stream; with usage to come at its end, the key for it is in all of them."""
+    data = {
+        "id": id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+    }
+    return data | {"usage": None} if options is not None and options.include_usage else data
+
+
+def choice(
+    index: int, content: Mapping[str, Any], reason: str | None, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a piece has of one answer."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
 
 
 def ended(
