@@ -127,16 +127,21 @@ class Programs:
     def get(self, shape: Shape) -> Program:
         """A program; waits for it where it is not ready."""
         future = self._futures.get(shape) or self.announce([shape])[0]
-        if future.done():
-            return future.result()
-        begun = time.perf_counter()
-        program = future.result()
-        self.waited += time.perf_counter() - begun
+        begun = 0.0 if future.done() else time.perf_counter()
+        try:
+            program = future.result()
+        except Exception:
+            # What was in its way may be gone when it is asked for again.
+            with self._lock:
+                if self._futures.get(shape) is future:
+                    del self._futures[shape]
+            raise
+        self.waited += time.perf_counter() - begun if begun else 0.0
         return program
 
     def _compile(self, shape: Shape) -> Program:
-        # Python runs one thread at a time: traced side by side, all programs would be late.
         check_maps()
+        # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)

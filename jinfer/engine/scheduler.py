@@ -17,7 +17,7 @@ from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
-WORTH_A_STEP = 16  # tokens; fewer are never left for a step of their own
+WHOLE_STEP = 16  # tokens; so few are not divided to fill a smaller program
 
 
 @dataclass(eq=False)
@@ -296,7 +296,7 @@ class Scheduler:
 
     def filling(self, count: int) -> int:
         """So many of some tokens that a program is not mostly padding."""
-        if count <= WORTH_A_STEP:
+        if count <= WHOLE_STEP:
             return count
         size = next((size for size in self.sizes if size >= count), self.sizes[-1])
         smaller = [size for size in self.sizes if size < count]

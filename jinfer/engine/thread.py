@@ -257,8 +257,10 @@ class _Loop:
 
     def _recover(self, error: Exception) -> None:
         failed = self.engine.recover() or list(self.generations)
-        reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
-        reason.__cause__ = error
+        reason = error
+        if not isinstance(error, EngineError):  # those say what to do
+            reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
+            reason.__cause__ = error
         for request in failed:
             if request in self.generations:
                 self._fail(request, reason)

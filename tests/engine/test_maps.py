@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from jinfer import LLM
+from jinfer.engine import programs
 from jinfer.engine.maps import check_maps
 from jinfer.engine.requests import EngineError
+
+LLAMA2 = Path(__file__).parents[1] / "goldens" / "llama2"
 
 
 def test_few_maps_are_enough() -> None:
@@ -23,3 +27,18 @@ def test_maps_run_out(tmp_path: Path) -> None:
         check_maps(maps, limit)
     limit.write_text("7000\n")
     check_maps(maps, limit)
+
+
+def test_what_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One clear line, and the next request is answered once there is room."""
+    refusal = "this process has too many maps"
+
+    def full() -> None:
+        raise EngineError(refusal)
+
+    with LLM(LLAMA2) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "check_maps", full)
+            with pytest.raises(EngineError, match=f"^{refusal}$"):
+                llm.generate([1, 5, 9], max_tokens=2)
+        assert len(llm.generate([1, 5, 9], max_tokens=2, ignore_eos=True)[0].token_ids) == 2
