@@ -104,6 +104,7 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
     Raises:
         SpecError: no family matches, or several do.
     """
+    called = frozenset(architectures)
     found = [
         path
         for path in families().values()
@@ -111,7 +112,7 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
             read_toml(path).get("match", {}),
             path,
             format=facts.format,
-            architectures=architectures,
+            architectures=called,
             lookup=facts.lookup,
             has=facts.has,
             rows=facts.rows,
@@ -119,7 +120,7 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
     ]
     if len(found) == 1:
         return found[0]
-    what = ", ".join(architectures) or f"a {facts.format} file without an architecture"
+    what = ", ".join(name[:100] for name in architectures[:5]) or f"a {facts.format} file without an architecture"
     if not found:
         raise SpecError(
             source, "", f"no family is known for {what}; write a specification (docs/specs.md)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from jinfer.spec.errors import SpecError, show
@@ -27,7 +27,7 @@ def matches(
     path: object,
     *,
     format: str,
-    architectures: Sequence[str],
+    architectures: Set[str],
     lookup: Callable[[str], Any],
     has: Callable[[str], bool],
     rows: Callable[[str], int],
@@ -46,7 +46,7 @@ def matches(
     if format == "llama2c":
         return bool(table.get("llama2c", False))
     wanted = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
-    if not set(wanted) & set(architectures):
+    if architectures.isdisjoint(wanted):
         return False
     if "when" not in table:
         return True

@@ -134,7 +134,7 @@ def test_a_condition_may_ask_for_rows() -> None:
             table,
             "",
             format=known.format,
-            architectures=["A"],
+            architectures={"A"},
             lookup=known.lookup,
             has=known.has,
             rows=known.rows,
