@@ -21,10 +21,16 @@ _MAX_ROUND = 308  # decimals of a number
 _MAX_STRIPPED = 64  # different characters that `strip` looks for
 _MAX_COUNT = 10_000  # of slices, batches, and the like
 _MAX_INDENT = 16
+_MAX_LETTERS = 10_000  # of a text whose letters are taken as items
+_MAX_NAME = 256  # characters of an attribute that each item is asked for
 _CONSUMERS = (  # filters that keep all that an iterator gives
     *("list", "join", "sort", "unique", "groupby", "batch", "slice", "sum", "reverse", "last"),
     *("min", "max"),
 )
+_EACH = {  # filters that do something with each item, in C, where no clock is looked at
+    *("groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"),
+    *("sort", "sum", "unique"),
+}
 
 _CHEAP_FILTERS = {
     *("abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby"),
@@ -177,6 +183,8 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
     if name not in _CHEAP_FILTERS:
         heavy()
     value, rest = args[0], args[1:]
+    if name in _EACH:
+        _each(value, (*rest, *kwargs.values()))
     if name in _CONSUMERS and isinstance(value, Iterator):
         value = collect(value)
         args = (value, *rest)
@@ -205,6 +213,14 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
     elif name == "round":
         _round((*rest, *kwargs.values()))
     return args
+
+
+def _each(value: Any, rest: Arguments) -> None:
+    """A text is a list of letters, too, and may be far longer than any list here."""
+    if isinstance(value, str) and len(value) > _MAX_LETTERS:
+        heavy()
+    if any(isinstance(arg, str) and len(arg) > _MAX_NAME for arg in rest):
+        heavy()
 
 
 def _round(rest: Arguments) -> None:

@@ -97,6 +97,10 @@ STEPS = (  # one step of the interpreter, for ever
     "{{ ('a' * 8000000).strip('b' * 7999999 ~ 'a') }}",
     "{{ ('a' * 8000000)|trim('b' * 7999999 ~ 'a') }}",
     "{{ ('ab' * 4000000).rstrip(('c' * 7999999) ~ 'ab') }}",
+    "{{ ('a' * 8000000)|sort }}",  # a letter after the other
+    "{{ ('a' * 8000000)|groupby('x') }}",
+    "{{ range(99999)|groupby('ab' * 4000000) }}",
+    "{% for x in ('a' * 8000000)|map(attribute='x') %}{{ loop|length }}{% endfor %}",
 )
 
 
