@@ -39,18 +39,32 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
     """A page in a browser of its own, which asks nobody else and has nothing to complain of."""
     complaints: list[str] = []
+
+    def answer(dialog: Any) -> None:
+        if not dialog.message.startswith("Delete all "):
+            complaints.append(dialog.message)
+        dialog.accept()
+
+    def log(line: Any) -> None:
+        # What was refused, or could not be fetched, is noted there, too.
+        if line.type == "error" and not line.text.startswith("Failed to load resource"):
+            complaints.append(line.text)
+
+    def note(request: Any) -> None:
+        if not request.url.startswith(url):
+            complaints.append(request.url)
+
     context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
     context.set_default_timeout(20_000)
     page = context.new_page()
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-    page.on("console", lambda line: line.type == "error" and complaints.append(line.text))
-    page.on("request", lambda one: one.url.startswith(url) or complaints.append(one.url))
+    page.on("dialog", answer)
+    page.on("console", log)
+    page.on("request", note)
     page.goto(url)
     yield page
     context.close()
-    # What was refused, or could not be fetched, is noted in the console, too.
-    assert [one for one in complaints if not one.startswith("Failed to load resource")] == []
+    assert complaints == []
 
 
 @pytest.fixture
@@ -139,6 +153,25 @@ def test_a_chat(page: Any, smol: Running) -> None:
     answered(page)
     page.locator("#new").click()
     expect(page.locator("article")).to_have_count(0)
+
+
+def test_conversations(page: Any) -> None:
+    script(page, written("Yes."))
+    for question in ("One?", "Two?", "Three?"):
+        page.locator("#new").click()
+        say(page, question)
+        answered(page)
+    listed = page.locator("#conversations li button:first-child")
+    assert listed.all_text_contents() == ["Three?", "Two?", "One?"]
+    listed.nth(1).click()
+    expect(page.locator("article.user .text")).to_have_text("Two?")
+    page.reload()
+    page.get_by_role("button", name="Delete “Three?”").click()
+    assert listed.all_text_contents() == ["Two?", "One?"]
+    page.locator("#clear").click()
+    expect(listed).to_have_count(0)
+    expect(page.locator("article")).to_have_count(0)
+    assert page.evaluate("localStorage['jinfer.conversations']") == "[]"
 
 
 def turns(page: Any) -> list[dict[str, str]]:
@@ -563,7 +596,7 @@ def test_errors_are_shown(page: Any) -> None:
     expect(answered(page).locator(".text")).not_to_be_empty()
     page.route(ANSWERS, lambda route: route.abort())
     page.get_by_role("button", name="Regenerate").click()
-    expect(page.locator(".assistant .error")).to_contain_text("The server did not answer")
+    expect(page.locator(".assistant .error")).to_have_text("The server does not answer.")
 
 
 def test_a_key_is_asked_for(browser: Any) -> None:
@@ -572,6 +605,10 @@ def test_a_key_is_asked_for(browser: Any) -> None:
     with serving([model], settings) as running, opened(browser, running.url) as page:
         dialog = page.locator("#key")
         expect(dialog).to_contain_text("a valid API key is needed")
+        dialog.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#notice")).to_contain_text("a valid API key is needed")
+        page.locator("#tab-engine").click()  # which asks once more, not every second
+        expect(dialog).to_be_visible()
         for key in ("wrong", "secret"):
             page.locator("#key-input").fill(key)
             page.locator("#key-input").press("Enter")
@@ -582,5 +619,5 @@ def test_a_key_is_asked_for(browser: Any) -> None:
         expect(dialog).to_be_hidden()
         assert page.evaluate("sessionStorage['jinfer.key']") == '"secret"'
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
-        page.locator("#tab-engine").click()
+        expect(page.locator("#notice")).to_be_hidden()
         expect(plot(page, "Streams").locator("b").first).to_have_text("0")

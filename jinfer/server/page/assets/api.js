@@ -19,11 +19,11 @@ import { key } from "./store.js";
  * @typedef {{role: string, content: string}} Turn
  */
 
-/** What the server refused, in its own words. */
+/** What there is no answer to, in the server's own words. */
 export class Refused extends Error {
   /**
    * @param {string} message
-   * @param {number} status
+   * @param {number} status of HTTP; 0: the server does not answer
    */
   constructor(message, status) {
     super(message);
@@ -38,15 +38,28 @@ export class Refused extends Error {
 async function request(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key.value) headers.set("authorization", `Bearer ${key.value}`);
-  const answer = await fetch(path, { ...options, headers, cache: "no-store" });
+  const answer = await fetched(path, { ...options, headers });
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
   throw new Refused(told?.error?.message ?? `HTTP ${answer.status}`, answer.status);
 }
 
+/**
+ * @param {string} path
+ * @param {RequestInit} options
+ */
+async function fetched(path, options) {
+  try {
+    return await fetch(path, { ...options, cache: "no-store" });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new Refused("The server does not answer.", 0);
+  }
+}
+
 /** Whether the server answers requests by now. */
 export async function healthy() {
-  return (await fetch("health", { cache: "no-store" })).ok;
+  return (await fetched("health", {})).ok;
 }
 
 /** @returns {Promise<Model[]>} */

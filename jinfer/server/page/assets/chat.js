@@ -150,7 +150,7 @@ export class Chat {
         answer.note = "stopped";
         say("Stopped");
       } else {
-        answer.error = error instanceof Refused ? error.message : `The server did not answer: ${error}`;
+        answer.error = error instanceof Refused ? error.message : `The answer broke off: ${error}`;
         if (error instanceof Refused) this.around.refused(error);
       }
     }

@@ -30,6 +30,7 @@ export class Engine {
     this.model = model;
     this.refused = refused;
     this.timer = 0;
+    this.wanted = false;
     /** @type {Look | null} */
     this.last = null;
     this.plots = {
@@ -42,7 +43,7 @@ export class Engine {
     this.absent = el("p", { class: "absent" });
     const shown = Object.values(this.plots).map((plot) => plot.element);
     place.replaceChildren(...shown, this.absent);
-    document.addEventListener("visibilitychange", () => this.visible(this.wanted ?? false));
+    document.addEventListener("visibilitychange", () => this.visible(this.wanted));
   }
 
   /** @param {boolean} wanted whether somebody looks */
@@ -68,8 +69,12 @@ export class Engine {
       const now = seen(await metrics(), model);
       if (model === this.model()) this.show(now);
     } catch (error) {
-      this.say("The server does not answer.");
-      if (error instanceof Refused) this.refused(error);
+      if (!(error instanceof Refused)) throw error;
+      this.last = null;
+      this.say(error.message);
+      if (!error.status) return; // it may come back
+      clearInterval(this.timer);
+      this.refused(error);
     }
   }
 

@@ -14,7 +14,7 @@ import { kept } from "./store.js";
 import { tabs } from "./tabs.js";
 import { themeButton } from "./theme.js";
 
-const AGAIN = 1000; // milliseconds until a server that is not there is asked again
+const AGAIN = 1000; // milliseconds until a server that is not ready is asked again
 
 const model = /** @type {HTMLSelectElement} */ (byId("model"));
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings"));
@@ -70,24 +70,27 @@ async function refused(error) {
 
 /** Waits until the server is there, and asks it what it has. */
 async function connect() {
-  for (;;) {
-    try {
-      if (await api.healthy()) break;
-      notice("The model is being loaded…");
-    } catch {
-      notice("The server does not answer; it is asked again.");
-    }
-    await new Promise((resolve) => setTimeout(resolve, AGAIN));
-  }
-  notice("");
+  while (!(await known())) await new Promise((resolve) => setTimeout(resolve, AGAIN));
+}
+
+/** Whether the server has said what it has, or that it does not. */
+async function known() {
   try {
+    if (!(await api.healthy())) {
+      notice("The model is being loaded…");
+      return false;
+    }
     list(await api.models());
     settings.describe(await api.fields());
     await modelChanged();
+    notice("");
+    engine.visible(engine.wanted);
+    return true;
   } catch (error) {
     if (!(error instanceof api.Refused)) throw error;
     notice(error.message);
-    await refused(error);
+    refused(error);
+    return error.status !== 0;
   }
 }
 
@@ -105,8 +108,8 @@ function list(models) {
 /** Shows what holds for the model where nothing is set; one that is not in memory is not loaded for it. */
 async function modelChanged() {
   engine.clear();
-  const known = (await api.models()).find(({ id }) => id === model.value);
-  settings.defaults(known?.status?.value === "ready" ? await api.defaults(model.value) : {});
+  const one = (await api.models()).find(({ id }) => id === model.value);
+  settings.defaults(one?.status?.value === "ready" ? await api.defaults(model.value) : {});
 }
 
 model.addEventListener("change", () => {
@@ -128,7 +131,9 @@ byId("open-settings").addEventListener("click", () => dialog.showModal());
 byId("reset").addEventListener("click", () => settings.reset());
 byId("change-key").addEventListener("click", () => refused(new api.Refused("The key that opens this server.", 401)));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open]")) chat.stop();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  showMenu(false);
+  chat.stop();
 });
 
 themeButton(byId("theme"));
