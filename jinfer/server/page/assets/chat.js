@@ -39,7 +39,11 @@ export class Chat {
   /** Shows the current conversation; what was on its way in another one ends. */
   open() {
     this.stop();
-    const empty = el("p", { class: "empty" }, "Ask something. Enter sends, Shift+Enter begins a new line, Esc stops.");
+    const empty = el(
+      "p",
+      { class: "empty" },
+      "Ask something. Enter sends, Shift+Enter begins a new line, Esc stops.",
+    );
     const shown = this.messages.map((one) => this.view(one).element);
     this.log.replaceChildren(...(shown.length ? shown : [empty]));
     this.log.scrollTop = this.log.scrollHeight;

@@ -9,7 +9,12 @@ import { say } from "./status.js";
  * @returns {HTMLElement}
  */
 export function codeBlock(code, language) {
-  const head = el("figcaption", {}, el("span", {}, language), copyButton("Copy code", () => code));
+  const head = el(
+    "figcaption",
+    {},
+    el("span", {}, language),
+    copyButton("Copy code", () => code),
+  );
   return el("figure", { class: "code" }, head, el("pre", { tabindex: 0 }, el("code", {}, code)));
 }
 
@@ -18,7 +23,9 @@ export function codeBlock(code, language) {
  * @param {() => string} text
  */
 export function copyButton(label, text) {
-  return iconButton("copy", label, async () => say((await copied(text())) ? "Copied" : "Not copied"));
+  return iconButton("copy", label, async () =>
+    say((await copied(text())) ? "Copied" : "Not copied"),
+  );
 }
 
 /** @param {string} text */

@@ -88,13 +88,19 @@ export class Engine {
       this.say("This model is not in memory, so there is nothing to see of it.");
       return;
     }
-    this.say(now.drafted === undefined ? "Nothing is speculated: the server has no figures of drafts." : "");
+    this.say(
+      now.drafted === undefined
+        ? "Nothing is speculated: the server has no figures of drafts."
+        : "",
+    );
     const seconds = last ? (now.at - last.at) / 1000 : 0;
     /** @param {keyof typeof NAMES} name */
     const more = (name) => {
       const before = last?.[name];
       const present = now[name];
-      return before === undefined || present === undefined || present < before ? null : present - before;
+      return before === undefined || present === undefined || present < before
+        ? null
+        : present - before;
     };
     const generated = more("generated");
     rates.push([generated === null ? null : generated / seconds]);
@@ -134,7 +140,11 @@ const share = (part, whole) => (part === null || !whole ? null : part / whole);
 
 /** @param {number} value */
 const short = (value) =>
-  value >= 10_000 ? `${Math.round(value / 1000)}k` : value % 1 && value < 100 ? value.toFixed(1) : String(Math.round(value));
+  value >= 10_000
+    ? `${Math.round(value / 1000)}k`
+    : value % 1 && value < 100
+      ? value.toFixed(1)
+      : String(Math.round(value));
 
 /** @param {number} value */
 const percent = (value) => `${Math.round(value * 100)} %`;

@@ -30,7 +30,11 @@ export class Field {
     this.name = name;
     this.form = formOf(schema);
     const { input, hint } = this.form;
-    const about = el("small", { id: `about-${name}` }, [schema.description?.replace(/\.$/, ""), hint].filter(Boolean).join(" · "));
+    const about = el(
+      "small",
+      { id: `about-${name}` },
+      [schema.description?.replace(/\.$/, ""), hint].filter(Boolean).join(" · "),
+    );
     input.id = `set-${name}`;
     input.setAttribute("name", name);
     input.setAttribute("aria-describedby", about.id);
@@ -38,7 +42,13 @@ export class Field {
       this.check();
       changed();
     });
-    this.element = el("div", { class: "field" }, el("label", { for: input.id }, ...breakable(name)), input, about);
+    this.element = el(
+      "div",
+      { class: "field" },
+      el("label", { for: input.id }, ...breakable(name)),
+      input,
+      about,
+    );
   }
 
   get text() {
@@ -58,9 +68,11 @@ export class Field {
 
   /** @param {unknown} value that holds where nothing is set */
   set otherwise(value) {
-    const shown = value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+    const shown =
+      value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
     const { input } = this.form;
-    if (input instanceof HTMLSelectElement) input.options[0].text = shown ? `(${shown})` : "(default)";
+    if (input instanceof HTMLSelectElement)
+      input.options[0].text = shown ? `(${shown})` : "(default)";
     else input.placeholder = shown;
   }
 
@@ -86,13 +98,18 @@ function formOf(schema) {
   const lines = kinds.find((one) => one.type === "array" && one.items?.type === "string");
   if (kinds.every((one) => one.type === "boolean" || one.const !== undefined)) {
     const words = kinds.flatMap((one) => (one.const === undefined ? [] : [String(one.const)]));
-    return select(["true", "false", ...words], (text) => (words.includes(text) ? text : text === "true"));
+    return select(["true", "false", ...words], (text) =>
+      words.includes(text) ? text : text === "true",
+    );
   }
   if (number && kinds.length === 1) return numeric(number);
   if (lines) {
     const hint = ["one a line, \\n for a new line", ...(schema.examples ?? [])].join(" ");
     const read = (/** @type {string} */ text) =>
-      text.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+      text
+        .split("\n")
+        .filter(Boolean)
+        .map((line) => line.replaceAll("\\n", "\n"));
     return { input: el("textarea", { rows: 1 }), read, hint };
   }
   if (types.includes("string")) {
@@ -109,7 +126,11 @@ function formOf(schema) {
  */
 function select(words, read) {
   const options = words.map((word) => el("option", { value: word }, word));
-  return { input: el("select", {}, el("option", { value: "" }, "(default)"), ...options), read, hint: "" };
+  return {
+    input: el("select", {}, el("option", { value: "" }, "(default)"), ...options),
+    read,
+    hint: "",
+  };
 }
 
 /**
@@ -118,7 +139,11 @@ function select(words, read) {
  */
 function numeric({ type, minimum, exclusiveMinimum, maximum }) {
   const whole = type === "integer";
-  const input = el("input", { type: "number", step: whole ? 1 : "any", inputmode: whole ? "numeric" : "decimal" });
+  const input = el("input", {
+    type: "number",
+    step: whole ? 1 : "any",
+    inputmode: whole ? "numeric" : "decimal",
+  });
   const least = minimum ?? exclusiveMinimum;
   const most = Math.min(maximum ?? Infinity, Number.MAX_SAFE_INTEGER);
   if (least !== undefined) input.min = String(least);
@@ -128,7 +153,8 @@ function numeric({ type, minimum, exclusiveMinimum, maximum }) {
   /** @param {string} text */
   const read = (text) => {
     const value = Number(text);
-    if (exclusiveMinimum !== undefined && value <= exclusiveMinimum) throw new Error(`above ${exclusiveMinimum}`);
+    if (exclusiveMinimum !== undefined && value <= exclusiveMinimum)
+      throw new Error(`above ${exclusiveMinimum}`);
     return value;
   };
   return { input, read, hint };

@@ -2,15 +2,23 @@
 
 import { el } from "./dom.js";
 
-// Patterns are bounded, so that no text takes long. Each is tried where a sign begins that may be one.
+// [label](target "title"), or with ! before it; a target may have a pair of brackets in it.
+const LABEL = String.raw`!?\[([^[\]]{0,1000})\]`;
+const TARGET = String.raw`<?([^()\s<>]{0,2000}(?:\([^()\s]{0,200}\)[^()\s<>]{0,200})?)>?`;
+const TITLE = String.raw`(?:\s{1,9}"[^"]{0,500}")?`;
+const LINK = new RegExp(String.raw`${LABEL}\(\s{0,9}${TARGET}${TITLE}\s{0,9}\)`, "y");
+
+// Patterns are bounded, so that no text takes long. Each is tried where one of the signs stands.
 const SIGNS = /[\\`*_~[!<h]/g;
 const RULES = /** @type {[RegExp, (found: RegExpExecArray) => Node | string][]} */ ([
   [/\\([!-/:-@[-`{-~])/y, (found) => found[1]],
   [/(`+)(?!`)([^]{0,2000}?[^`])\1(?!`)/y, (found) => el("code", {}, unpadded(found[2]))],
-  [/!?\[([^[\]]{0,1000})\]\(\s{0,9}<?([^()\s<>]{0,2000}(?:\([^()\s]{0,200}\)[^()\s<>]{0,200})?)>?(?:\s{1,9}"[^"]{0,500}")?\s{0,9}\)/y,
-    (found) => link(found[2], inline(found[1]), found[0])],
+  [LINK, (found) => link(found[2], inline(found[1]), found[0])],
   [/<(https?:\/\/[^\s<>]{1,2000})>/y, (found) => link(found[1], [found[1]], found[0])],
-  [/https?:\/\/[^\s<>"`]{0,2000}[^\s<>"`.,;:!?)\]*_~']/y, (found) => link(found[0], [found[0]], found[0])],
+  [
+    /https?:\/\/[^\s<>"`]{0,2000}[^\s<>"`.,;:!?)\]*_~']/y,
+    (found) => link(found[0], [found[0]], found[0]),
+  ],
   [/\*\*(?=\S)([^]{0,1000}?\S)\*\*(?!\*)/y, (found) => el("strong", {}, ...inline(found[1]))],
   [/(?<!\w)__(?=\S)([^]{0,1000}?\S)__(?!\w)/y, (found) => el("strong", {}, ...inline(found[1]))],
   [/\*(?=[^\s*])([^*]{0,1000}[^\s*])\*/y, (found) => el("em", {}, ...inline(found[1]))],
@@ -29,7 +37,7 @@ export function inline(text) {
   const nodes = [];
   let plain = 0;
   SIGNS.lastIndex = 0;
-  for (let sign; (sign = SIGNS.exec(text)); ) {
+  for (let sign; (sign = SIGNS.exec(text));) {
     const at = sign.index;
     const matched = first(text, at);
     if (!matched) continue;

@@ -36,7 +36,10 @@ const chat = new Chat(byId("log"), {
   },
   refused,
 });
-const composer = new Composer((text) => chat.send(text), () => chat.stop());
+const composer = new Composer(
+  (text) => chat.send(text),
+  () => chat.stop(),
+);
 const sidebar = new Sidebar(byId("conversations"), conversations, opened);
 const engine = new Engine(byId("plots"), () => model.value, refused);
 
@@ -63,8 +66,9 @@ function showMenu(open) {
   menu.setAttribute("aria-expanded", String(open));
 }
 
-/** @param {api.Refused} error */
+/** @param {unknown} error */
 async function refused(error) {
+  if (!(error instanceof api.Refused)) throw error;
   if (error.status === 401 && (await askForKey(error.message))) await connect();
 }
 
@@ -80,9 +84,10 @@ async function known() {
       notice("The model is being loaded…");
       return false;
     }
-    list(await api.models());
+    const models = await api.models();
+    list(models);
     settings.describe(await api.fields());
-    await modelChanged();
+    await modelChanged(models);
     notice("");
     engine.visible(engine.wanted);
     return true;
@@ -105,16 +110,19 @@ function list(models) {
   (named ?? options.find((one) => !one.disabled) ?? options[0]).selected = true;
 }
 
-/** Shows what holds for the model where nothing is set; one that is not in memory is not loaded for it. */
-async function modelChanged() {
+/**
+ * Shows what holds for the model where nothing is set; one that is not in memory stays so.
+ * @param {api.Model[]} models
+ */
+async function modelChanged(models) {
   engine.clear();
-  const one = (await api.models()).find(({ id }) => id === model.value);
+  const one = models.find(({ id }) => id === model.value);
   settings.defaults(one?.status?.value === "ready" ? await api.defaults(model.value) : {});
 }
 
 model.addEventListener("change", () => {
   chosen.set(model.value);
-  modelChanged().catch(refused);
+  api.models().then(modelChanged).catch(refused);
 });
 menu.addEventListener("click", () => showMenu(!aside.classList.contains("open")));
 byId("new").addEventListener("click", () => {
@@ -129,11 +137,16 @@ byId("clear").addEventListener("click", () => {
 });
 byId("open-settings").addEventListener("click", () => dialog.showModal());
 byId("reset").addEventListener("click", () => settings.reset());
-byId("change-key").addEventListener("click", () => refused(new api.Refused("The key that opens this server.", 401)));
+byId("change-key").addEventListener("click", () =>
+  refused(new api.Refused("The key that opens this server.", 401)),
+);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   showMenu(false);
   chat.stop();
+});
+addEventListener("pagehide", () => {
+  if (chat.running) conversations.save(conversations.current);
 });
 
 themeButton(byId("theme"));

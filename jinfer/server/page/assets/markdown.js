@@ -21,7 +21,7 @@ export function blocks(text) {
   /** @type {string[][]} */
   const found = [];
   const lines = text.replace(/\r\n?/g, "\n").split("\n");
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (!lines[at].trim()) {
       at += 1;
       continue;
@@ -132,8 +132,7 @@ function broken(lines) {
  * @param {string} text
  * @returns {(Node | string)[]}
  */
-const withBreaks = (text) =>
-  text.split("\n").flatMap((part, n) => (n ? [el("br"), part] : [part]));
+const withBreaks = (text) => text.split("\n").flatMap((part, n) => (n ? [el("br"), part] : [part]));
 
 /**
  * @param {string[]} lines
@@ -174,15 +173,26 @@ function contents(item, depth) {
 function table(lines) {
   /** @param {string} line */
   const cells = (line) =>
-    line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
+    line
+      .trim()
+      .replace(/^\||(?<!\\)\|$/g, "")
+      .split(/(?<!\\)\|/)
+      .map((cell) => cell.trim());
   const sides = cells(lines[1]).map((cell) =>
-    cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : "left");
+    cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : "left",
+  );
   /**
    * @param {string} line
    * @param {"td" | "th"} kind
    */
-  const row = (line, kind) => el("tr", {}, ...cells(line).slice(0, sides.length).map((cell, n) =>
-    el(kind, { class: sides[n] }, ...inline(cell.replaceAll("\\|", "|")))));
+  const row = (line, kind) =>
+    el(
+      "tr",
+      {},
+      ...cells(line)
+        .slice(0, sides.length)
+        .map((cell, n) => el(kind, { class: sides[n] }, ...inline(cell.replaceAll("\\|", "|")))),
+    );
   const body = lines.slice(2).map((line) => row(line, "td"));
   const made = el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...body));
   return el("div", { class: "wide" }, made);

@@ -8,7 +8,7 @@ import { el, iconButton } from "./dom.js";
  * @typedef {import("./conversations.js").Message} Message
  *
  * @typedef {object} Actions
- * @property {(message: Message, text: string) => void} resend says something else, and goes on there
+ * @property {(message: Message, text: string) => void} resend says something else there
  * @property {(message: Message) => void} regenerate answers again
  */
 
@@ -60,9 +60,17 @@ export class MessageView {
   edit() {
     const area = el("textarea", { "aria-label": "Edit message", rows: 3 });
     area.value = this.message.content;
-    const form = el("form", { class: "edit" }, area, el("div", {},
-      el("button", { type: "submit", class: "primary" }, "Send"),
-      el("button", { type: "button", click: () => this.leave(form) }, "Cancel")));
+    const form = el(
+      "form",
+      { class: "edit" },
+      area,
+      el(
+        "div",
+        {},
+        el("button", { type: "submit", class: "primary" }, "Send"),
+        el("button", { type: "button", click: () => this.leave(form) }, "Cancel"),
+      ),
+    );
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (area.value.trim()) this.actions.resend(this.message, area.value);

@@ -22,15 +22,22 @@ export class Plot {
     /** @type {Values[]} */
     this.values = [];
     this.lines = names.map((_, n) => svg("path", { class: `series-${n}` }));
-    const box = { viewBox: `0 0 ${POINTS - 1} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" };
+    const box = {
+      viewBox: `0 0 ${POINTS - 1} ${HEIGHT}`,
+      preserveAspectRatio: "none",
+      role: "img",
+    };
     const middle = svg("path", { class: "grid", d: `M0 ${HEIGHT / 2}H${POINTS - 1}` });
     this.picture = svg("svg", box, middle, ...this.lines);
     this.now = names.map((_, n) => el("b", { class: `series-${n}` }, "–"));
     const legend = names.flatMap((name, n) => [el("span", {}, this.now[n], " ", name)]);
     this.top = el("span", { class: "top" });
-    this.element = el("figure", { class: "plot" },
+    this.element = el(
+      "figure",
+      { class: "plot" },
       el("figcaption", {}, el("h3", {}, title), el("p", {}, ...legend)),
-      el("div", {}, this.top, this.picture));
+      el("div", {}, this.top, this.picture),
+    );
     this.draw();
   }
 
@@ -73,12 +80,17 @@ export class Plot {
   path(series, most) {
     const left = POINTS - this.values.length;
     let down = false;
-    return this.values.map((values, n) => {
-      const value = values[series] ?? null;
-      const step = value === null ? "" : `${down ? "L" : "M"}${left + n} ${round(HEIGHT * (1 - value / most))}`;
-      down = value !== null;
-      return step;
-    }).join("");
+    return this.values
+      .map((values, n) => {
+        const value = values[series] ?? null;
+        const step =
+          value === null
+            ? ""
+            : `${down ? "L" : "M"}${left + n} ${round(HEIGHT * (1 - value / most))}`;
+        down = value !== null;
+        return step;
+      })
+      .join("");
   }
 }
 

@@ -15,8 +15,10 @@ export function parse(text) {
   return text.split("\n").flatMap((line) => {
     const found = line.startsWith("#") ? null : LINE.exec(line);
     if (!found) return [];
-    const pairs = [...(found[2] ?? "").matchAll(LABEL)].map(([, name, value]) =>
-      [name, value.replace(/\\./g, (sign) => ESCAPED[sign] ?? sign)]);
+    const pairs = [...(found[2] ?? "").matchAll(LABEL)].map(([, name, value]) => [
+      name,
+      value.replace(/\\./g, (sign) => ESCAPED[sign] ?? sign),
+    ]);
     return [{ name: found[1], labels: Object.fromEntries(pairs), value: Number(found[3]) }];
   });
 }

@@ -39,7 +39,12 @@ export class Settings {
     this.fields = [...groups.values()].flat();
     const shown = [...groups].map(([group, fields], n) => {
       const open = n === 0 || fields.some((field) => field.text);
-      return el("details", { open }, el("summary", {}, group), ...fields.map((field) => field.element));
+      return el(
+        "details",
+        { open },
+        el("summary", {}, group),
+        ...fields.map((field) => field.element),
+      );
     });
     this.place.replaceChildren(...shown);
     this.tell();

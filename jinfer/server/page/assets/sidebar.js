@@ -27,7 +27,12 @@ export class Sidebar {
     const current = one === this.conversations.current && "true";
     const known = { type: "button", title, "aria-current": current, click: () => this.open(one) };
     const open = el("button", known, title);
-    return el("li", {}, open, iconButton("trash", `Delete “${title}”`, () => this.remove(one)));
+    return el(
+      "li",
+      {},
+      open,
+      iconButton("trash", `Delete “${title}”`, () => this.remove(one)),
+    );
   }
 
   /** @param {Conversation} one */

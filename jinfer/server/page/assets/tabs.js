@@ -1,4 +1,4 @@
-/** Tabs, as ARIA has them: arrows go from one to the next, and only one is in the order of focus. */
+/** Tabs, as ARIA has them: arrows go from one to the next, and Tab goes to the chosen one. */
 
 /**
  * @param {HTMLElement} row with the tabs, each of which controls a panel
