@@ -371,6 +371,7 @@ MARKDOWN = [
     ("\\*a\\*", "<p>*a*</p>"),
     ("``a`b``", "<p><code>a`b</code></p>"),
     ("## T ##", "<h4>T</h4>"),
+    ("#no", "<p>#no</p>"),
     ("---", "<hr>"),
     ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
     ("- a\n  - b\n- c", "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>"),
@@ -395,6 +396,11 @@ MARKDOWN = [
     ),
     ("[a](//e.example)", "<p>[a](//e.example)</p>"),
 ]
+# Over and over, these would take long where a pattern tries many ways.
+NASTY = (
+    *("**a ", "*a ", "*_", "_a __", "a~~", "[a", "[](", "![", "https://", "<http://a"),
+    *("`", "```a`", "``` a", "~", "# ", "> ", "- ", "|-", "a|\n|-|", "  ", "\n- "),
+)
 RENDERED = """async (text) => {
   const { blocks, render } = await import("/page/markdown.js");
   return blocks(text).map((block) => render(block).outerHTML).join("");
@@ -409,9 +415,10 @@ def test_markdown(page: Any) -> None:
     assert "<code>a\n\n  b</code>" in code
     assert code.endswith("<p>c</p>")
     assert "<code>a</code>" in page.evaluate(RENDERED, "~~~~\na")
-    for nasty in ("**a ", "[a", "`" * 3 + "a`", "> ", "- ", "*_", "|-", "[](", "_a __", "a~~"):
+    for nasty in NASTY:
         before = page.evaluate("performance.now()")
-        page.evaluate(RENDERED, nasty * (20_000 // len(nasty)))
+        for end in ("", "`", "x"):
+            page.evaluate(RENDERED, nasty * (20_000 // len(nasty)) + end)
         assert page.evaluate("performance.now()") - before < 3000, nasty
 
 
@@ -466,6 +473,10 @@ def test_a_phone(browser: Any, smol: Running) -> None:
     size = {"width": 360, "height": 740}
     with opened(browser, smol.url, reduced_motion="reduce") as page:
         page.set_viewport_size(size)
+        transition = "getComputedStyle(document.querySelector('button')).transitionDuration"
+        assert page.evaluate(transition) == "0s"
+        page.emulate_media(reduced_motion="no-preference")
+        assert page.evaluate(transition) != "0s"
         expect(page.locator("#set-temperature")).to_be_attached()
         long = "x" * 300
         script(

@@ -78,9 +78,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _OWN = {"include_stop_str_in_output": "include_stop", "skip_special_tokens": "skip_special"}
 # Where -1 stands for none, or for all.
 _NONE = ("top_k", "seed", "max_tokens")
-_CHOICES: Mapping[str, list[str]] = {
+_CHOICES: Mapping[str, list[Any]] = {
     "strategy": list(get_args(Strategy)),
-    "samplers": list(SAMPLERS),
+    "samplers": [list(SAMPLERS)],
 }
 
 

@@ -8,7 +8,7 @@ import { el } from "./dom.js";
  * @property {string} [type]
  * @property {unknown} [const]
  * @property {Schema} [items]
- * @property {string[]} [examples] what it may be
+ * @property {any[]} [examples] what it may be
  * @property {string} [description]
  * @property {number} [minimum]
  * @property {number} [exclusiveMinimum]
@@ -104,7 +104,7 @@ function formOf(schema) {
   }
   if (number && kinds.length === 1) return numeric(number);
   if (lines) {
-    const hint = ["one a line, \\n for a new line", ...(schema.examples ?? [])].join(" ");
+    const hint = ["one a line, \\n for a new line", ...(schema.examples?.[0] ?? [])].join(" ");
     const read = (/** @type {string} */ text) =>
       text
         .split("\n")

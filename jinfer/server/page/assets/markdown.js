@@ -4,8 +4,8 @@ import { codeBlock } from "./code.js";
 import { el } from "./dom.js";
 import { inline } from "./inline.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
@@ -101,13 +101,18 @@ export function render(block, depth = 0) {
   const fence = FENCE.exec(lines[0]);
   if (fence) {
     const closed = lines.length > 1 && closes(/** @type {string} */ (lines.at(-1)), fence[1]);
-    return codeBlock(lines.slice(1, closed ? -1 : undefined).join("\n"), fence[2]);
+    const [language] = fence[2].trim().split(/\s/, 1);
+    return codeBlock(lines.slice(1, closed ? -1 : undefined).join("\n"), language);
   }
   const heading = HEADING.exec(lines[0]);
   if (heading) {
     // The page's own headings come first.
     const level = Math.min(heading[1].length + 2, 6);
-    return el(/** @type {"h3"} */ (`h${level}`), {}, ...inline(heading[2]));
+    const words = (heading[2] ?? "")
+      .trim()
+      .replace(/(?:^|\s)#+$/, "")
+      .trim();
+    return el(/** @type {"h3"} */ (`h${level}`), {}, ...inline(words));
   }
   if (RULE.test(lines[0])) return el("hr");
   if (depth < DEEPEST && QUOTE.test(lines[0])) {
