@@ -29,8 +29,9 @@ export class Engine {
   constructor(place, model, refused) {
     this.model = model;
     this.refused = refused;
-    this.timer = 0;
     this.wanted = false;
+    /** @type {object | null} */
+    this.watching = null;
     /** @type {Look | null} */
     this.last = null;
     this.plots = {
@@ -49,12 +50,18 @@ export class Engine {
   /** @param {boolean} wanted whether somebody looks */
   visible(wanted) {
     this.wanted = wanted;
-    clearInterval(this.timer);
-    this.timer = 0;
+    this.watching = null;
     this.last = null;
-    if (!wanted || document.hidden) return;
-    this.timer = setInterval(() => this.look(), PERIOD);
-    this.look();
+    if (wanted && !document.hidden) this.watch();
+  }
+
+  /** Looks again and again, one look after the other, until nobody or somebody else watches. */
+  async watch() {
+    const watching = (this.watching = {});
+    while (watching === this.watching) {
+      await this.look();
+      await new Promise((resolve) => setTimeout(resolve, PERIOD));
+    }
   }
 
   /** Forgets what was seen: it was another model's. */
@@ -73,7 +80,7 @@ export class Engine {
       this.last = null;
       this.say(error.message);
       if (!error.status) return; // it may come back
-      clearInterval(this.timer);
+      this.watching = null;
       this.refused(error);
     }
   }

@@ -9,6 +9,10 @@ export function tabs(row, shown) {
   /** @param {HTMLElement} tab */
   const panelOf = (tab) => document.getElementById(tab.getAttribute("aria-controls") ?? "");
 
+  // No element's id, or the browser would put the focus there.
+  /** @param {HTMLElement} tab */
+  const hashOf = (tab) => `#/${panelOf(tab)?.id}`;
+
   /** @param {HTMLElement} chosen */
   const show = (chosen) => {
     for (const tab of all) {
@@ -17,9 +21,8 @@ export function tabs(row, shown) {
       tab.tabIndex = tab === chosen ? 0 : -1;
       if (panel) panel.hidden = tab !== chosen;
     }
-    const id = panelOf(chosen)?.id ?? "";
-    history.replaceState(null, "", `#${id}`);
-    shown(id);
+    history.replaceState(null, "", hashOf(chosen));
+    shown(panelOf(chosen)?.id ?? "");
   };
 
   for (const tab of all) tab.addEventListener("click", () => show(tab));
@@ -34,5 +37,5 @@ export function tabs(row, shown) {
     next.focus();
     show(next);
   });
-  show(all.find((tab) => `#${panelOf(tab)?.id}` === location.hash) ?? all[0]);
+  show(all.find((tab) => hashOf(tab) === location.hash) ?? all[0]);
 }
