@@ -18,7 +18,7 @@ INSTALLED = {
     "specs": "jinfer/specs_data",
     "tools": "jinfer/tools",
 }
-KINDS = (".py", ".cc", ".h", ".toml", ".typed")
+KINDS = (".py", ".cc", ".h", ".toml", ".typed", ".html", ".js", ".css", ".svg")
 QUESTION = "Name three primary colours and explain in one sentence what makes them primary."
 SCRIPT = """\
 from jinfer import LLM, SamplingParams, USER_ERRORS
@@ -64,6 +64,7 @@ def test_every_file_is_in_it(wheel: Path) -> None:
     }
     assert names == wanted
     assert {"jinfer/py.typed", "jinfer/tools/inspect.py", "jinfer/cpu/linear.cc"} <= names
+    assert {f"jinfer/server/page/assets/{name}" for name in ("index.html", "main.js")} <= names
     assert "jinfer/specs_data/families/llama.toml" in names
 
 

@@ -220,7 +220,6 @@ class _Loop:
         generation.admitted = None if sequence is None else sequence.admitted
         self.prompt_tokens += len(generation.request.prompt)
         self.cached_tokens += generation.cached
-        self.new_tokens += generation.count
         if (owner := self.owner()) is not None:
             owner.last_usage = generation.usage()
 
@@ -249,6 +248,7 @@ class _Loop:
             return
         generation, sink = self.generations[event.request]
         ended = generation.push(event)
+        self.new_tokens += 1
         for chunk in generation.take():
             sink(chunk)
         if ended:

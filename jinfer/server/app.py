@@ -22,7 +22,7 @@ from jinfer.server.gate import Gate
 from jinfer.server.metrics import Metrics
 from jinfer.server.models import Models
 from jinfer.server.replies import dumps
-from jinfer.server.routes import ENDPOINTS
+from jinfer.server.routes import ENDPOINTS, PAGE
 from jinfer.server.service import Service
 from jinfer.server.settings import Settings, Source
 
@@ -64,13 +64,14 @@ def build_app(
             await asyncio.wait(tasks)
             await models.close()
 
+    endpoints = [one for one in ENDPOINTS if settings.page or one.group != PAGE]
     app = Starlette(
-        routes=_routes(ENDPOINTS, service),
+        routes=_routes(endpoints, service),
         lifespan=lifespan,
         exception_handlers={HTTPException: _refused},
     )
     app.state.service = service
-    public = {path for one in ENDPOINTS if one.public for path in one.paths}
+    public = [(one.method, path) for one in endpoints if one.public for path in one.paths]
     gated: ASGIApp = Gate(app, settings, metrics, public)
     if settings.cors:
         gated = CORSMiddleware(

@@ -108,6 +108,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--api-key",), "a key that opens the service", list),
     Flag(("--api-key-file",), "a file of keys, one a line"),
     Flag(("--cors",), "an origin that browsers may call from; * for any", list),
+    Flag(("--page",), "a page at / to chat and to see what the engine does", bool, Settings.page),
     Flag(("--max-body",), "bytes of a request, at most", _count, Settings.max_body),
     Flag(("--max-prompts",), "prompts of one request, at most", _count, Settings.most_prompts),
     Flag(("--body-timeout",), "seconds that a body may take to come", float, Settings.body_seconds),
@@ -227,6 +228,7 @@ def settings_of(found: Mapping[str, Any]) -> Settings:
         max_loaded=found["max_loaded"],
         warm_up=found["warm_up"] == "background",
         cors=tuple(found["cors"]),
+        page=found["page"],
     )
 
 

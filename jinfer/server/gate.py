@@ -6,10 +6,11 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jinfer.server import auth
@@ -27,14 +28,19 @@ class Gate:
     """Wraps the routes of a service."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, public: Collection[str]
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        public: Iterable[tuple[str, str]],
     ) -> None:
         """The gate before an app.
 
         Args:
-            public: paths that need no key.
+            public: methods and paths that need no key.
         """
-        self.app, self.settings, self.metrics, self.public = app, settings, metrics, public
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._public = [(method, compile_path(path)[0]) for method, path in public]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,6 +50,7 @@ class Gate:
         id = headers.get("x-request-id", "")
         if not _ID.fullmatch(id):
             id = uuid.uuid4().hex
+        open_to_all = self._is_public(scope["method"], scope["path"])
         notes: dict[str, Any] = {"id": id}
         scope["jinfer"] = notes
         begun = time.perf_counter()
@@ -56,27 +63,30 @@ class Gate:
 
         with span(f"{scope['method']} {scope['path']}", headers, notes):
             try:
-                self._check(scope["path"], headers)
+                if not open_to_all:
+                    self._check(headers)
             except ApiError as error:
                 notes["error"] = error.code
                 await refusal(error).send(noted, self.settings.send_seconds)
             else:
                 await self.app(scope, receive, noted)
-        self._count(scope, notes, time.perf_counter() - begun)
+        # Probes come every few seconds, and the page's files by the dozen.
+        usual = logging.DEBUG if open_to_all else logging.INFO
+        self._count(scope, notes, time.perf_counter() - begun, usual)
 
-    def _check(self, path: str, headers: Headers) -> None:
-        if path in self.public:
-            return
+    def _is_public(self, method: str, path: str) -> bool:
+        read = "GET" if method == "HEAD" else method
+        return any(read == one and pattern.match(path) for one, pattern in self._public)
+
+    def _check(self, headers: Headers) -> None:
         given = headers.get("authorization", ""), headers.get("x-api-key", "")
         auth.check(self.settings.keys, *given)
 
-    def _count(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
+    def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
         status = notes.pop("status", 499 if notes.get("gone") else 500)
         route = notes.pop("route", "none")
         self.metrics.http.labels(route, str(status)).inc()
-        level = logging.WARNING if status >= 500 else logging.INFO
-        if scope["path"] in self.public:  # a probe comes every few seconds
-            level = logging.DEBUG
+        level = logging.WARNING if status >= 500 and usual != logging.DEBUG else usual
         fields = {
             "request_id": notes.pop("id"),
             "method": scope["method"],

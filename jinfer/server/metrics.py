@@ -31,6 +31,8 @@ _HISTOGRAMS = {
 _GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("requests that have a slot", lambda s: s.running),
     "num_requests_waiting": ("requests that wait for one", lambda s: s.waiting),
+    "kv_cache_blocks": ("blocks of the cache", lambda s: s.blocks),
+    "kv_cache_blocks_held": ("blocks that requests hold", lambda s: s.blocks_held),
     "kv_cache_usage_perc": (
         "share of the cache's blocks that is held",
         lambda s: s.blocks_held / s.blocks if s.blocks else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -107,8 +108,8 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.takes is not Empty:
         body = {"application/json": {"schema": reference(endpoint.takes)}}
         operation["requestBody"] = {"required": True, "content": body}
-    if "{" in path:
-        named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    if (inner := re.search(r"{(\w+)", path)) is not None:
+        named = {"name": inner[1], "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [named]
     elif path in _BY_QUERY:
         operation["parameters"] = [_QUERY]

@@ -47,6 +47,8 @@ class Reply:
         """Sends it, within some time."""
         data = self.content if isinstance(self.content, bytes) else dumps(self.content)
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
+        if self.status == 304:  # whose length would have to be that of what was not sent
+            del headers["content-length"]
         start = _start(self.status, {**headers, **self.headers})
         async with asyncio.timeout(seconds):
             await send(start)

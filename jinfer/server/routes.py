@@ -6,6 +6,7 @@ from jinfer.server import about, inferflow, llamacpp, openapi, tokens, vectors
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
+from jinfer.server.page import files
 from jinfer.server.replies import EVENTS
 from jinfer.server.responses import respond
 from jinfer.server.schemas import about as about_schemas
@@ -18,6 +19,7 @@ from jinfer.server.schemas import vectors as vector_schemas
 
 _ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
 _VECTORS, _TOKENS = "vectors", "tokens"
+PAGE = "page"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -213,5 +215,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         llama_schemas.InferflowAnswer,
         inferflow.LINES,
         "Inferflow",
+    ),
+    Endpoint(
+        "GET",
+        ("/",),
+        files.index,
+        "A page to chat, and to see what the engine does",
+        group=PAGE,
+        public=True,
+        media_type="text/html",
+    ),
+    Endpoint(
+        "GET",
+        ("/page/{file}",),
+        files.asset,
+        "The files of that page",
+        group=PAGE,
+        public=True,
+        media_type="*/*",
     ),
 )

@@ -40,6 +40,7 @@ class Settings:
         max_loaded: models in memory at a time; None: all.
         warm_up: whether all programs are made in the background.
         cors: origins that browsers may call from; "*" for any.
+        page: whether there is a page at /.
     """
 
     keys: tuple[str, ...] = ()
@@ -55,3 +56,4 @@ class Settings:
     max_loaded: int | None = None
     warm_up: bool = True
     cors: tuple[str, ...] = ()
+    page: bool = True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jinfer.sampling.described import described
 from jinfer.sampling.params import SamplingParams
 
 _COUNTS = ("int", "int | None")
@@ -109,15 +108,11 @@ def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
 
 def _described() -> dict[str, str]:
     """What `SamplingParams` says of its fields; of several together, the first one has it."""
-    attributes = inspect.getdoc(SamplingParams) or ""
-    attributes = attributes.partition("Attributes:\n")[2].partition("\n\n")[0]
-    described: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", attributes):
-        names, _, text = " ".join(entry.split()).partition(": ")
-        first, *others = names.split(", ")
-        described[first] = text if not others else f"(with {', '.join(others)}) {text}"
-        described |= {name: f"see {spelled(first)}" for name in others}
-    return described
+    found: dict[str, str] = {}
+    for (first, *others), text in described().items():
+        found[first] = text if not others else f"(with {', '.join(others)}) {text}"
+        found |= {name: f"see {spelled(first)}" for name in others}
+    return found
 
 
 def _positive(text: str) -> int:

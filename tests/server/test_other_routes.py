@@ -52,8 +52,14 @@ def test_metrics(smol: Running) -> None:
         text = http.get("/metrics").text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     label = '{model_name="smol"}'
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "kv_cache_blocks_held",
+    ):
         assert float(figures[f"jinfer:{name}{label}"]) == 0
+    assert float(figures[f"jinfer:kv_cache_blocks{label}"]) == smol.hosted().llm.stats().blocks
     for name in (
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",

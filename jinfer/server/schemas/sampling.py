@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from jinfer.server.schemas.base import Strict
+from jinfer.server.schemas.parameters import tell
 
 
 class JsonSchema(Strict):
@@ -41,6 +42,8 @@ class StructuredOutputs(Strict):
 
 class Sampling(Strict):
     """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers."""
+
+    model_config = ConfigDict(json_schema_extra=tell)
 
     # OpenAI
     temperature: float | None = None

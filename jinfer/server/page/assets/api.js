@@ -1,0 +1,120 @@
+/** The server's routes, as the page uses them. Paths are relative: a proxy may add to them. */
+
+import { events } from "./sse.js";
+import { key } from "./store.js";
+
+/**
+ * @typedef {object} Model
+ * @property {string} id
+ * @property {{value: string}} [status]
+ * @property {string[]} [capabilities] known while it is in memory
+ *
+ * @typedef {object} Piece of an answer
+ * @property {string} [content]
+ * @property {string} [reasoning]
+ * @property {string} [reason] why it ended
+ * @property {{completion_tokens: number}} [usage]
+ * @property {{prompt_ms: number, predicted_per_second: number}} [timings]
+ *
+ * @typedef {{role: string, content: string}} Turn
+ */
+
+/** What there is no answer to, in the server's own words. */
+export class Refused extends Error {
+  /**
+   * @param {string} message
+   * @param {number} status of HTTP; 0: the server does not answer
+   */
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/**
+ * @param {string} path
+ * @param {RequestInit} [options]
+ */
+async function request(path, options = {}) {
+  const headers = new Headers(options.headers);
+  if (key.value) headers.set("authorization", `Bearer ${key.value}`);
+  const answer = await fetched(path, { ...options, headers });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw new Refused(told?.error?.message ?? `HTTP ${answer.status}`, answer.status);
+}
+
+/**
+ * @param {string} path
+ * @param {RequestInit} options
+ */
+async function fetched(path, options) {
+  try {
+    return await fetch(path, { ...options, cache: "no-store" });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new Refused("The server does not answer.", 0);
+  }
+}
+
+/** Whether the server answers requests by now. */
+export async function healthy() {
+  return (await fetched("health", {})).ok;
+}
+
+/** @returns {Promise<Model[]>} */
+export async function models() {
+  return (await (await request("v1/models")).json()).data;
+}
+
+/**
+ * The parameters that hold where a request says nothing.
+ * @param {string} model
+ * @returns {Promise<Record<string, unknown>>}
+ */
+export async function defaults(model) {
+  const props = await (await request(`props?model=${encodeURIComponent(model)}`)).json();
+  return props.default_generation_settings.params;
+}
+
+/**
+ * The JSON schemas of a chat request's fields.
+ * @returns {Promise<Record<string, any>>}
+ */
+export async function fields() {
+  const described = await (await request("openapi.json")).json();
+  const { post } = described.paths["/v1/chat/completions"];
+  const name = post.requestBody.content["application/json"].schema.$ref.split("/").pop();
+  return described.components.schemas[name].properties;
+}
+
+/** The figures for Prometheus. */
+export async function metrics() {
+  return (await request("metrics")).text();
+}
+
+/**
+ * The answer to a conversation, as it comes.
+ * @param {{model?: string, messages: Turn[]}} asked and sampling parameters
+ * @param {AbortSignal} signal ends it, here and in the server
+ * @returns {AsyncGenerator<Piece>}
+ */
+export async function* chat(asked, signal) {
+  const body = JSON.stringify({ ...asked, stream: true, stream_options: { include_usage: true } });
+  const headers = { "content-type": "application/json" };
+  const answer = await request("v1/chat/completions", { method: "POST", headers, body, signal });
+  if (!answer.body) return;
+  for await (const data of events(answer.body)) {
+    if (data === "[DONE]") return;
+    const { choices, usage, timings, error } = JSON.parse(data);
+    if (error) throw new Refused(error.message, 500);
+    const choice = choices?.[0];
+    yield {
+      content: choice?.delta?.content ?? "",
+      reasoning: choice?.delta?.reasoning_content ?? "",
+      reason: choice?.finish_reason ?? undefined,
+      usage: usage ?? undefined,
+      timings: timings ?? undefined,
+    };
+  }
+}

@@ -1,0 +1,71 @@
+/** The conversations that the browser keeps. */
+
+import { kept } from "./store.js";
+
+/**
+ * @typedef {object} Message
+ * @property {"user" | "assistant"} role
+ * @property {string} content
+ * @property {string} [reasoning] what the model thought before
+ * @property {string} [note] figures, and why it ended
+ * @property {string} [error] why there is no more of it
+ *
+ * @typedef {object} Conversation
+ * @property {string} id
+ * @property {Message[]} messages
+ */
+
+const LONGEST_TITLE = 60;
+
+export class Conversations {
+  constructor() {
+    this.kept = kept("conversations", /** @type {Conversation[]} */ ([]));
+    /** @type {Conversation} */
+    this.current = this.all[0] ?? fresh();
+  }
+
+  /** The latest first; one without a message is none yet. */
+  get all() {
+    return this.kept.value;
+  }
+
+  begin() {
+    this.current = fresh();
+  }
+
+  /** @param {Conversation} one */
+  open(one) {
+    this.current = one;
+  }
+
+  /**
+   * Keeps one, as the latest; where there is no room, the oldest make it.
+   * @param {Conversation} latest
+   */
+  save(latest) {
+    let all = [latest, ...this.all.filter((one) => one !== latest)];
+    while (!this.kept.set(all) && all.length > 1) all = all.slice(0, -1);
+  }
+
+  /** @param {Conversation} one */
+  remove(one) {
+    this.kept.set(this.all.filter((other) => other !== one));
+    if (one === this.current) this.current = this.all[0] ?? fresh();
+  }
+
+  clear() {
+    this.kept.set([]);
+    this.begin();
+  }
+}
+
+/** @param {Conversation} one */
+export function titleOf(one) {
+  const words = one.messages[0]?.content.trim().replace(/\s+/g, " ") || "New chat";
+  return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE)}…` : words;
+}
+
+/** @returns {Conversation} */
+function fresh() {
+  return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, messages: [] };
+}

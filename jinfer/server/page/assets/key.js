@@ -1,0 +1,38 @@
+/** Asks for the key of a server that wants one; it is kept until the tab is closed. */
+
+import { byId } from "./dom.js";
+import { key } from "./store.js";
+
+/** @type {Promise<boolean> | null} */
+let asking = null;
+
+/**
+ * Has a person give a key.
+ * @param {string} why
+ * @returns {Promise<boolean>} whether one was given; whoever asks meanwhile is told the same
+ */
+export function askForKey(why) {
+  asking ??= asked(why).finally(() => (asking = null));
+  return asking;
+}
+
+/**
+ * @param {string} why
+ * @returns {Promise<boolean>}
+ */
+function asked(why) {
+  const dialog = /** @type {HTMLDialogElement} */ (byId("key"));
+  const input = /** @type {HTMLInputElement} */ (byId("key-input"));
+  byId("key-why").textContent = why;
+  input.value = key.value;
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    const closed = () => {
+      const given = dialog.returnValue === "given";
+      if (given) key.set(input.value.trim());
+      resolve(given);
+    };
+    dialog.addEventListener("close", closed, { once: true });
+  });
+}

@@ -1,0 +1,204 @@
+/** Markdown as nodes: blocks. A text becomes a list of blocks, each of which stands for itself. */
+
+import { codeBlock } from "./code.js";
+import { el } from "./dom.js";
+import { inline } from "./inline.js";
+
+const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s(.*))?$/;
+const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
+const DIVIDER = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?\|? *$/;
+const DEEPEST = 8; // of blocks in blocks; what is deeper is text
+
+/**
+ * Cuts a text into blocks. While an answer grows, all but the last stay what they were.
+ * @param {string} text
+ * @returns {string[]}
+ */
+export function blocks(text) {
+  /** @type {string[][]} */
+  const found = [];
+  const lines = text.replace(/\r\n?/g, "\n").split("\n");
+  for (let at = 0; at < lines.length;) {
+    if (!lines[at].trim()) {
+      at += 1;
+      continue;
+    }
+    const end = endOf(lines, at);
+    found.push(lines.slice(at, end));
+    at = end;
+  }
+  return found.map((block) => block.join("\n"));
+}
+
+/**
+ * Where the block that begins in a line ends.
+ * @param {string[]} lines
+ * @param {number} start
+ */
+function endOf(lines, start) {
+  const fence = FENCE.exec(lines[start]);
+  let at = start + 1;
+  if (fence) {
+    while (at < lines.length && !closes(lines[at], fence[1])) at += 1;
+    return Math.min(at + 1, lines.length);
+  }
+  if (HEADING.test(lines[start]) || RULE.test(lines[start])) return at;
+  if (ITEM.test(lines[start])) return endOfList(lines, start);
+  const quoted = QUOTE.test(lines[start]);
+  while (at < lines.length && lines[at].trim() && QUOTE.test(lines[at]) === quoted) {
+    if (!quoted && (begins(lines[at]) || ITEM.test(lines[at]))) break;
+    at += 1;
+  }
+  return at;
+}
+
+/** @param {string} line */
+const begins = (line) => FENCE.test(line) || HEADING.test(line) || RULE.test(line);
+
+/**
+ * @param {string} line
+ * @param {string} fence
+ */
+const closes = (line, fence) =>
+  new RegExp(`^ {0,3}${fence[0]}{${Math.min(fence.length, 999)},}\\s*$`).test(line);
+
+/** @param {RegExpExecArray} item */
+const ordered = (item) => /\d/.test(item[2]);
+
+/**
+ * A list goes on over empty lines as long as items, or indented lines, follow.
+ * @param {string[]} lines
+ * @param {number} start
+ */
+function endOfList(lines, start) {
+  const first = /** @type {RegExpExecArray} */ (ITEM.exec(lines[start]));
+  /** @param {RegExpExecArray} item */
+  const nested = (item) => item[1].length > first[1].length + 1;
+  let end = start + 1;
+  for (let at = end; at < lines.length; at += 1) {
+    const line = lines[at];
+    if (!line.trim()) continue;
+    const item = RULE.test(line) ? null : ITEM.exec(line);
+    const inside = item ? nested(item) || ordered(item) === ordered(first) : /^\s{2,}/.test(line);
+    const lazy = !item && lines[at - 1].trim() && !begins(line) && !QUOTE.test(line);
+    if (!inside && !lazy) break;
+    end = at + 1;
+  }
+  return end;
+}
+
+/**
+ * A block as a node.
+ * @param {string} block
+ * @param {number} [depth]
+ * @returns {HTMLElement}
+ */
+export function render(block, depth = 0) {
+  const lines = block.split("\n");
+  const fence = FENCE.exec(lines[0]);
+  if (fence) {
+    const closed = lines.length > 1 && closes(/** @type {string} */ (lines.at(-1)), fence[1]);
+    const [language] = fence[2].trim().split(/\s/, 1);
+    return codeBlock(lines.slice(1, closed ? -1 : undefined).join("\n"), language);
+  }
+  const heading = HEADING.exec(lines[0]);
+  if (heading) {
+    // The page's own headings come first.
+    const level = Math.min(heading[1].length + 2, 6);
+    const words = (heading[2] ?? "")
+      .trim()
+      .replace(/(?:^|\s)#+$/, "")
+      .trim();
+    return el(/** @type {"h3"} */ (`h${level}`), {}, ...inline(words));
+  }
+  if (RULE.test(lines[0])) return el("hr");
+  if (depth < DEEPEST && QUOTE.test(lines[0])) {
+    const inner = lines.map((line) => line.replace(QUOTE, "")).join("\n");
+    return el("blockquote", {}, ...blocks(inner).map((one) => render(one, depth + 1)));
+  }
+  if (depth < DEEPEST && ITEM.test(lines[0])) return list(lines, depth);
+  if (lines.length > 1 && lines[0].includes("|") && DIVIDER.test(lines[1])) return table(lines);
+  return el("p", {}, ...broken(lines));
+}
+
+/**
+ * Lines with breaks between: models mean the ends of lines that they write.
+ * @param {string[]} lines
+ */
+function broken(lines) {
+  const nodes = inline(lines.map((line) => line.trim().replace(/\\$/, "")).join("\n"));
+  return nodes.flatMap((node) => (typeof node === "string" ? withBreaks(node) : [node]));
+}
+
+/**
+ * @param {string} text
+ * @returns {(Node | string)[]}
+ */
+const withBreaks = (text) => text.split("\n").flatMap((part, n) => (n ? [el("br"), part] : [part]));
+
+/**
+ * @param {string[]} lines
+ * @param {number} depth
+ */
+function list(lines, depth) {
+  const first = /** @type {RegExpExecArray} */ (ITEM.exec(lines[0]));
+  /** @type {string[][]} */
+  const items = [];
+  for (const line of lines) {
+    const found = ITEM.exec(line);
+    const own = found && found[1].length <= first[1].length + 1 && !RULE.test(line);
+    if (own || !items.length) items.push([line.slice(found?.[0].length ?? 0)]);
+    else /** @type {string[]} */ (items.at(-1)).push(line);
+  }
+  const made = items.map((item) => el("li", {}, ...contents(item, depth)));
+  if (!ordered(first)) return el("ul", {}, ...made);
+  return el("ol", { start: Number.parseInt(first[2], 10) }, ...made);
+}
+
+/**
+ * What an item has in it; a single paragraph is only its words.
+ * @param {string[]} item
+ * @param {number} depth
+ */
+function contents(item, depth) {
+  const [head, ...rest] = item;
+  const filled = rest.filter((line) => line.trim());
+  const margin = Math.min(...filled.map((line) => line.search(/\S/)));
+  const inner = [head, ...rest.map((line) => line.slice(Math.min(margin, line.search(/\S|$/))))];
+  const nodes = blocks(inner.join("\n")).map((one) => render(one, depth + 1));
+  const paragraphs = nodes.filter((node) => node.tagName === "P");
+  if (nodes[0]?.tagName !== "P" || paragraphs.length > 1) return nodes;
+  return [...nodes[0].childNodes, ...nodes.slice(1)];
+}
+
+/** @param {string[]} lines */
+function table(lines) {
+  /** @param {string} line */
+  const cells = (line) =>
+    line
+      .trim()
+      .replace(/^\||(?<!\\)\|$/g, "")
+      .split(/(?<!\\)\|/)
+      .map((cell) => cell.trim());
+  const sides = cells(lines[1]).map((cell) =>
+    cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : "left",
+  );
+  /**
+   * @param {string} line
+   * @param {"td" | "th"} kind
+   */
+  const row = (line, kind) =>
+    el(
+      "tr",
+      {},
+      ...cells(line)
+        .slice(0, sides.length)
+        .map((cell, n) => el(kind, { class: sides[n] }, ...inline(cell.replaceAll("\\|", "|")))),
+    );
+  const body = lines.slice(2).map((line) => row(line, "td"));
+  const made = el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...body));
+  return el("div", { class: "wide" }, made);
+}

@@ -1,0 +1,85 @@
+/** The form of settings: a system prompt, and every sampling parameter that the server names. */
+
+import { el } from "./dom.js";
+import { Field } from "./field.js";
+import { kept } from "./store.js";
+
+export class Settings {
+  /**
+   * @param {HTMLElement} place where the parameters stand
+   * @param {HTMLTextAreaElement} system
+   * @param {(count: number) => void} changed is told how many are set
+   */
+  constructor(place, system, changed) {
+    this.place = place;
+    this.system = system;
+    this.changed = changed;
+    this.kept = kept("settings", /** @type {Record<string, string>} */ ({}));
+    this.keptSystem = kept("system", "");
+    /** @type {Field[]} */
+    this.fields = [];
+    system.value = this.keptSystem.value;
+    system.addEventListener("input", () => this.save());
+  }
+
+  /**
+   * Makes the form.
+   * @param {Record<string, any>} schemas of all fields of a request; those of a group are settings
+   */
+  describe(schemas) {
+    /** @type {Map<string, Field[]>} */
+    const groups = new Map();
+    for (const [name, schema] of Object.entries(schemas)) {
+      const group = schema["x-group"];
+      if (!group) continue;
+      const field = new Field(name, schema, () => this.save());
+      field.text = this.kept.value[name] ?? "";
+      groups.set(group, [...(groups.get(group) ?? []), field]);
+    }
+    this.fields = [...groups.values()].flat();
+    const shown = [...groups].map(([group, fields], n) => {
+      const open = n === 0 || fields.some((field) => field.text);
+      return el(
+        "details",
+        { open },
+        el("summary", {}, group),
+        ...fields.map((field) => field.element),
+      );
+    });
+    this.place.replaceChildren(...shown);
+    this.tell();
+  }
+
+  /** @param {Record<string, unknown>} values that hold where nothing is set */
+  defaults(values) {
+    for (const field of this.fields) field.otherwise = values[field.name];
+  }
+
+  /** What is set, or null where something of it cannot be; then it is shown. */
+  values() {
+    const wrong = this.fields.find((field) => !field.form.input.checkValidity());
+    if (wrong) {
+      wrong.element.closest("details")?.setAttribute("open", "");
+      return null;
+    }
+    const pairs = this.fields.map((field) => [field.name, field.value]);
+    return Object.fromEntries(pairs.filter(([, value]) => value !== undefined));
+  }
+
+  reset() {
+    for (const field of this.fields) field.text = "";
+    this.system.value = "";
+    this.save();
+  }
+
+  save() {
+    const pairs = this.fields.map((field) => [field.name, field.text]);
+    this.kept.set(Object.fromEntries(pairs.filter(([, text]) => text)));
+    this.keptSystem.set(this.system.value);
+    this.tell();
+  }
+
+  tell() {
+    this.changed(Object.keys(this.kept.value).length + (this.system.value.trim() ? 1 : 0));
+  }
+}
