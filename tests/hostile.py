@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = [300, pytest.param(30_000, marks=pytest.mark.soak)]
 SECONDS = 10.0  # of this thread
+MEMORY = 500 << 20  # bytes of this process, beside 20 times the file
 
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**32, 2**63, 10**40, -(10**9), 0.5, -0.0, 1e308),
@@ -61,8 +62,8 @@ def damaged(value: Any, data: st.DataObject) -> str:
 
 
 def endures(action: Callable[[], object], errors: tuple[type[Exception], ...], path: Path) -> None:
-    """Runs something: it works, or raises one of these errors, of a line, and soon."""
-    begun = time.thread_time()
+    """Runs something: it works or raises one of these errors, in a line, soon, in little memory."""
+    before, begun = _fresh_peak(), time.thread_time()
     try:
         action()
     except errors as error:
@@ -71,6 +72,24 @@ def endures(action: Callable[[], object], errors: tuple[type[Exception], ...], p
         assert "\n" not in text, text
         assert len(text) < 3000, text
     assert time.thread_time() - begun < SECONDS, path.read_bytes()[:2000]
+    taken = _kilobytes("VmHWM") * 1024 - before if before else 0
+    assert taken < MEMORY + 20 * path.stat().st_size, path.read_bytes()[:2000]
+
+
+def _fresh_peak() -> int:
+    """Bytes that this process has, from which on its peak is counted anew; 0: not known here."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return 0
+    return _kilobytes("VmRSS") * 1024
+
+
+def _kilobytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    return 0
 
 
 def many(examples: int) -> settings:
