@@ -48,7 +48,7 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
-            scored = await call.service.beside(*wanted)
+            scored = await call.service.computed(*wanted)
             more["prompt_logprobs"] = [None, *map(figures.ranked, scored)]
         (answers,) = await it.run.completions()
         return Reply(it.whole(answers) | more)

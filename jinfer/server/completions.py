@@ -99,7 +99,7 @@ class _Texts:
         if not wanted:
             return
         for job in self.jobs:
-            found = await self.call.service.beside(
+            found = await self.call.service.computed(
                 score_prompt, self.hosted.frontend, job.ids, max(wanted)
             )
             self.scored.append(found)

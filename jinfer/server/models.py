@@ -97,6 +97,8 @@ class Models:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
         self.workers = ThreadPoolExecutor(4, thread_name_prefix="worker")
+        # Who waits for an engine would keep the workers from those who need none.
+        self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
 
     @property
     def ready(self) -> bool:
@@ -125,6 +127,7 @@ class Models:
                 await loop.run_in_executor(self._loader, one.llm.close)
         self._loader.shutdown(wait=False, cancel_futures=True)
         self.workers.shutdown(wait=False, cancel_futures=True)
+        self.waiters.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
         """The figures of each model in memory."""

@@ -42,6 +42,11 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
 
+    async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The result of what has an engine compute it, and waits for that beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.models.waiters, partial(work, *args, **kwargs))
+
 
 @dataclass(frozen=True)
 class Call[B: BaseModel]:

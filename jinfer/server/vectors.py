@@ -92,7 +92,7 @@ async def _embedded(
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = order[begin : begin + most]
-        found = await service.beside(hosted.llm.embed, [ids[i] for i in group], **how)
+        found = await service.computed(hosted.llm.embed, [ids[i] for i in group], **how)
         rows.update(zip(group, found, strict=True))
     return np.stack([rows[i] for i in range(len(ids))]), sum(map(len, ids))
 
@@ -230,7 +230,7 @@ async def fill_mask(call: Call[MaskRequest]) -> Reply:
         data = []
         for index, text in enumerate(ids):
             try:
-                masks = await call.service.beside(hosted.llm.fill_mask, text, top=body.top_k or 5)
+                masks = await call.service.computed(hosted.llm.fill_mask, text, top=body.top_k or 5)
             except ValueError as error:
                 raise _no_mask(error, hosted) from error
             listed = [
