@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from jinfer.weights.sizes import sizes_of
 
 _log = logging.getLogger("jinfer.server")
 _FIRST = 33  # tokens of a first prompt
+_WORKERS = 4
 State = Literal["absent", "loading", "ready", "failed"]
 
 
@@ -96,7 +98,7 @@ class Models:
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
-        self.workers = ThreadPoolExecutor(4, thread_name_prefix="worker")
+        self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
         # Who waits for an engine would keep the workers from those who need none.
         self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
 
@@ -111,6 +113,7 @@ class Models:
         Raises:
             USER_ERRORS: one cannot be loaded.
         """
+        _start_threads(self.workers, _WORKERS)
         for one in self.hosted[: self._most]:
             async with self._changed:
                 one.state = "loading"
@@ -213,6 +216,13 @@ class Models:
         self._unloaded(one.name, llm.stats())
         _log.info("model unloaded", extra={"model": one.name})
         await asyncio.get_running_loop().run_in_executor(self._loader, llm.close)
+
+
+def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Has a pool start its threads now: the event loop would wait for each while others compute."""
+    barrier = threading.Barrier(count)
+    for _ in range(count):
+        pool.submit(barrier.wait)
 
 
 def _idle(loaded: Sequence[Hosted]) -> Hosted | None:

@@ -23,6 +23,9 @@ from jinfer.server.flags import settings_of, sources_of
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
+# Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
+# twenty for the event loop beside the engine and three workers.
+_TURN = 0.001
 
 
 def serve(found: Mapping[str, Any]) -> int:
@@ -31,6 +34,7 @@ def serve(found: Mapping[str, Any]) -> int:
     Raises:
         SourceError, SpecError: a flag that cannot be.
     """
+    sys.setswitchinterval(_TURN)
     sources, settings = sources_of(found), settings_of(found)
     failures: list[BaseException] = []
 

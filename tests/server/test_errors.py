@@ -228,3 +228,27 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
     with smol.client() as http:
         answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", {"prompt": [7] * 300_000}, 413, None),
+        ("/v1/completions", {"prompt": [7, "a"] * 100_000}, 400, "prompt.1"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 9000}, 400, "messages"),
+        (CHAT, {**HELLO, **{f"a{i}": 0 for i in range(100_000)}}, 400, "a0"),
+        ("/v1/embeddings", {"input": ["a", 7] * 100_000}, 400, "input.0"),
+    ],
+    ids=["values", "kinds", "messages", "fields", "texts"],
+)
+def test_what_would_take_long_to_refuse(
+    smol: Running, path: str, body: Any, status: int, param: str | None
+) -> None:
+    """A list of errors, one for each of many wrong values, would never be done."""
+    assert refused(smol, path, body, status)["param"] == param
+
+
+def test_commas_in_texts_are_no_values(smol: Running) -> None:
+    words = 'a, "b\\", ' * 100_000
+    error = refused(smol, "/v1/completions", {"prompt": words, "max_tokens": 1})
+    assert error["code"] == "context_length_exceeded"
