@@ -51,6 +51,17 @@ class DetokenizeAnswer(Answer):
     prompt: str
 
 
+class TokenizerInfo(Answer):
+    """A tokenizer's own words."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
+
+
 class TemplateRequest(Rendering):
     """A conversation."""
 
