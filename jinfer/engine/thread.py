@@ -22,7 +22,15 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.forward import Passes, Pause
 from jinfer.engine.generation import Generation, Usage
 from jinfer.engine.programs import Shape
-from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
+from jinfer.engine.requests import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    Failed,
+    Request,
+    RequestError,
+    Token,
+)
 from jinfer.engine.state import Choice
 from jinfer.tokenizer import Tokenizer
 
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 
 # What it returns, or the value of the generator that it returns.
 type Job = Callable[[Engine], Any]
+_CLOSED = "the model was closed; open it again"
 _LOOK = 0.01  # seconds between two looks for a program that a job waits for
 
 
@@ -118,7 +127,7 @@ class EngineThread:
 
     def _send(self, message: Callable[[_Loop], Any]) -> None:
         if not self._stop.alive:
-            raise RequestError("the model was closed; open it again")
+            raise ClosedError(_CLOSED)
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
@@ -176,10 +185,10 @@ class _Work:
             self.passes.close()
             self.passes = None
 
-    def fail(self, text: str) -> None:
+    def fail(self, error: RequestError) -> None:
         """Ends it."""
         self.forget()
-        self.future.set_exception(RequestError(text))
+        self.future.set_exception(error)
 
 
 @dataclass
@@ -217,9 +226,9 @@ class _Loop:
             if (message := self.inbox.get()) is not None:
                 message(self)
         for request in list(self.generations):
-            self._fail(request, RequestError("the model was closed while it answered"))
+            self._fail(request, ClosedError("the model was closed while it answered"))
         for work in self.jobs:
-            work.fail("the model was closed; open it again")
+            work.fail(ClosedError(_CLOSED))
         self.jobs.clear()
         self.engine.release()
 
@@ -325,7 +334,7 @@ class _Loop:
         self.pause = self.jobs[0].advance(self.engine)
         scheduler.hold = self.pause == "room" and not alone
         if self.pause == "room" and alone:
-            self.jobs[0].fail("the cache is too small for this; set engine.kv_tokens")
+            self.jobs[0].fail(RequestError("the cache is too small for this; set engine.kv_tokens"))
             self.pause = None
         if self.pause is None:
             self.jobs.popleft()

@@ -17,7 +17,7 @@ from jinfer.engine.thread import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM
-from jinfer.server.errors import ApiError, loading, unknown_model
+from jinfer.server.errors import ApiError, closing, loading, unknown_model
 from jinfer.server.settings import Source
 from jinfer.weights.sizes import sizes_of
 
@@ -94,7 +94,7 @@ class Models:
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
         self._warm_up = warm_up
         self._unloaded = unloaded
-        self._started = False
+        self._started = self._closing = False
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
@@ -121,6 +121,10 @@ class Models:
             if one.state == "failed":
                 raise ApiError(503, one.error)
         self._started = True
+
+    def admit_nobody(self) -> None:
+        """From now on every request is refused; those that run go on."""
+        self._closing = True
 
     async def close(self) -> None:
         """Ends every model."""
@@ -150,9 +154,12 @@ class Models:
         """A model, which stays in memory meanwhile; loaded first where it is not.
 
         Raises:
-            ApiError: there is no such model, or it is not there yet, or could not be loaded.
+            ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
+                service is closing.
         """
         one = self.named(name)
+        if self._closing:
+            raise closing()
         if not self._started and one.state != "ready":
             raise loading()
         one.users += 1

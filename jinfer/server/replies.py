@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 from starlette.types import Send
 
-from jinfer.server.errors import ApiError, as_api_error
+from jinfer.engine.requests import ClosedError
+from jinfer.server.errors import CLOSING, ApiError, as_api_error
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -82,7 +83,8 @@ class Stream:
         Returns:
             An error in the middle, which the client was told of.
         """
-        begun, failure = False, None
+        begun = False
+        failure: Exception | None = None
         headers = {
             "content-type": self.media_type,
             "cache-control": "no-cache",
@@ -98,13 +100,18 @@ class Stream:
                             begun = True
                             await send(_start(200, headers))
                         await send(_part(piece, more=True))
-            except (asyncio.CancelledError, TimeoutError):
+            except TimeoutError:
                 raise
+            except asyncio.CancelledError as error:
+                if not begun or error.args != (CLOSING,):
+                    raise
+                failure = ClosedError(CLOSING)
             except Exception as error:
                 if not begun:
                     raise
                 failure = error
-                await send(_part(self.failed(as_api_error(error)), more=True))
+            if failure is not None:
+                await send(_part(self.failed(as_api_error(failure)), more=True))
         if not begun:
             await send(_start(200, headers))
         await send(_part(b"", more=False))

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from jinfer.server.errors import CLOSING
 from jinfer.server.metrics import Metrics, Watch
 from jinfer.server.models import Hosted, Models
 from jinfer.server.running import Job, Run
@@ -25,11 +26,18 @@ class Service:
         settings: what its operator decided.
         models: what it serves.
         metrics: what it has done.
+        answers: that are on their way.
     """
 
     settings: Settings
     models: Models
     metrics: Metrics
+    answers: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def end_answers(self) -> None:
+        """Ends all answers; their clients are told why."""
+        for one in self.answers:
+            one.cancel(CLOSING)
 
     def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
         """The answers to some prompts, which one request may have twice as many of as slots."""
