@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,15 @@ PING = b": ping\n\n"
 def dumps(value: Any) -> bytes:
     """JSON; numbers that are none become null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
+    """JSON of an object with a long list under a name, an item at a time.
+
+    Other threads may run between two of them, which they could not while the whole is written.
+    """
+    text = b",".join([dumps(one) for one in items])
+    return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 
 def event(value: Any, name: str | None = None) -> bytes:

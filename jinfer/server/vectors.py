@@ -6,7 +6,7 @@ import base64
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import Reply
+from jinfer.server.replies import Reply, listed
 from jinfer.server.schemas.vectors import (
     ClassifyRequest,
     Document,
@@ -46,14 +46,15 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
         )
         call.note(prompt_tokens=tokens)
         vectors = _shortened(vectors, body.dimensions, body.normalize is not False)
+        head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
         texts = body.encoding_format == "base64"
-        data = [
-            {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
-            for i, row in enumerate(vectors)
-        ]
-        return Reply(
-            {"object": "list", "data": data, "model": hosted.name, "usage": _usage(tokens)}
-        )
+        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, texts)))
+
+
+def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
+    """Vectors as answers show them: numbers, or texts."""
+    for i, row in enumerate(vectors):
+        yield {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
 
 
 def _base64(row: np.ndarray) -> str:

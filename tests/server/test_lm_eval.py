@@ -53,6 +53,16 @@ def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) 
     assert len(prompts) == 1 or set(greedy) == {True, False}
 
 
+def test_parts_of_characters_are_told_apart(smol: Running) -> None:
+    """Tokens that are bytes of one look alike as texts, and the likeliest would be lost."""
+    ids = smol.hosted().llm.encode("\u6f22\U0001f600\u5b57\U0001f431")
+    body = {"prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 20}
+    (choice,) = answered(smol, {"path": "/v1/completions", "body": body})
+    tops = choice["logprobs"]["top_logprobs"][1:]
+    assert all(len(top) in (20, 21) for top in tops)
+    assert any(key.startswith("bytes:\\x") for top in tops for key in top)
+
+
 @pytest.mark.parametrize("one", TEXTS)
 def test_continued_texts(smol: Running, one: dict[str, Any]) -> None:
     body = one["body"]
