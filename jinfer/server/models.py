@@ -17,6 +17,7 @@ from jinfer.engine.thread import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM
+from jinfer.sampling.errors import ConstraintError
 from jinfer.server.errors import ApiError, closing, loading, unknown_model
 from jinfer.server.settings import Source
 from jinfer.weights.sizes import sizes_of
@@ -217,6 +218,7 @@ class Models:
             if self._warm_up:
                 engine = one.frontend.engine
                 engine.programs.announce(all_shapes(engine))
+                self.workers.submit(_learn_words, one.llm)
 
     async def _drop(self, one: Hosted) -> None:
         llm, one._llm = one.llm, None
@@ -240,4 +242,16 @@ def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
 
 def _opened(source: Source) -> LLM:
     # The programs of a first request are made while the weights are read.
-    return LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    llm = LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    if llm.spec.engine.warm_up:
+        _learn_words(llm)
+    return llm
+
+
+def _learn_words(llm: LLM) -> None:
+    """Does what the first constraint does for a vocabulary, while nobody else can compute."""
+    from jinfer.sampling.structured import compile_constraint  # not needed to be ready
+
+    if llm.tokenizer is not None and llm.spec.decoder is not None:
+        with contextlib.suppress(ConstraintError):
+            compile_constraint(llm.tokenizer, json_schema=True)

@@ -248,6 +248,16 @@ def test_what_would_take_long_to_refuse(
     assert refused(smol, path, body, status)["param"] == param
 
 
+@pytest.mark.parametrize("end", [b'"', b'"' + b'\\",' * 500_000, b'"' + b"a," * 500_000])
+def test_a_text_that_never_ends(smol: Running, end: bytes) -> None:
+    """No time is lost with looking for where it might begin instead."""
+    data = b'{"prompt": ["a' + b"," * 300_000 + b'", ' + end
+    with smol.client() as http:
+        answer = http.post("/v1/completions", content=data)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
 def test_commas_in_texts_are_no_values(smol: Running) -> None:
     words = 'a, "b\\", ' * 100_000
     error = refused(smol, "/v1/completions", {"prompt": words, "max_tokens": 1})
