@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import orjson
@@ -65,7 +67,7 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
         raise invalid("the body must be a JSON object", code="invalid_json")
     if model.model_config.get("extra") == "forbid":
         # One is enough to know; that all others are wrong too would take long to tell.
-        names = {*_names(model), *model.model_fields}
+        names = _names(model)
         if (unknown := next((name for name in value if name not in names), None)) is not None:
             raise _unknown(unknown, model)
     return validated(value, model)
@@ -120,8 +122,9 @@ def _unknown(place: str, model: type[BaseModel]) -> ApiError:
     return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
 
 
-def _names(model: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items()]
+@cache
+def _names(model: type[BaseModel]) -> Mapping[str, None]:
+    return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
 def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
