@@ -13,7 +13,7 @@ from jinfer.commands.program import program
 from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
 from jinfer.remote import flags
-from jinfer.remote.asking import PATH, body, stream
+from jinfer.remote.asking import CHAT, TEXT, body, raw, stream
 from jinfer.remote.chat import RemoteChat, show, think
 from jinfer.remote.connection import RemoteError, Server, objects
 from jinfer.terminal import INTERRUPTED
@@ -48,12 +48,16 @@ def _run(options: argparse.Namespace) -> int:
         dialogue.params()
         print(f"{model} at {server.url}", file=sys.stderr)
         return dialogue.run(None)
-    asked = body([*system, {"role": "user", "content": question}], sampling(options), model)
+    if options.raw:
+        path, asked = TEXT, raw(question, sampling(options), model)
+    else:
+        messages: list[Message] = [*system, {"role": "user", "content": question}]
+        path, asked = CHAT, body(messages, sampling(options), model)
     if options.json:
-        print(json.dumps(server.whole(PATH, asked), ensure_ascii=False))
+        print(json.dumps(server.whole(path, asked), ensure_ascii=False))
         return 0
     if max(options.n or 1, options.best_of or 1) > 1:
-        return _several(server.whole(PATH, asked))
+        return _several(server.whole(path, asked))
     answer = stream(server, asked, show, think)
     print()
     if sys.stderr.isatty():
@@ -88,7 +92,7 @@ def _several(whole: Mapping[str, Any]) -> int:
     for number, choice in enumerate(choices, start=1):
         if len(choices) > 1:
             print(f"--- {number} of {len(choices)}")
-        print((choice.get("message") or {}).get("content") or "")
+        print((choice.get("message") or {}).get("content") or choice.get("text") or "")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from jinfer.engine.engine import Engine
-from jinfer.engine.forward import encode, forward
+from jinfer.engine.forward import Passes, encode, forward
 from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend
 from jinfer.inputs import prompts
@@ -56,5 +56,5 @@ def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
     return encoded
 
 
-def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> np.ndarray:
+def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> Passes[np.ndarray]:
     return forward(engine, pair[0], want, pair[1])

@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.engine.blocks import Copy, Held
 from jinfer.engine.engine import Engine
-from jinfer.engine.forward import NoRoomError, forward
+from jinfer.engine.forward import NoRoomError, at_once, forward
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
@@ -70,10 +70,10 @@ class Contrastive:
         """The last token that is known is the only candidate of the first step."""
         *before, last = sequence.tokens
         width = engine.programs.sizes.context
-        hidden = forward(engine, before, "hidden", sequence.request.encoder) if before else None
         past = np.zeros((width, engine.programs.hidden), np.float32)
-        if hidden is not None:
-            past[: len(before)] = hidden
+        if before:
+            passes = forward(engine, before, "hidden", sequence.request.encoder)
+            past[: len(before)] = at_once(engine, passes)
         self._past, self._length = past, len(before)
         self._candidates = [last]
         self._probabilities = np.eye(1, self.count, dtype=np.float32)[0]

@@ -170,11 +170,11 @@ class Engine(Device):
         """Preempts somebody for a driven sequence, or the sequence itself if it came last.
 
         Returns:
-            Tokens that had to be read before; that the sequence failed, if it is alone already.
+            Tokens that had to be read before; that the sequence failed, if nobody else holds any.
         """
         events: list[Token | Failed] = list(self.read_all())
         last = max(self.scheduler.running, key=lambda s: s.order)
-        if len(self.scheduler.running) == 1:
+        if len(self.scheduler.running) == 1 and not self.scheduler.apart:
             error = RequestError("the cache has too few blocks for this; set engine.kv_tokens")
             events.append(Failed(sequence.request.id, error))
         self.scheduler.preempt(last)

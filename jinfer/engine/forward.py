@@ -1,8 +1,11 @@
-"""Passes that choose no tokens: logits, hidden states, scores, results of encoders."""
+"""Passes that choose no tokens: logits, hidden states, scores, results of encoders.
+
+They come in pieces of about a step's size, between which whoever drives them lets steps run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,14 +16,33 @@ from jaxtyping import Float
 from jinfer.engine.blocks import Held
 from jinfer.engine.device import SIZES, padded_length
 from jinfer.engine.engine import Engine
-from jinfer.engine.programs import Shape
+from jinfer.engine.programs import Program, Shape
 from jinfer.engine.requests import RequestError
 from jinfer.model import Want
 from jinfer.ops.cache import BLOCK
 
+# Why it pauses: a piece is computed; other requests hold the blocks that it needs; or it has to
+# wait for a program.
+type Pause = Literal["computed", "room"] | Shape
+type Passes[T] = Generator[Pause, None, T]
+
 
 class NoRoomError(Exception):
     """The cache has too few free blocks for the moment."""
+
+
+def at_once[T](engine: Engine, passes: Passes[T]) -> T:
+    """The result, without a step between. Raises `NoRoomError`."""
+    while True:
+        try:
+            pause = next(passes)
+        except StopIteration as end:
+            return end.value
+        if pause == "room":
+            passes.close()
+            raise NoRoomError
+        if isinstance(pause, Shape):
+            engine.programs.get(pause)
 
 
 def forward(
@@ -28,24 +50,23 @@ def forward(
     prompt: Sequence[int],
     want: Literal["logits", "hidden", "score", "ranked"],
     encoder: Sequence[int] = (),
-) -> Any:
+) -> Passes[Any]:
     """Logits or last hidden states of every token of a decoder's prompt, or its scores.
 
     A score is the log-probability of a token given those before it; the first has none. "ranked"
     are the scores, and the likeliest ids at each place and theirs.
-
-    Raises:
-        NoRoomError: other requests hold the blocks it needs.
-        RequestError: the cache could never hold it.
     """
     scores = want in ("score", "ranked")
     computed = len(prompt) - scores
     tokens = np.array(prompt, np.int32)
-    parts = []
-    with _blocks(engine, prompt, encoder) as held:
+    parts: list[Any] = []
+    with _own(engine, prompt) as held:
+        yield from _room(engine, held, prompt, encoder)
         for start, count, size in _pieces(engine, computed):
-            if not engine.scheduler.blocks.reserve(held, start + count):
-                raise NoRoomError
+            if parts:
+                yield "computed"
+            while not engine.scheduler.blocks.reserve(held, start + count):
+                yield "room"
             rows = np.full(size, -1, np.int32)
             rows[:count] = 0
             positions = np.zeros(size, np.int32)
@@ -58,7 +79,7 @@ def forward(
                 if want == "score" or want == "ranked"
                 else Shape("forward", size, rows=1, want=want)
             )
-            program = engine.programs.get(shape)
+            program = yield from _program(engine, shape)
             tables = engine.tables_of(1, [(0, held)])
             cache, out = program(
                 engine.leaves,
@@ -75,32 +96,48 @@ def forward(
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
+def _program(engine: Engine, shape: Shape) -> Passes[Program]:
+    while not engine.programs.ready(shape):
+        yield shape
+    return engine.programs.get(shape)
+
+
 @contextmanager
-def _blocks(engine: Engine, prompt: Sequence[int], encoder: Sequence[int]) -> Iterator[Held]:
-    """Blocks of a sequence that has no slot."""
-    blocks = engine.scheduler.blocks
+def _own(engine: Engine, prompt: Sequence[int]) -> Iterator[Held]:
+    """A sequence that has no slot, and no blocks yet."""
+    blocks, scheduler = engine.scheduler.blocks, engine.scheduler
     held, _, _ = blocks.start(prompt, reuse=False)
+    scheduler.apart += 1
     try:
-        if not blocks.reserve_all(held, len(prompt), 0):
-            raise NoRoomError
-        if encoder:
-            if not blocks.take_encoder(held, encoder):
-                raise NoRoomError
-            if not held.filled:
-                engine.fill(held, tuple(encoder))
-                blocks.describe_encoder(held, encoder)
         yield held
     finally:
+        scheduler.apart -= 1
         blocks.free(held)
 
 
+def _room(
+    engine: Engine, held: Held, prompt: Sequence[int], encoder: Sequence[int]
+) -> Passes[None]:
+    """Takes the blocks of a sequence, all at once: halves of several would wait for each other."""
+    blocks = engine.scheduler.blocks
+    while not blocks.reserve_all(held, len(prompt), 0):
+        yield "room"
+    if encoder:
+        while not blocks.take_encoder(held, encoder):
+            yield "room"
+        if not held.filled:
+            engine.fill(held, tuple(encoder))
+            blocks.describe_encoder(held, encoder)
+
+
 def _pieces(engine: Engine, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, tokens, padded size) of each piece of a prompt."""
-    start, chunk = 0, engine.scheduler.chunk
+    """(first token, tokens, padded size) of each piece of a prompt: small while somebody runs."""
+    scheduler, start = engine.scheduler, 0
     while start < tokens:
-        count = engine.scheduler.filling(min(chunk, tokens - start))
+        most = scheduler.mixed if scheduler.running else scheduler.chunk
+        count = scheduler.filling(min(most, tokens - start))
         # Programs of few tokens are made for decoding alone.
-        yield start, count, max(engine.size_of(count), min(SIZES[0], engine.scheduler.sizes[-1]))
+        yield start, count, max(engine.size_of(count), min(SIZES[0], scheduler.sizes[-1]))
         start += count
 
 
@@ -115,7 +152,7 @@ def encode(
     texts: Sequence[Sequence[int]],
     types: Sequence[Sequence[int]],
     want: Want,
-) -> list[Float[np.ndarray, ...]]:
+) -> Passes[list[Float[np.ndarray, ...]]]:
     """A result of the encoder for each text: [tokens, width], or [width] for "pooled".
 
     Args:
@@ -125,13 +162,15 @@ def encode(
     # Not beyond the context: a learned table of positions ends there.
     size = max(longest, min(padded_length(longest), engine.programs.sizes.context))
     rows = engine.row_count(len(texts))
-    results = []
+    results: list[Any] = []
     for begin in range(0, len(texts), rows):
+        if results:
+            yield "computed"
         batch = list(texts[begin : begin + rows])
         empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
         tokens, lengths = padded([*batch, *empty], size)
         token_types, _ = padded([*types[begin : begin + rows], *empty], size)
-        program = engine.programs.get(Shape("encode", size, rows=rows, want=want))
+        program = yield from _program(engine, Shape("encode", size, rows=rows, want=want))
         out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
         results += [
             out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)

@@ -25,6 +25,10 @@ class DeadlineError(RequestError):
     """A request that was not done in the time it had."""
 
 
+class ClosedError(RequestError):
+    """A request of a model that was closed, or is closed before it is done."""
+
+
 class EngineError(RuntimeError):
     """A step failed; the requests in it end with this, and the engine goes on."""
 

@@ -128,6 +128,7 @@ class Scheduler:
         queue: requests that may wait; None: any number.
         preemptions: so far.
         hold: whether nobody is admitted for the moment.
+        apart: sequences that hold blocks without a slot, for the time that a pass takes.
         running: those that have slots.
         on_release: is told of each sequence that is about to give its blocks back.
     """
@@ -140,6 +141,7 @@ class Scheduler:
     queue: int | None = None
     preemptions: int = 0
     hold: bool = False
+    apart: int = 0
     running: list[Running] = field(default_factory=list)
     on_release: Callable[[Running], None] = lambda _: None
     _waiting: list[tuple[tuple[int, int], Running]] = field(default_factory=list)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -19,16 +19,28 @@ from typing import TYPE_CHECKING, Any
 
 from jinfer.engine.driver import Driver
 from jinfer.engine.engine import Engine
-from jinfer.engine.forward import NoRoomError
+from jinfer.engine.forward import Passes, Pause
 from jinfer.engine.generation import Generation, Usage
-from jinfer.engine.requests import DeadlineError, EngineError, Failed, Request, RequestError, Token
+from jinfer.engine.programs import Shape
+from jinfer.engine.requests import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    Failed,
+    Request,
+    RequestError,
+    Token,
+)
 from jinfer.engine.state import Choice
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
 
+# What it returns, or the value of the generator that it returns.
 type Job = Callable[[Engine], Any]
+_CLOSED = "the model was closed; open it again"
+_LOOK = 0.01  # seconds between two looks for a program that a job waits for
 
 
 @dataclass(frozen=True)
@@ -95,10 +107,13 @@ class EngineThread:
         return None if sequence is None else (sequence.cached or 0, sequence.computed)
 
     def run(self, job: Job) -> Any:
-        """The result of a job that is done between two steps; its exceptions are raised here."""
-        future: Future[Any] = Future()
-        self._send(lambda loop: loop.jobs.append((job, future)))
-        return future.result()
+        """The result of a job that is done between two steps; its exceptions are raised here.
+
+        One that comes in pieces, `Passes`, lets a step run after each.
+        """
+        work = _Work(job)
+        self._send(lambda loop: loop.jobs.append(work))
+        return work.future.result()
 
     def stats(self) -> Stats:
         """What the engine does at the moment."""
@@ -112,7 +127,7 @@ class EngineThread:
 
     def _send(self, message: Callable[[_Loop], Any]) -> None:
         if not self._stop.alive:
-            raise RequestError("the model was closed; open it again")
+            raise ClosedError(_CLOSED)
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
@@ -141,6 +156,42 @@ def _end_all() -> None:
 
 
 @dataclass
+class _Work:
+    """A job on its way; its passes, once it has begun, can be begun again."""
+
+    job: Job
+    future: Future[Any] = field(default_factory=Future)
+    passes: Passes[Any] | None = None
+
+    def advance(self, engine: Engine) -> Pause | None:
+        """One piece of it; None: it is done, one way or the other."""
+        try:
+            if self.passes is None:
+                result = self.job(engine)
+                if not isinstance(result, Generator):
+                    self.future.set_result(result)
+                    return None
+                self.passes = result
+            return next(self.passes)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+        except BaseException as error:
+            self.future.set_exception(error)
+        return None
+
+    def forget(self) -> None:
+        """What it holds is free, and it has to begin again."""
+        if self.passes is not None:
+            self.passes.close()
+            self.passes = None
+
+    def fail(self, error: RequestError) -> None:
+        """Ends it."""
+        self.forget()
+        self.future.set_exception(error)
+
+
+@dataclass
 class _Loop:
     """What runs on the thread; knows its owner weakly, so that it ends when nobody else does."""
 
@@ -148,7 +199,8 @@ class _Loop:
     tokenizer: Tokenizer | None
     owner: weakref.ref[EngineThread]
     inbox: SimpleQueue[Callable[[_Loop], Any] | None] = field(default_factory=SimpleQueue)
-    jobs: deque[tuple[Job, Future[Any]]] = field(default_factory=deque)
+    jobs: deque[_Work] = field(default_factory=deque)
+    pause: Pause | None = None
     generations: dict[int, tuple[Generation, Callable[[Any], None]]] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -165,7 +217,7 @@ class _Loop:
     def run(self) -> None:
         """Until there is a None in the inbox."""
         while self._receive():
-            self._work_off_jobs()
+            self._advance_jobs()
             if self.engine.busy:
                 self._expire()
                 self._step()
@@ -174,18 +226,18 @@ class _Loop:
             if (message := self.inbox.get()) is not None:
                 message(self)
         for request in list(self.generations):
-            self._fail(request, RequestError("the model was closed while it answered"))
-        for _, future in self.jobs:
-            future.set_exception(RequestError("the model was closed; open it again"))
+            self._fail(request, ClosedError("the model was closed while it answered"))
+        for work in self.jobs:
+            work.fail(ClosedError(_CLOSED))
         self.jobs.clear()
         self.engine.release()
 
     def _receive(self) -> bool:
         """Takes all messages; waits for one where there is nothing to do. False: the end."""
-        idle = not self.engine.busy and not self.jobs
+        idle = not self.engine.busy and (not self.jobs or isinstance(self.pause, Shape))
         while True:
             try:
-                message = self.inbox.get(block=idle)
+                message = self.inbox.get(block=idle, timeout=_LOOK if self.jobs else None)
             except Empty:
                 return True
             if message is None:
@@ -256,6 +308,8 @@ class _Loop:
             sink(generation.usage())
 
     def _recover(self, error: Exception) -> None:
+        for work in self.jobs:
+            work.forget()
         failed = self.engine.recover() or list(self.generations)
         reason = error
         if not isinstance(error, EngineError):  # those say what to do
@@ -271,25 +325,18 @@ class _Loop:
         for sequence in self.engine.scheduler.expired(time.monotonic()):
             self._fail(sequence.request.id, DeadlineError("the request's deadline has passed"))
 
-    def _work_off_jobs(self) -> None:
-        """Jobs go before requests; one that finds no room waits until there is."""
-        while self.jobs:
-            job, future = self.jobs[0]
-            try:
-                result = job(self.engine)
-            except NoRoomError:
-                self.engine.scheduler.hold = True
-                if self.engine.busy and self.engine.scheduler.running:
-                    return
-                self.engine.scheduler.hold = False
-                future.set_exception(
-                    RequestError("the cache is too small for this; set engine.kv_tokens")
-                )
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            self.engine.scheduler.hold = False
+    def _advance_jobs(self) -> None:
+        """A job, or a piece of one, goes before each step; where it finds no room, it waits."""
+        scheduler = self.engine.scheduler
+        if not self.jobs:
+            return
+        alone = not scheduler.running
+        self.pause = self.jobs[0].advance(self.engine)
+        scheduler.hold = self.pause == "room" and not alone
+        if self.pause == "room" and alone:
+            self.jobs[0].fail(RequestError("the cache is too small for this; set engine.kv_tokens"))
+            self.pause = None
+        if self.pause is None:
             self.jobs.popleft()
 
     def stats(self) -> Stats:

@@ -13,7 +13,8 @@ from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
 from jinfer.remote.connection import Server, objects
 
-PATH = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 # Parameters that have other names there.
 _NAMES = {"include_stop": "include_stop_str_in_output", "skip_special": "skip_special_tokens"}
 
@@ -60,6 +61,14 @@ def body(
     """A request for an answer to a conversation. Raises `RequestError`."""
     named = {} if model is None else {"model": model}
     return {**named, "messages": list(messages), **fields(sampling)}
+
+
+def raw(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """A request for what follows a text, without a chat template. Raises `RequestError`."""
+    asked = {"model": model, "prompt": text, **fields(sampling)}
+    if asked.pop("logprobs", None):
+        asked["logprobs"] = asked.pop("top_logprobs")
+    return asked
 
 
 def fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,9 +124,10 @@ def stream(
         RemoteError: there is none.
     """
     answer, begun = Answer(), time.perf_counter()
+    path = TEXT if "prompt" in asked else CHAT
     streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        with contextlib.closing(server.events(PATH, streamed)) as events:
+        with contextlib.closing(server.events(path, streamed)) as events:
             for event in events:
                 _take(answer, event, begun, show, think)
     except KeyboardInterrupt:
@@ -139,7 +149,7 @@ def _take(
         answer.reason = choice.get("finish_reason") or answer.reason
         delta = dict(choice.get("delta") or {})
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        text = delta.get("content") or ""
+        text = delta.get("content") or choice.get("text") or ""
         if (thought or text) and answer.first is None:
             answer.first = time.perf_counter() - begun
         if thought:

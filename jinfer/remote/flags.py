@@ -25,6 +25,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--api-key", metavar="KEY", help="what opens it (JINFER_API_KEY)")
     add("--model", metavar="NAME", help="which of its models (JINFER_MODEL; else its first)")
     add("--system", metavar="TEXT", help="the system message")
+    add("--raw", action="store_const", const=True, help="continue the text; no chat template")
     add("--timeout", type=_seconds, metavar="S", help="seconds that the server may be silent")
     add("--json", action="store_const", const=True, help="print the whole answer as JSON")
     add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
@@ -36,6 +37,8 @@ def check(options: argparse.Namespace, chat: bool) -> None:
     check_pairs({name for name, value in vars(options).items() if value is not None})
     if chat and options.json:
         raise FlagError("--json needs a question")
+    if chat and options.raw:
+        raise FlagError("--raw needs a text to continue")
     if options.logprobs is not None and not options.json:
         raise FlagError("--logprobs needs --json, which shows them")
 

@@ -34,11 +34,13 @@ def build_app(
     settings: Settings,
     *,
     failed: Callable[[BaseException], Any] = lambda error: None,
+    made: Callable[[Service], Any] = lambda service: None,
 ) -> ASGIApp:
     """The service as an ASGI application; its models are loaded when it starts.
 
     Args:
         failed: is told why a model could not be loaded at the start.
+        made: is given what the application is made of.
     """
     metrics = Metrics()
     models = Models(
@@ -49,6 +51,7 @@ def build_app(
     )
     metrics.stats = models.stats
     service = Service(settings, models, metrics)
+    made(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

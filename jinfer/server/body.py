@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import orjson
@@ -14,6 +17,9 @@ from jinfer.server.settings import Settings
 from jinfer.spec.errors import nearest
 
 _SHOWN = 200  # characters of a client's own words in an error
+# Values in a body. What has more would be taken apart in one go that nothing else runs beside.
+MOST_VALUES = 1 << 18
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 async def read(request: Request, settings: Settings) -> bytes:
@@ -51,13 +57,36 @@ async def read(request: Request, settings: Settings) -> bytes:
 
 def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
     """A body as its model. Raises `ApiError` that names the first field that is wrong."""
+    if data.count(b",") > MOST_VALUES:
+        _check_values(data)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise invalid(f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
+    if model.model_config.get("extra") == "forbid":
+        # One is enough to know; that all others are wrong too would take long to tell.
+        names = _names(model)
+        if (unknown := next((name for name in value if name not in names), None)) is not None:
+            raise _unknown(unknown, model)
     return validated(value, model)
+
+
+def _check_values(data: bytes) -> None:
+    """Counts the values of a body between its texts, whose commas part nothing."""
+    count = end = 0
+    while count <= MOST_VALUES and (begin := data.find(b'"', end)) >= 0:
+        count += data.count(b",", end, begin)
+        text = _TEXT.match(data, begin)
+        # A text without an end is no JSON, as its reader will say.
+        end = len(data) if text is None else text.end()
+    if count + data.count(b",", end) > MOST_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than the {MOST_VALUES} values that are allowed",
+            code="body_too_large",
+        )
 
 
 def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
@@ -83,15 +112,19 @@ def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiErr
     deeper = [other for other in found if other.startswith(f"{place}.")]
     place = deeper[0] if deeper else place
     if kinds[place] == "extra_forbidden":
-        name = place.rpartition(".")[2]
-        hint = "" if "." in place else f"; {nearest(name, _names(model))}"
-        return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
+        return _unknown(place, model)
     text = " or ".join(found[place])
     return invalid(f"{place[:_SHOWN]}: {text[: 2 * _SHOWN]}", place[:_SHOWN], "invalid_type")
 
 
-def _names(model: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items()]
+def _unknown(place: str, model: type[BaseModel]) -> ApiError:
+    hint = "" if "." in place else f"; {nearest(place, _names(model))}"
+    return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
+
+
+@cache
+def _names(model: type[BaseModel]) -> Mapping[str, None]:
+    return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
 def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
@@ -102,11 +135,9 @@ def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
     """
     names: list[str] = []
     for number, step in enumerate(path, 1):
-        inner: Any = value if isinstance(value, dict) else {}
-        if isinstance(value, list):
-            inner = dict(enumerate(value))
-        if step in inner:
-            value = inner[step]
+        listed = isinstance(value, list) and isinstance(step, int) and step < len(value)
+        if listed or (isinstance(value, dict) and step in value):
+            value = value[step]
         elif not named or number < len(path):
             continue
         names.append(str(step))

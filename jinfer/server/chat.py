@@ -17,7 +17,7 @@ from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
 from jinfer.server.prompts import chat_ids
-from jinfer.server.replies import DONE, PING, Reply, Stream, event
+from jinfer.server.replies import DONE, PING, Reply, Stream, dumps, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import CHAT, Asked, asked
 from jinfer.server.schemas.chat import ChatRequest
@@ -48,10 +48,13 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
-            scored = await call.service.beside(*wanted)
+            scored = await call.service.computed(*wanted)
             more["prompt_logprobs"] = [None, *map(figures.ranked, scored)]
         (answers,) = await it.run.completions()
-        return Reply(it.whole(answers) | more)
+        if not more and not body.logprobs:
+            return Reply(it.whole(answers))
+        # Of many tokens they take long to write.
+        return Reply(await call.service.beside(lambda: dumps(it.whole(answers) | more)))
 
 
 @contextlib.asynccontextmanager

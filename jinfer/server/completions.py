@@ -14,7 +14,7 @@ from jinfer.server import figures, streams
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import DONE, PING, Reply, Stream, event
+from jinfer.server.replies import DONE, PING, Reply, Stream, dumps, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import COMPLETIONS, asked
 from jinfer.server.schemas.completions import CompletionRequest
@@ -42,7 +42,11 @@ async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
             raise unsupported("they are not streamed", "prompt_logprobs")
         return Stream(_streamed(call))
     async with _running(call) as it:
-        return Reply(it.whole(await it.run.completions()))
+        groups = await it.run.completions()
+        if body.logprobs is None and body.prompt_logprobs is None:
+            return Reply(it.whole(groups))
+        # Of many tokens they take long to write.
+        return Reply(await call.service.beside(lambda: dumps(it.whole(groups))))
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +103,7 @@ class _Texts:
         if not wanted:
             return
         for job in self.jobs:
-            found = await self.call.service.beside(
+            found = await self.call.service.computed(
                 score_prompt, self.hosted.frontend, job.ids, max(wanted)
             )
             self.scored.append(found)
@@ -177,8 +181,12 @@ class _Texts:
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         tokenizer = self.hosted.llm.tokenizer
         # The token itself is there too, though it is none of the likeliest.
-        listed = {figures.token_text(tokenizer, o.id): figures.finite(o.logprob) for o in one.top}
-        return {**listed, figures.token_text(tokenizer, one.id): figures.finite(one.logprob)}
+        return {
+            str(each.id) if tokenizer is None else figures.token_key(tokenizer, each.id): (
+                figures.finite(each.logprob)
+            )
+            for each in (*one.top, one)
+        }
 
     def chunk(
         self, number: int, text: str, reason: str | None = None, **more: Any

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from jinfer.engine.requests import ClosedError
 from jinfer.server import body
-from jinfer.server.errors import as_api_error
+from jinfer.server.errors import CLOSING, as_api_error
 from jinfer.server.replies import Reply, Stream, refusal
 from jinfer.server.service import Call, Handler, Service
 
@@ -75,6 +76,8 @@ class Answering:
             return
         work = asyncio.ensure_future(self._answer(request, data, notes, send))
         gone = asyncio.ensure_future(_gone(receive))
+        self.service.answers.add(work)
+        work.add_done_callback(self.service.answers.discard)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -109,8 +112,10 @@ class Answering:
         except TimeoutError:
             # Nobody reads it: the connection is of no use.
             notes["gone"] = True
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as error:
+            if error.args != (CLOSING,):
+                raise
+            await self._refuse(ClosedError(CLOSING), notes, send)
         except Exception as error:
             await self._refuse(error, notes, send)
 

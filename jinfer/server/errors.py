@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.engine.requests import DeadlineError, EngineError, QueueFullError
+from jinfer.engine.requests import ClosedError, DeadlineError, EngineError, QueueFullError
 from jinfer.errors import USER_ERRORS
 
 TYPES: Mapping[int, str] = {
@@ -17,6 +17,9 @@ TYPES: Mapping[int, str] = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
+
+
+CLOSING = "the service is closing"  # says why the task of an answer is cancelled
 
 
 class ApiError(Exception):
@@ -74,6 +77,8 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
         return error
     if isinstance(error, QueueFullError):
         return busy(retry_after)
+    if isinstance(error, ClosedError):
+        return closing(retry_after)
     if isinstance(error, DeadlineError):
         message = "the answer was not done in the time that the service allows"
         return ApiError(503, message, code="deadline_exceeded")
@@ -88,6 +93,16 @@ def busy(retry_after: int) -> ApiError:
         429,
         "too many requests wait already; try again later",
         code="queue_full",
+        headers={"retry-after": str(retry_after)},
+    )
+
+
+def closing(retry_after: int = 1) -> ApiError:
+    """The service ends: another one may answer, or the next one here."""
+    return ApiError(
+        503,
+        f"{CLOSING}; try again later",
+        code="closing",
         headers={"retry-after": str(retry_after)},
     )
 

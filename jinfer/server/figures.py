@@ -58,6 +58,15 @@ def token_text(tokenizer: Tokenizer | None, id: int) -> str:
     return "" if tokenizer is None else tokenizer.spelled(id).decode("utf-8", "replace")
 
 
+def token_key(tokenizer: Tokenizer, id: int) -> str:
+    """A token's text, or its bytes where it is a part of a character: no two are alike."""
+    data = tokenizer.spelled(id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def _entry(tokenizer: Tokenizer | None, one: TokenLogprob) -> dict[str, Any]:
     data = b"" if tokenizer is None else tokenizer.spelled(one.id)
     return {

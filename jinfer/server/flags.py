@@ -91,11 +91,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--tool-call-parser",),
         "how models write calls of tools (prompt.tool_calls): auto, hermes, qwen_coder, llama, "
-        "mistral, deepseek, harmony",
+        "mistral, deepseek, dsml, granite, phi, command, harmony",
     ),
     Flag(
         ("--reasoning-parser",),
-        "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, seed",
+        "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, command, "
+        "seed",
     ),
     Flag(("--queue",), "requests that may wait; more are answered with 429", int, 256),
     Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,14 @@ from jinfer.engine.thread import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM
-from jinfer.server.errors import ApiError, loading, unknown_model
+from jinfer.sampling.errors import ConstraintError
+from jinfer.server.errors import ApiError, closing, loading, unknown_model
 from jinfer.server.settings import Source
 from jinfer.weights.sizes import sizes_of
 
 _log = logging.getLogger("jinfer.server")
 _FIRST = 33  # tokens of a first prompt
+_WORKERS = 4
 State = Literal["absent", "loading", "ready", "failed"]
 
 
@@ -92,11 +95,13 @@ class Models:
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
         self._warm_up = warm_up
         self._unloaded = unloaded
-        self._started = False
+        self._started = self._closing = False
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
-        self.workers = ThreadPoolExecutor(4, thread_name_prefix="worker")
+        self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
+        # Who waits for an engine would keep the workers from those who need none.
+        self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
 
     @property
     def ready(self) -> bool:
@@ -109,6 +114,7 @@ class Models:
         Raises:
             USER_ERRORS: one cannot be loaded.
         """
+        _start_threads(self.workers, _WORKERS)
         for one in self.hosted[: self._most]:
             async with self._changed:
                 one.state = "loading"
@@ -116,6 +122,10 @@ class Models:
             if one.state == "failed":
                 raise ApiError(503, one.error)
         self._started = True
+
+    def admit_nobody(self) -> None:
+        """From now on every request is refused; those that run go on."""
+        self._closing = True
 
     async def close(self) -> None:
         """Ends every model."""
@@ -125,6 +135,7 @@ class Models:
                 await loop.run_in_executor(self._loader, one.llm.close)
         self._loader.shutdown(wait=False, cancel_futures=True)
         self.workers.shutdown(wait=False, cancel_futures=True)
+        self.waiters.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
         """The figures of each model in memory."""
@@ -144,9 +155,12 @@ class Models:
         """A model, which stays in memory meanwhile; loaded first where it is not.
 
         Raises:
-            ApiError: there is no such model, or it is not there yet, or could not be loaded.
+            ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
+                service is closing.
         """
         one = self.named(name)
+        if self._closing:
+            raise closing()
         if not self._started and one.state != "ready":
             raise loading()
         one.users += 1
@@ -204,12 +218,20 @@ class Models:
             if self._warm_up:
                 engine = one.frontend.engine
                 engine.programs.announce(all_shapes(engine))
+                self.workers.submit(_learn_words, one.llm)
 
     async def _drop(self, one: Hosted) -> None:
         llm, one._llm = one.llm, None
         self._unloaded(one.name, llm.stats())
         _log.info("model unloaded", extra={"model": one.name})
         await asyncio.get_running_loop().run_in_executor(self._loader, llm.close)
+
+
+def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
+    """Has a pool start its threads now: the event loop would wait for each while others compute."""
+    barrier = threading.Barrier(count)
+    for _ in range(count):
+        pool.submit(barrier.wait)
 
 
 def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
@@ -220,4 +242,16 @@ def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
 
 def _opened(source: Source) -> LLM:
     # The programs of a first request are made while the weights are read.
-    return LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    llm = LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    if llm.spec.engine.warm_up:
+        _learn_words(llm)
+    return llm
+
+
+def _learn_words(llm: LLM) -> None:
+    """Does what the first constraint does for a vocabulary, while nobody else can compute."""
+    from jinfer.sampling.structured import compile_constraint  # not needed to be ready
+
+    if llm.tokenizer is not None and llm.spec.decoder is not None:
+        with contextlib.suppress(ConstraintError):
+            compile_constraint(llm.tokenizer, json_schema=True)

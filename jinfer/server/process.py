@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -20,9 +22,14 @@ from jinfer.opening.sources import SourceError
 from jinfer.server import logs
 from jinfer.server.app import build_app
 from jinfer.server.flags import settings_of, sources_of
+from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
+_TELLING = 3  # seconds in which clients are told that their answers end
+# Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
+# twenty for the event loop beside the engine and three workers.
+_TURN = 0.001
 
 
 def serve(found: Mapping[str, Any]) -> int:
@@ -31,8 +38,10 @@ def serve(found: Mapping[str, Any]) -> int:
     Raises:
         SourceError, SpecError: a flag that cannot be.
     """
+    sys.setswitchinterval(_TURN)
     sources, settings = sources_of(found), settings_of(found)
     failures: list[BaseException] = []
+    services: list[Service] = []
 
     def failed(error: BaseException) -> None:
         failures.append(error)
@@ -40,11 +49,11 @@ def serve(found: Mapping[str, Any]) -> int:
 
     with _listener(found) as listener, _tls_errors(found):
         config = uvicorn.Config(
-            build_app(sources, settings, failed=failed),
+            build_app(sources, settings, failed=failed, made=services.append),
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_graceful_shutdown=_whole(found["stop_timeout"]),
+            timeout_graceful_shutdown=_last_end(found["stop_timeout"]),
             ssl_certfile=found["ssl_certfile"],
             ssl_keyfile=found["ssl_keyfile"],
             ssl_ca_certs=found["ssl_ca_certs"],
@@ -52,7 +61,7 @@ def serve(found: Mapping[str, Any]) -> int:
             lifespan="on",
         )
         config.load()
-        server = uvicorn.Server(config)
+        server = _Server(config, services[0], found["stop_timeout"])
         log = logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
         where = _where(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
@@ -73,8 +82,31 @@ def serve(found: Mapping[str, Any]) -> int:
     return 0
 
 
-def _whole(seconds: float | None) -> int | None:
-    return None if seconds is None else max(1, round(seconds))
+class _Server(uvicorn.Server):
+    """Tells clients whose answers are not done in time, before it lets go of them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, seconds: float | None) -> None:
+        super().__init__(config)
+        self._service, self._seconds = service, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers come to their end, for some time."""
+        self._service.models.admit_nobody()
+        ending = asyncio.ensure_future(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end(self) -> None:
+        if self._seconds is not None:
+            await asyncio.sleep(self._seconds)
+            self._service.end_answers()
+
+
+def _last_end(seconds: float | None) -> int | None:
+    """When whoever has not read by then what it was told is cut off."""
+    return None if seconds is None else math.ceil(seconds) + _TELLING
 
 
 @contextlib.contextmanager

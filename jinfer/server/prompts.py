@@ -17,7 +17,7 @@ from jinfer.server.schemas.chat import Message, Rendering, Tool
 from jinfer.server.settings import Settings
 from jinfer.server.tools.formats import format_of
 from jinfer.server.tools.shape import shape_of, shaped
-from jinfer.server.tools.written import written
+from jinfer.server.tools.written import IN_SYSTEM, beside_system, written
 
 # What `Conversation.encode` takes itself; "special" would make a stranger's words count.
 _RESERVED = frozenset(
@@ -83,7 +83,8 @@ def _with_calls(
     template = conversation.jinja or ""
     way = shape_of(template) if template else None
     if way is None or (tools and "tools" not in template):
-        return written(messages, [] if "tools" in template else tools)
+        told = written(messages, [] if "tools" in template else tools)
+        return beside_system(told, tools) if tools and IN_SYSTEM in template else told
     mistral = format_of(template, conversation.prompt.tool_calls).name == "mistral"
     return shaped(messages, way, short_ids=mistral)
 

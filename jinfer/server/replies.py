@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from starlette.types import Send
 
-from jinfer.server.errors import ApiError, as_api_error
+from jinfer.engine.requests import ClosedError
+from jinfer.server.errors import CLOSING, ApiError, as_api_error
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -22,6 +23,15 @@ PING = b": ping\n\n"
 def dumps(value: Any) -> bytes:
     """JSON; numbers that are none become null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
+    """JSON of an object with a long list under a name, an item at a time.
+
+    Other threads may run between two of them, which they could not while the whole is written.
+    """
+    text = b",".join([dumps(one) for one in items])
+    return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -84,7 +94,8 @@ class Stream:
         Returns:
             An error in the middle, which the client was told of.
         """
-        begun, failure = False, None
+        begun = False
+        failure: Exception | None = None
         headers = {
             "content-type": self.media_type,
             "cache-control": "no-cache",
@@ -100,13 +111,18 @@ class Stream:
                             begun = True
                             await send(_start(200, headers))
                         await send(_part(piece, more=True))
-            except (asyncio.CancelledError, TimeoutError):
+            except TimeoutError:
                 raise
+            except asyncio.CancelledError as error:
+                if not begun or error.args != (CLOSING,):
+                    raise
+                failure = ClosedError(CLOSING)
             except Exception as error:
                 if not begun:
                     raise
                 failure = error
-                await send(_part(self.failed(as_api_error(error)), more=True))
+            if failure is not None:
+                await send(_part(self.failed(as_api_error(failure)), more=True))
         if not begun:
             await send(_start(200, headers))
         await send(_part(b"", more=False))

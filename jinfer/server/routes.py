@@ -172,6 +172,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         group=_TOKENS,
     ),
     Endpoint(
+        "GET",
+        ("/tokenizer_info",),
+        tokens.tokenizer_info,
+        "What vLLM says of a tokenizer",
+        gives=token_schemas.TokenizerInfo,
+        group=_TOKENS,
+    ),
+    Endpoint(
         "POST",
         ("/apply-template",),
         tokens.apply_template,

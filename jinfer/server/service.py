@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from jinfer.server.errors import CLOSING
 from jinfer.server.metrics import Metrics, Watch
 from jinfer.server.models import Hosted, Models
 from jinfer.server.running import Job, Run
@@ -25,11 +26,18 @@ class Service:
         settings: what its operator decided.
         models: what it serves.
         metrics: what it has done.
+        answers: that are on their way.
     """
 
     settings: Settings
     models: Models
     metrics: Metrics
+    answers: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def end_answers(self) -> None:
+        """Ends all answers; their clients are told why."""
+        for one in self.answers:
+            one.cancel(CLOSING)
 
     def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
         """The answers to some prompts, which one request may have twice as many of as slots."""
@@ -41,6 +49,11 @@ class Service:
         """The result of what takes its time, done beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
+
+    async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The result of what has an engine compute it, and waits for that beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.models.waiters, partial(work, *args, **kwargs))
 
 
 @dataclass(frozen=True)

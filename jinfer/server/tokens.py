@@ -45,6 +45,28 @@ async def tokenize(call: Call[TokenizeRequest]) -> Reply:
         return Reply(await call.service.beside(_TOKENS[name], call.body, hosted.frontend, settings))
 
 
+async def tokenizer_info(call: Call[Any]) -> Reply:
+    """What vLLM says of a tokenizer."""
+    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+        opened, tokenizer = hosted.frontend.opened, hosted.frontend.opened.tokenizer
+        if tokenizer is None:
+            raise invalid("the model has no tokenizer", "model")
+
+        def named(id: int | None) -> str | None:
+            return None if id is None else tokenizer.token(id)
+
+        return Reply(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "bos_token": named(tokenizer.bos_id),
+                "eos_token": named(next(iter(tokenizer.eos_ids), None)),
+                "pad_token": named(tokenizer.pad_id),
+                "unk_token": named(tokenizer.unk_id),
+                "chat_template": opened.conversation.jinja,
+            }
+        )
+
+
 def _content(body: TokenizeRequest, frontend: Frontend, _: Settings) -> dict[str, Any]:
     """llama.cpp's way."""
     tokenizer = frontend.tokenizer

@@ -6,7 +6,7 @@ import base64
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import Reply
+from jinfer.server.replies import Reply, listed
 from jinfer.server.schemas.vectors import (
     ClassifyRequest,
     Document,
@@ -46,14 +46,15 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
         )
         call.note(prompt_tokens=tokens)
         vectors = _shortened(vectors, body.dimensions, body.normalize is not False)
+        head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
         texts = body.encoding_format == "base64"
-        data = [
-            {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
-            for i, row in enumerate(vectors)
-        ]
-        return Reply(
-            {"object": "list", "data": data, "model": hosted.name, "usage": _usage(tokens)}
-        )
+        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, texts)))
+
+
+def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
+    """Vectors as answers show them: numbers, or texts."""
+    for i, row in enumerate(vectors):
+        yield {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
 
 
 def _base64(row: np.ndarray) -> str:
@@ -92,7 +93,7 @@ async def _embedded(
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = order[begin : begin + most]
-        found = await service.beside(hosted.llm.embed, [ids[i] for i in group], **how)
+        found = await service.computed(hosted.llm.embed, [ids[i] for i in group], **how)
         rows.update(zip(group, found, strict=True))
     return np.stack([rows[i] for i in range(len(ids))]), sum(map(len, ids))
 
@@ -230,7 +231,7 @@ async def fill_mask(call: Call[MaskRequest]) -> Reply:
         data = []
         for index, text in enumerate(ids):
             try:
-                masks = await call.service.beside(hosted.llm.fill_mask, text, top=body.top_k or 5)
+                masks = await call.service.computed(hosted.llm.fill_mask, text, top=body.top_k or 5)
             except ValueError as error:
                 raise _no_mask(error, hosted) from error
             listed = [

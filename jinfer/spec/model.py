@@ -79,9 +79,19 @@ class PromptSpec:
     fallback: str | None = None
     system: str | None = None
     tool_calls: Literal[
-        "auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+        "auto",
+        "hermes",
+        "qwen_coder",
+        "llama",
+        "mistral",
+        "deepseek",
+        "dsml",
+        "granite",
+        "phi",
+        "command",
+        "harmony",
     ] = "auto"
-    reasoning: Literal["auto", "none", "think", "mistral", "seed"] = "auto"
+    reasoning: Literal["auto", "none", "think", "mistral", "command", "seed"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,22 @@ def test_flags(ask: Any) -> None:
     assert biased["choices"][0]["message"]["content"] == "." * 8
 
 
+def test_a_text_without_a_template(ask: Any, smol: Running) -> None:
+    llm = smol.hosted().llm
+    wanted = llm.generate("Once upon a time", max_tokens=8, strategy="greedy")[0].text
+    assert ask("Once", "upon a time", "--raw", *SHORT)[:2] == (0, wanted + "\n")
+    found = json.loads(ask("Once upon a time", "--raw", "--json", "--logprobs", "2", *SHORT)[1])
+    assert found["choices"][0]["text"] == wanted
+    assert len(found["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
+    status, out, _ = ask("Once", "--raw", "-n", "2", "--max-tokens", "2", "--seed", "1")
+    assert (status, out.count("--- ")) == (0, 2)
+    assert ask("Once", "--raw", "--system", "x")[::2] == (
+        2,
+        "error: --raw with --system: the system message is a part of the chat template\n",
+    )
+    assert ask("--raw")[::2] == (2, "error: --raw needs a text to continue\n")
+
+
 def test_every_parameter_is_a_field_of_the_service() -> None:
     values = {each.name: each.default for each in fields_of(SamplingParams)}
     given = {**values, "json_schema": '{"type": "object"}', "logprobs": 2, "logit_bias": [(1, 2)]}

@@ -228,3 +228,37 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
     with smol.client() as http:
         answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", {"prompt": [7] * 300_000}, 413, None),
+        ("/v1/completions", {"prompt": [7, "a"] * 100_000}, 400, "prompt.1"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 9000}, 400, "messages"),
+        (CHAT, {**HELLO, **{f"a{i}": 0 for i in range(100_000)}}, 400, "a0"),
+        ("/v1/embeddings", {"input": ["a", 7] * 100_000}, 400, "input.0"),
+    ],
+    ids=["values", "kinds", "messages", "fields", "texts"],
+)
+def test_what_would_take_long_to_refuse(
+    smol: Running, path: str, body: Any, status: int, param: str | None
+) -> None:
+    """A list of errors, one for each of many wrong values, would never be done."""
+    assert refused(smol, path, body, status)["param"] == param
+
+
+@pytest.mark.parametrize("end", [b'"', b'"' + b'\\",' * 500_000, b'"' + b"a," * 500_000])
+def test_a_text_that_never_ends(smol: Running, end: bytes) -> None:
+    """No time is lost with looking for where it might begin instead."""
+    data = b'{"prompt": ["a' + b"," * 300_000 + b'", ' + end
+    with smol.client() as http:
+        answer = http.post("/v1/completions", content=data)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_commas_in_texts_are_no_values(smol: Running) -> None:
+    words = 'a, "b\\", ' * 100_000
+    error = refused(smol, "/v1/completions", {"prompt": words, "max_tokens": 1})
+    assert error["code"] == "context_length_exceeded"

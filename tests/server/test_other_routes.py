@@ -172,6 +172,12 @@ def test_a_template(smol: Running) -> None:
     assert llm.tokenizer.encode(prompt, special=False) == llm.encode_chat(HELLO)
 
 
+def test_a_tokenizer_described(smol: Running) -> None:
+    info = got(smol, "/tokenizer_info?model=smol")
+    assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert "im_start" in info["chat_template"]
+
+
 def test_props_and_slots(smol: Running) -> None:
     props = got(smol, "/props")
     assert props["total_slots"] == 8

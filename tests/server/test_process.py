@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,33 @@ def test_sigterm_lets_answers_come_to_their_end() -> None:
         log = [orjson.loads(line) for line in process.stderr.read().splitlines()]
     assert log[0]["event"] == "listening"
     assert log[-1]["event"] == "ended"
+
+
+def test_answers_that_take_too_long_to_end_are_told() -> None:
+    """A stream has an event, a whole answer a status; so has what comes after the signal."""
+    port = free_port()
+    flags = ("--set", "dtype=float32", "--warm-up", "off", "--stop-timeout", "1")
+    # Long enough for the signal, short enough for a test that fails: the model is tiny.
+    body = {"prompt": [5], "max_tokens": 250, "ignore_eos": True, "n": 64, "temperature": 1}
+    with (
+        command(f"tiny={LLAMA}", "--port", str(port), *flags) as process,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            ready(client, process)
+            whole = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(2)]
+            streamed = {**body, "stream": True}
+            with client.stream("POST", "/v1/completions", json=streamed) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                *_, last = [line for line in lines if line]
+            assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
+            for one in whole:
+                assert one.result().status_code == 503
+                assert one.result().headers["retry-after"] == "1"
+                assert one.result().json()["error"]["code"] == "closing"
+        assert process.wait(30) == 0
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

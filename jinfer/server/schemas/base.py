@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+
+def _stop_at_first(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _stop_at_first(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _stop_at_first(part)
+
+
+MOST_PARTS = 8192  # messages, or tools, of a request
 
 
 class Strict(BaseModel):
     """Fields of a request: none that is not known, none of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Only the first wrong thing in a list is told of, and so only that is looked for."""
+        schema = handler(source)
+        _stop_at_first(schema)
+        return schema
 
     def given(self) -> dict[str, Any]:
         """The fields that were sent and are not null."""

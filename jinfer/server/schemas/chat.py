@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jinfer.server.schemas.base import Answer, StreamOptions, Strict, Timings, Usage
+from jinfer.server.schemas.base import MOST_PARTS, Answer, StreamOptions, Strict, Timings, Usage
 from jinfer.server.schemas.sampling import Sampling
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
@@ -83,8 +83,8 @@ class NamedTool(Strict):
 class Rendering(Strict):
     """How a conversation becomes a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
+    tools: list[Tool] | None = Field(None, max_length=MOST_PARTS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jinfer.server.schemas.base import Answer, No, StreamOptions, Strict
+from jinfer.server.schemas.base import MOST_PARTS, Answer, No, StreamOptions, Strict
 from jinfer.server.schemas.chat import FunctionName
 
 
@@ -89,7 +89,7 @@ class ReasoningOptions(Strict):
 class ResponseRequest(Strict):
     """What is asked of /v1/responses."""
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Field(max_length=MOST_PARTS)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -99,7 +99,7 @@ class ResponseRequest(Strict):
     include: list[Literal["message.output_text.logprobs"]] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MOST_PARTS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

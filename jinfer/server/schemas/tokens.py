@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from jinfer.server.schemas.base import Answer, Ids, Strict
+from jinfer.server.schemas.base import MOST_PARTS, Answer, Ids, Strict
 from jinfer.server.schemas.chat import Message, Rendering
 
 
@@ -19,7 +19,7 @@ class TokenizeRequest(Strict):
     parse_special: bool | None = Field(None, description="of content; true where not given")
     with_pieces: bool | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_PARTS)
     add_special_tokens: bool | None = Field(None, description="of prompt; true where not given")
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -49,6 +49,17 @@ class DetokenizeAnswer(Answer):
 
     content: str
     prompt: str
+
+
+class TokenizerInfo(Answer):
+    """A tokenizer's own words."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
 
 
 class TemplateRequest(Rendering):

@@ -11,8 +11,17 @@ from jinfer.server.tools.reader import Reader, Reading, Sink
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-_OTHERS = ("id", "type", "index")
+_OTHERS = ("id", "type", "index", "tool_call_id")
+
+
+def is_text(schema: Any) -> bool:
+    """Whether values of a schema are texts, whatever they look like."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum") or [schema.get("const")]
+    return schema.get("type") == "string" or all(isinstance(value, str) for value in values)
 
 
 def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
@@ -108,7 +117,7 @@ class _Call:
         if key is None or not (yield from reader.starts(":")):
             return False
         yield from reader.space()
-        if key == "name" and self._name is None:
+        if key in _NAMES and self._name is None:
             self._name = yield from json_text.string(reader)
             return self._name in self._tools
         if key in _ARGUMENTS and not self._argued:

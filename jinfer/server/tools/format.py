@@ -47,7 +47,7 @@ def repeated(call: str, between: str = "") -> str:
     return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}"
 
 
-def json_object(lark: Lark, name: str, key: str, schema: str) -> str:
-    """A call as a JSON object, with this key for its arguments."""
-    head = lark.text(f'{{"name": "{name}", "{key}": ')
+def json_object(lark: Lark, name: str, key: str, schema: str, *, named: str = "name") -> str:
+    """A call as a JSON object, with these keys for its name and its arguments."""
+    head = lark.text(f'{{"{named}": "{name}", "{key}": ')
     return f'{head} {schema} "}}"'

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jinfer.server.tools.deepseek import CALLS as DEEPSEEK_CALLS
 from jinfer.server.tools.deepseek import DEEPSEEK
+from jinfer.server.tools.dsml import DSML
+from jinfer.server.tools.dsml import MARK as DSML_MARK
 from jinfer.server.tools.format import Format
 from jinfer.server.tools.harmony import CHANNEL, HARMONY
 from jinfer.server.tools.hermes import HERMES
 from jinfer.server.tools.hermes import OPEN as HERMES_CALL
+from jinfer.server.tools.listed import ACTION, COMMAND, GRANITE, PHI, SAID
+from jinfer.server.tools.listed import TAG as LISTED_CALL
 from jinfer.server.tools.llama import LLAMA, TAG
 from jinfer.server.tools.mistral import CALLS as MISTRAL_CALLS
 from jinfer.server.tools.mistral import MISTRAL
@@ -18,14 +22,24 @@ from jinfer.server.tools.thinking import THINKINGS, Thinking
 from jinfer.tokenizer import Tokenizer
 
 FORMATS: Mapping[str, Format] = {
-    one.name: one for one in (HERMES, QWEN_CODER, LLAMA, MISTRAL, DEEPSEEK, HARMONY)
+    one.name: one
+    for one in (
+        *(HERMES, QWEN_CODER, LLAMA, MISTRAL, DEEPSEEK),
+        *(DSML, GRANITE, PHI, COMMAND, HARMONY),
+    )
 }
+
+PHI_TOOLS = "<|tool|>"
 
 # What a chat template has in it, of which the first that holds tells the format.
 _TELLING: tuple[tuple[Format, Callable[[str], bool]], ...] = (
     (HARMONY, lambda text: CHANNEL in text),
+    (DSML, lambda text: DSML_MARK in text),
     (DEEPSEEK, lambda text: DEEPSEEK_CALLS in text),
     (MISTRAL, lambda text: MISTRAL_CALLS in text),
+    (COMMAND, lambda text: ACTION in text or (SAID in text and "tool_name" in text)),
+    (PHI, lambda text: PHI_TOOLS in text),
+    (GRANITE, lambda text: LISTED_CALL in text),
     (QWEN_CODER, lambda text: FUNCTION in text and PARAMETER in text),
     (HERMES, lambda text: HERMES_CALL in text),
     (LLAMA, lambda text: TAG in text or ('"name": ' in text and '"parameters": ' in text)),

@@ -8,6 +8,7 @@ from typing import Any
 from jinfer.server.tools.reader import Reader, Reading, Sink
 
 _CLOSES = {"{": "}", "[": "]"}
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
 _BETWEEN = frozenset(",:{}[]\"' \t\r\n")
 
 
@@ -29,6 +30,17 @@ def is_object(text: str) -> bool:
         return isinstance(loads(text), dict)
     except ValueError:
         return False
+
+
+def plain(text: str) -> str:
+    """A value that need not be a text, as JSON; what is none is a text all the same."""
+    text = text.strip()
+    text = _WORDS.get(text, text)
+    try:
+        loads(text)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    return text
 
 
 def escaped(text: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinfer.server.tools import json_text
-from jinfer.server.tools.calls import Tools, json_calls
+from jinfer.server.tools.calls import Tools, is_text, json_calls
 from jinfer.server.tools.format import Format, repeated
 from jinfer.server.tools.lark import Lark, parameters
 from jinfer.server.tools.output import Output
@@ -26,7 +26,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
 
 
 def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
@@ -63,7 +62,7 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
             break
         out.arguments(f"{', ' if known else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         known.add(key)
-        if not (yield from _value(reader, out, _is_text(schemas.get(key)))):
+        if not (yield from _value(reader, out, is_text(schemas.get(key)))):
             break
     out.void()
     return False
@@ -87,7 +86,7 @@ def _value(reader: Reader, out: Output, is_text: bool) -> Reading[bool]:
     sink = text.push if is_text else parts.append
     if (yield from reader.until((PARAMETER_END,), sink)) is None:
         return False
-    out.arguments('"' if is_text else _plain("".join(parts)))
+    out.arguments('"' if is_text else json_text.plain("".join(parts)))
     return True
 
 
@@ -108,25 +107,6 @@ class _Line:
         shown = text.removesuffix("\n")
         self._kept = text[len(shown) :]
         self._sink(shown)
-
-
-def _plain(text: str) -> str:
-    """A value that need not be a text, as JSON."""
-    text = text.strip()
-    text = _WORDS.get(text, text)
-    try:
-        json_text.loads(text)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
-    return text
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether values are texts, whatever they look like."""
-    if not isinstance(schema, Mapping):
-        return False
-    values = schema.get("enum") or [schema.get("const")]
-    return schema.get("type") == "string" or all(isinstance(value, str) for value in values)
 
 
 def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
@@ -154,7 +134,7 @@ def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
 def _rule(lark: Lark, schema: Any, shared: Mapping[str, Any]) -> str:
     """A value and its closing tag."""
     end = f"\n{PARAMETER_END}\n"
-    if not _is_text(schema):
+    if not is_text(schema):
         inner = {**schema, **shared} if isinstance(schema, Mapping) else schema
         return f"{lark.json(inner)} {lark.text(end)}"
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])

@@ -60,5 +60,6 @@ class Thinking:
 THINKINGS = (
     Thinking("think", "<think>", "</think>"),
     Thinking("mistral", "[THINK]", "[/THINK]"),
+    Thinking("command", "<|START_THINKING|>", "<|END_THINKING|>"),
     Thinking("seed", "<seed:think>", "</seed:think>"),
 )

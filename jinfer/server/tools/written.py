@@ -8,6 +8,8 @@ from typing import Any
 
 from jinfer.server.tools.hermes import CLOSE, OPEN
 
+IN_SYSTEM = "message['tools']"  # what a template has that looks for tools in a message
+
 _ASKS = f"""You may call functions to answer the user. Here is what each takes, as a JSON schema:
 <tools>
 {{tools}}
@@ -38,6 +40,17 @@ def written(
     for one in found:
         one.pop("answers", None)
     return _told(found, tools) if tools else found
+
+
+def beside_system(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The same with tools as a member of the system message, where Phi-4-mini's template looks."""
+    listed = json.dumps([one["function"] for one in tools], ensure_ascii=False)
+    first, rest = {"role": "system", "content": ""}, [*messages]
+    if rest and rest[0]["role"] == "system":
+        first = dict(rest.pop(0))
+    return [{**first, "tools": listed}, *map(dict, rest)]
 
 
 def _call(function: Mapping[str, Any]) -> str:

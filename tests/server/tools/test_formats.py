@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jinfer.server.tools.deepseek import DEEPSEEK
+from jinfer.server.tools.dsml import DSML
 from jinfer.server.tools.formats import FORMATS
 from jinfer.server.tools.harmony import HARMONY
 from jinfer.server.tools.hermes import HERMES
+from jinfer.server.tools.listed import COMMAND, GRANITE, PHI
 from jinfer.server.tools.llama import LLAMA
 from jinfer.server.tools.mistral import MISTRAL
 from jinfer.server.tools.qwen_coder import QWEN_CODER
@@ -24,6 +26,11 @@ def deepseek(text: str) -> str:
     for word in ("calls begin", "calls end", "call begin", "call end", "sep"):
         text = text.replace(f"<|tool {word}|>", f"<{BAR}tool▁{word.replace(' ', '▁')}{BAR}>")
     return text
+
+
+def dsml(text: str) -> str:
+    """The tags of DeepSeek V3.2, written with a plain bar for their mark."""
+    return text.replace("<|", f"<{BAR}DSML{BAR}").replace("</|", f"</{BAR}DSML{BAR}")
 
 
 # Format, text -> content, calls. Reasoning is harmony's alone.
@@ -86,6 +93,28 @@ RIGHT: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek", deepseek(f"Yes.<|tool calls begin|><|tool call begin|>weather<|tool sep|>{PARIS}"
      "<|tool call end|><|tool call begin|>now<|tool sep|>{}<|tool call end|><|tool calls end|>"),
      "Yes.", [("weather", PARIS), ("now", "{}")]),
+    ("dsml", dsml('<|function_calls>\n<|invoke name="weather">\n<|parameter name="city" '
+     'string="true">Paris, "x"\n</|parameter>\n<|parameter name="days" string="false">3'
+     '</|parameter>\n</|invoke>\n<|invoke name="now">\n</|invoke>\n</|function_calls>'), "",
+     [("weather", '{"city": "Paris, \\"x\\"\\n", "days": 3}'), ("now", "{}")]),
+    ("dsml", dsml('Yes.\n\n<|function_calls>\n<|invoke name="weather">\n<|parameter name="city">5'
+     '</|parameter>\n<|parameter name="tags" string="false">["a"]</|parameter>\n</|invoke>\n'
+     '</|function_calls>'), "Yes.", [("weather", '{"city": "5", "tags": ["a"]}')]),
+    ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", '
+     '"arguments": {}}]', "", [("weather", PARIS), ("now", "{}")]),
+    ("granite", f'I look.<|tool_call|> {{"name": "weather", "arguments": {PARIS}}}', "I look.",
+     [("weather", PARIS)]),
+    ("granite", f'<tool_call>[{{"name": "weather", "arguments": {PARIS}}}]</tool_call> So.', "So.",
+     [("weather", PARIS)]),
+    ("phi", f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}]<|/tool_call|>', "",
+     [("weather", PARIS)]),
+    ("phi", f'functools[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now"}}]', "",
+     [("weather", PARIS), ("now", "{}")]),
+    ("command", 'Action: ```json\n[\n    {\n        "tool_name": "weather",\n        '
+     f'"parameters": {PARIS}\n    }}\n]\n```', "", [("weather", PARIS)]),
+    ("command", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
+     f'"parameters": {PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "now", '
+     '"parameters": {}}\n]<|END_ACTION|>', "", [("weather", PARIS), ("now", "{}")]),
     ("harmony", "<|channel|>final<|message|>It rains.<|return|>", "It rains.", []),
     ("harmony", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
      f"{PARIS}<|call|>", "", [("weather", PARIS)]),
@@ -137,6 +166,20 @@ WRONG = [
     ("deepseek", deepseek("<|tool call begin|>function<|tool sep|>nobody\n```json\n{}\n```")),
     ("deepseek", deepseek("<|tool call begin|>weather<|tool call end|>")),
     ("deepseek", deepseek("<|tool call begin|>weather<|tool sep|>{")),
+    ("dsml", dsml('<|invoke name="nobody">\n</|invoke>')),
+    ("dsml", dsml("<|function_calls>\nweather</|function_calls>")),
+    ("dsml", dsml('<|invoke name="weather">\n<|parameter name="city" string="true">Par')),
+    (
+        "dsml",
+        dsml('<|invoke name="weather">\n<|parameter name="city" string="maybe">a</|parameter>'),
+    ),
+    ("dsml", dsml('<|invoke name="weather')),
+    ("granite", '<|tool_call|>[{"name": "nobody", "arguments": {}}]'),
+    ("granite", "<|tool_call|>weather"),
+    ("phi", "import functools\nfunctools[0]"),
+    ("phi", '<|tool_call|>[{"name": "weather", "arguments": {"ci'),
+    ("command", "Action: none."),
+    ("command", '<|START_ACTION|>[{"tool_name": "nobody", "parameters": {}}]<|END_ACTION|>'),
     ("harmony", "<|channel|>commentary to=functions.nobody<|message|>{}"),
     ("harmony", "<|channel|>commentary to=functions.weather<|message|>{not json}"),
     ("harmony", "<|channel|>fin"),
@@ -151,6 +194,15 @@ def test_what_models_write(
         found = read(parser(FORMATS[name]), cut)
         assert (found.content, found.calls, found.void) == (content, calls, 0)
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in found.calls)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), RIGHT)
+def test_streamed_deltas_at_every_cut(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for cut in range(1, len(text)):
+        found = read(parser(FORMATS[name]), [text[:cut], text[cut:]])
+        assert (found.content, found.calls, found.void) == (content, calls, 0)
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)
@@ -194,6 +246,10 @@ def test_arguments_come_as_they_are_written() -> None:
         MISTRAL: '[TOOL_CALLS]weather[ARGS]{"city": "Pa',
         QWEN_CODER: "<function=weather>\n<parameter=city>\nPa",
         LLAMA: '{"name": "weather", "parameters": {"city": "Pa',
+        DSML: dsml('<|invoke name="weather">\n<|parameter name="city" string="true">Pa'),
+        GRANITE: '<|tool_call|>[{"name": "weather", "arguments": {"city": "Pa',
+        PHI: 'functools[{"name": "weather", "arguments": {"city": "Pa',
+        COMMAND: '<|START_ACTION|>[{"tool_name": "weather", "parameters": {"city": "Pa',
         DEEPSEEK: deepseek('<|tool call begin|>weather<|tool sep|>{"city": "Pa'),
         HARMONY: '<|channel|>commentary to=functions.weather<|message|>{"city": "Pa',
     }

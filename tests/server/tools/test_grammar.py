@@ -34,6 +34,7 @@ SOME: dict[str, Any] = {
 TEMPLATES = {
     "mistral": ["", "[ARGS]"],
     "deepseek": ["", "```json"],
+    "command": ["", "<|START_ACTION|>"],
 }
 BEGUN = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 

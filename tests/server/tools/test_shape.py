@@ -10,7 +10,7 @@ from jinfer.server.flags import options, sources_of
 from jinfer.server.parsing import Settled
 from jinfer.server.tools.formats import FORMATS, format_of, shown, thinking_of
 from jinfer.server.tools.shape import Shape, shape_of, shaped
-from jinfer.server.tools.written import written
+from jinfer.server.tools.written import beside_system, written
 from jinfer.spec.errors import SpecError
 from jinfer.template import ChatTemplate
 from jinfer.tokenizer import Tokenizer
@@ -104,6 +104,20 @@ def test_tools_in_words() -> None:
     assert written(conversation(), [])[0]["role"] == "user"
 
 
+def test_tools_in_the_system_message() -> None:
+    """Phi-4-mini's template shows what stands in that message beside its content."""
+    source = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    source += "{% if 'tools' in m %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    user = {"role": "user", "content": "Hi"}
+    listed = '<|tool|>[{"name": "weather", "parameters": {}}]<|/tool|>'
+    text = ChatTemplate(source).render(beside_system([user], [tool]))
+    assert text == f"[system]{listed}[user]Hi"
+    messages = [{"role": "system", "content": "Be brief."}, user]
+    text = ChatTemplate(source).render(beside_system(messages, [tool]))
+    assert text == f"[system]Be brief.{listed}[user]Hi"
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -113,6 +127,11 @@ def test_tools_in_words() -> None:
         ('respond with {"name": function name, "parameters": {}}', "llama"),
         ("[TOOL_CALLS] [", "mistral"),
         ("<\uff5ctool▁calls▁begin\uff5c>", "deepseek"),
+        ("<\uff5cDSML\uff5cinvoke", "dsml"),
+        ("<|tool_call|>[", "granite"),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi"),
+        ("<|START_ACTION|>", "command"),
+        ('Action: ```json\n[{"tool_name": …', "command"),
         ("<|channel|>analysis", "harmony"),
         ("", "hermes"),
     ],
@@ -121,13 +140,18 @@ def test_the_format_that_a_template_tells(text: str, name: str) -> None:
     assert format_of(text).name == name
     assert format_of(text, "llama").name == "llama"
     assert set(FORMATS) == {
-        "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+        "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony",
+        "dsml", "granite", "phi", "command",
     }  # fmt: skip
 
 
 def test_thoughts_that_a_template_tells(tokenizer: Tokenizer) -> None:  # noqa: F811
     assert thinking_of("", tokenizer) is None
-    for text, name in (("a</think>", "think"), ("[/THINK]", "mistral")):
+    for text, name in (
+        ("a</think>", "think"),
+        ("[/THINK]", "mistral"),
+        ("<|END_THINKING|>", "command"),
+    ):
         found = thinking_of(text, tokenizer)
         assert found is not None
         assert found.name == name

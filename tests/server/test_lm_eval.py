@@ -1,0 +1,79 @@
+"""What lm-eval 0.4.13 sent for a task of each kind, and what it reads of the answers.
+
+lm_eval.json was recorded from its `local-completions` and `local-chat-completions`; the request
+with `max_tokens: 0` is its older form.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jinfer import SamplingParams
+from tests.server.running import Running
+
+RECORDED = json.loads(Path(__file__).with_name("lm_eval.json").read_text())
+SCORED = [one for one in RECORDED if "contexts" in one]
+TEXTS = [one for one in RECORDED if "contexts" not in one and "prompt" in one["body"]]
+CHATS = [one for one in RECORDED if "messages" in one["body"]]
+
+
+def answered(smol: Running, one: dict[str, Any]) -> list[dict[str, Any]]:
+    with smol.client() as http:
+        answer = http.post(one["path"], json=one["body"])
+    assert answer.status_code == 200, answer.text
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    assert [choice["index"] for choice in choices] == [*range(len(choices))]
+    return choices
+
+
+@pytest.mark.parametrize("one", SCORED)
+def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) -> None:
+    llm = smol.hosted().llm
+    prompts, most = one["body"]["prompt"], one["body"]["max_tokens"]
+    choices = answered(smol, one)
+    greedy = []
+    for ids, context, choice in zip(prompts, one["contexts"], choices, strict=True):
+        found = choice["logprobs"]
+        end = -1 if most else None
+        logprobs = found["token_logprobs"][context:end]
+        tops = found["top_logprobs"][context:end]
+        assert len(logprobs) == len(tops) == len(ids) - context
+        # It sums them up, and takes the end for greedy where each is the highest of its place.
+        expected = llm.score([ids])[0][context - 1 :]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+        best = np.argmax(llm.logits([ids])[0][context - 1 : -1], axis=-1)
+        likeliest = [own == max(top.values()) for own, top in zip(logprobs, tops, strict=True)]
+        assert likeliest == (best == ids[context:]).tolist()
+        greedy += likeliest
+        assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + most
+        assert choice["text"].startswith(llm.frontend.tokenizer.decode(ids))
+    assert len(prompts) == 1 or set(greedy) == {True, False}
+
+
+def test_parts_of_characters_are_told_apart(smol: Running) -> None:
+    """Tokens that are bytes of one look alike as texts, and the likeliest would be lost."""
+    ids = smol.hosted().llm.encode("\u6f22\U0001f600\u5b57\U0001f431")
+    body = {"prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 20}
+    (choice,) = answered(smol, {"path": "/v1/completions", "body": body})
+    tops = choice["logprobs"]["top_logprobs"][1:]
+    assert all(len(top) in (20, 21) for top in tops)
+    assert any(key.startswith("bytes:\\x") for top in tops for key in top)
+
+
+@pytest.mark.parametrize("one", TEXTS)
+def test_continued_texts(smol: Running, one: dict[str, Any]) -> None:
+    body = one["body"]
+    how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
+    expected = smol.hosted().llm.generate(body["prompt"], how)
+    assert [choice["text"] for choice in answered(smol, one)] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("one", CHATS)
+def test_answered_messages(smol: Running, one: dict[str, Any]) -> None:
+    body = one["body"]
+    how = SamplingParams(max_tokens=body["max_tokens"], stop=tuple(body["stop"]), temperature=0.0)
+    expected = smol.hosted().llm.chat(body["messages"], how)
+    assert [choice["message"]["content"] for choice in answered(smol, one)] == [expected.text]
