@@ -5,6 +5,6 @@ import sys
 from jinfer.cpu.build import BuildError, library_path
 
 try:
-    print(library_path())
+    print(library_path(every=True))
 except BuildError as error:
     sys.exit(f"error: {error}")
