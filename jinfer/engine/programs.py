@@ -32,6 +32,8 @@ from jinfer.sampling.rows import mask_words
 _COMPILER_STACK = 64 << 20
 _COMPILER_THREADS = 4
 
+NOTHING = b""  # is kept of a program that cannot be
+
 # jax.stages.Compiled; called with what the function of its kind takes after `model` and `want`.
 Program = Any
 
@@ -146,24 +148,21 @@ class Programs:
 
     def _compile(self, shape: Shape) -> Program:
         check_maps()
-        if (program := self._kept(shape)) is not None:
+        key = "" if self.shelf is None else self._key(shape)
+        content = None if self.shelf is None else self.shelf.get(key)
+        if content and (program := loaded(content)) is not None:
             return program
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        if self.shelf is None:
+        if self.shelf is None or content == NOTHING:
             return lowered.compile()
         with aside():
             program = lowered.compile()
-        if (content := dumped(program)) is not None:
-            self.shelf.put(self._key(shape), content)
+        # One that cannot be used as it is kept is left to JAX's cache from now on.
+        self.shelf.put(key, NOTHING if content else dumped(program) or NOTHING)
         return program
-
-    def _kept(self, shape: Shape) -> Program:
-        """A program that a former start has compiled, or None."""
-        content = self.shelf.get(self._key(shape)) if self.shelf is not None else None
-        return None if content is None else loaded(content)
 
     def _key(self, shape: Shape) -> str:
         """All that a program depends on, beside the code that makes it."""

@@ -12,7 +12,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build
-from jinfer.engine import compilation
+from jinfer.engine import compilation, programs
 from jinfer.engine.executables import dumped, loaded
 from jinfer.engine.programs import Programs, Shape
 from jinfer.guard.shelf import Shelf
@@ -110,6 +110,23 @@ def test_damaged_programs_are_made_again(shelf: Shelf, damage: str) -> None:
     assert traced
     assert sorted(path.name for path in shelf.folder.iterdir()) == before
     assert results(shelf, "llama2", ("greedy",))[1] == set()
+
+
+@pytest.mark.parametrize("which", ["dumped", "loaded"])
+def test_what_cannot_be_kept_is_left_to_jax(
+    shelf: Shelf, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a version of JAX that looks another way inside."""
+    before = results(shelf, "llama2", ("greedy",))[0] if which == "loaded" else None
+    monkeypatch.setattr(programs, which, lambda _: None)
+    first, made = results(shelf, "llama2", ("greedy",))
+    second, traced = results(shelf, "llama2", ("greedy",))
+    assert made == traced != set()
+    same(first, second)
+    if before is not None:
+        same(before, first)
+    sizes = {path.stat().st_size for path in shelf.folder.iterdir()}
+    assert sizes == {32}  # nothing but their hashes
 
 
 def test_what_programs_depend_on(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
