@@ -102,12 +102,11 @@ def lowered_isa(name: Isa) -> Iterator[None]:
         library.jinfer_limit_isa(before)
 
 
-def library_path(every: bool | None = None) -> Path:
+def library_path(every: bool = False) -> Path:
     """The compiled library; compiles it where that has not been done.
 
     Args:
-        every: with kernels for all instructions; None: if the environment asks for it, or if one is
-            there already.
+        every: with kernels for all instructions, also where the environment does not ask for them.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -123,7 +122,8 @@ def _build(only: Isa | None) -> Path:
     compiler = _compiler()
     cores = usable_cores()
     seconds = f"some {max(5, 5 * round(_SECONDS[only is None] / cores / 5))} seconds"
-    _log.warning("compiling custom calls for this machine, once: %s on %d cores", seconds, cores)
+    which = "for all instructions" if only is None else "for this machine"
+    _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
     with cache.place(key(only)) as place:
         _compile(compiler, place.library, cores, only)
     return place.kept
