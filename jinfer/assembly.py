@@ -10,6 +10,7 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.memory import cache_blocks
 from jinfer.engine.programs import Programs, Shape, Sizes
 from jinfer.engine.scheduler import Scheduler
+from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel
 from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
@@ -17,8 +18,12 @@ from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 
 
-def assemble(model: AbstractModel, opened: Opened) -> Engine:
-    """An engine whose weights are yet to be loaded."""
+def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -> Engine:
+    """An engine whose weights are yet to be loaded.
+
+    Args:
+        shelf: where its programs are kept.
+    """
     spec, context = opened.spec.engine, opened.context
     shapes = model.caches
     used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
@@ -44,7 +49,7 @@ def assemble(model: AbstractModel, opened: Opened) -> Engine:
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
     )
-    return Engine(programs=Programs(model, sizes), scheduler=scheduler)
+    return Engine(programs=Programs(model, sizes, shelf), scheduler=scheduler)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from jinfer.assembly import all_shapes, assemble, first_shapes
 from jinfer.engine.beam import BeamSearch
@@ -77,17 +76,17 @@ class Frontend:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
-        use_persistent_cache()
+        shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
         self.opened = opened = open_model(source, overrides)
         weights = find_weights(
-            build(opened.spec, jnp.dtype(opened.dtype)),
+            build(opened.spec, jnp.dtype(opened.dtype), shelf),
             opened.spec,
             opened.checkpoint,
             opened.activations,
         )
-        self.engine = assemble(weights.model, opened)
+        self.engine = assemble(weights.model, opened, shelf)
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self._family, self._stored = _family(opened), _stored(opened)
         self._ids = count()
@@ -117,6 +116,8 @@ class Frontend:
 
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""
+        from tqdm import tqdm
+
         futures = self.engine.programs.announce(all_shapes(self.engine))
         for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
             future.result()

@@ -18,9 +18,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     from jinfer.terminal.flags import parser
 
     options = parser(program(__spec__.name)).parse_args(arguments)
-    from jinfer.engine.collector import paused
+    from jinfer.engine.collector import imported
 
-    with paused():
+    with imported():
         from jinfer.terminal.run import run
     return run(options)
 

@@ -1,219 +1,63 @@
-"""The model: a specification built into modules, and its functions, the forward passes."""
+"""The model: a specification, what follows from it, and its modules where they are needed.
+
+Flax is imported, and modules are built, only where a program is traced or nobody knows the model's
+parameters yet: a start that finds its programs made needs neither.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
-from jinfer.nn.attention import Attention, CrossAttention
-from jinfer.nn.build import build_module
-from jinfer.nn.latent import LatentAttention
-from jinfer.nn.linear import Head
-from jinfer.nn.pool import Pool
-from jinfer.nn.position import Rotary
-from jinfer.nn.step import Step
-from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
+from jinfer.ops.cache import ENCODER, CacheShape, cache_group
 from jinfer.spec import blocks
-from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
+from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import Role
+
+if TYPE_CHECKING:
+    from jinfer.guard.shelf import Shelf
+    from jinfer.nn.model import Model
 
 # Results for every token, and "pooled" for every text.
 Want = Literal["logits", "hidden", "pooled"]
 
 
-_ATTENTIONS = (Attention, LatentAttention, CrossAttention)
+@dataclass(eq=False)
+class Modules:
+    """The modules of a specification, without numbers; made when they are first asked for."""
 
+    spec: ModelSpec
+    dtype: DTypeLike
 
-class Layer(nnx.Module):
-    """One layer: its modules, applied as its wiring says."""
+    def make(self) -> None:
+        """Makes them now: those made inside a trace could not be used in the next one."""
+        _ = self.parts
 
-    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
-        self.wiring = spec.wiring
-        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
+    @cached_property
+    def parts(self) -> tuple[Any, Any]:
+        """Flax's static part of the whole module, and the tree of its abstract parameters."""
+        from flax import nnx
 
-    def __call__(
-        self,
-        x: Float[Array, "batch tokens hidden"],
-        tokens: Int[Array, "batch tokens"],
-        step: Step,
-        cache: Cache,
-        shared: Mapping[str, nnx.Module],
-    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """The layer's output, and its attentions' caches, keyed by module name."""
-        cache = dict(cache)
+        from jinfer.nn.model import Model
 
-        def call(name: str, arguments: list[Any]) -> Any:
-            module: Any = self.modules[name] if name in self.modules else shared[name]
-            if isinstance(module, _ATTENTIONS):
-                attention: Any = module
-                out, kept = attention(arguments[0], step, cache.get(name))
-                if kept is not None:
-                    cache[name] = kept
-                return out
-            return module(*arguments)
+        definition, state = nnx.split(nnx.eval_shape(lambda: Model(self.spec, self.dtype)))
+        return definition, state
 
-        # What an encoder gave is in the cache, so its name stands for nothing here.
-        inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
-        return self.wiring.run(inputs, call)[0], cache
+    def merged(self, leaves: tuple[Array, ...]) -> Model:
+        """The module with these parameters."""
+        from flax import nnx
 
-
-@partial(jax.jit, static_argnums=0)
-def _run_layer(
-    definition: Any, state: Any, x: Array, tokens: Array, step: Step, cache: Cache
-) -> tuple[Array, Cache]:
-    """A layer as a function of its own, so that equal layers are traced and lowered once."""
-    layer, shared = nnx.merge(definition, state)
-    return layer(x, tokens, step, cache, shared)
-
-
-class Stack(nnx.Module):
-    """A stem, layers and a head."""
-
-    def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
-        self.name = spec.name
-        self.stem, self.head = spec.stem, spec.head
-        self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
-        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
-
-    def embed(
-        self,
-        tokens: Int[Array, "batch tokens"],
-        types: Int[Array, "batch tokens"],
-        step: Step,
-        shared: nnx.Dict,
-    ) -> Float[Array, "batch tokens hidden"]:
-        """The stem: tokens to vectors."""
-        inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
-        return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
-
-    def run_layers(
-        self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
-    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """All layers, with the cache where there is one."""
-        cache = dict(cache)
-        step = step.with_cos_sin(self._ropes())
-        for i, layer in enumerate(self.layers):
-            prefix = f"{self.name}.{i}."
-            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
-            definition, state = nnx.split((layer, used))
-            x, own = _run_layer(definition, state, x, tokens, step, own)
-            cache |= {prefix + name: part for name, part in own.items()}
-        return x, cache
-
-    def _ropes(self) -> Iterator[Rotary]:
-        for layer in self.layers:
-            for module in layer.modules.values():
-                if isinstance(rope := getattr(module, "rope", None), Rotary):
-                    yield rope
-
-    def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
-        """The head: what it assigns by name, and its value as "logits".
-
-        "hidden" is what the vocabulary head is given, or the value, unless the head assigns it.
-        """
-        seen: dict[str, Array] = {}
-
-        def call(name: str, arguments: list[Any]) -> Any:
-            module: Any = self._module(name, shared)
-            if isinstance(module, Head):
-                seen["hidden"] = arguments[0]
-                embed: Any = shared["embed"] if module.tied else None
-                return module(arguments[0], embed)
-            if isinstance(module, Pool):
-                assert step.lengths is not None, "only whole texts are pooled"
-                return module(arguments[0], step.lengths)
-            return module(*arguments)
-
-        value, assigned = self.head.run({"x": x}, call)
-        return {"hidden": value, **seen, "logits": value, **assigned}
-
-    def _module(self, name: str, shared: nnx.Dict) -> Any:
-        return self.modules[name] if name in self.modules else shared[name]
-
-
-class Model(nnx.Module):
-    """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
-
-    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
-        self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
-        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
-
-    def decode(
-        self,
-        tokens: Int[Array, " tokens"],
-        step: Step,
-        cache: Cache,
-        want: Want,
-        last: Int[Array, " chosen"] | None = None,
-    ) -> tuple[Float[Array, "chosen width"], Cache]:
-        """One result of `decode_all`."""
-        results, cache = self.decode_all(tokens, step, cache, last)
-        return results[want], cache
-
-    def decode_all(
-        self,
-        tokens: Int[Array, " tokens"],
-        step: Step,
-        cache: Cache,
-        last: Int[Array, " chosen"] | None = None,
-    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
-        """The decoder's forward pass over a flat batch: "logits" and "hidden".
-
-        Args:
-            tokens: new tokens of any sequences.
-            step: where they stand.
-            cache: keys and values of the tokens before; comes back with the new ones in it.
-            last: of which tokens results are wanted; None: of all.
-        """
-        stack = self.stacks["decoder"]
-        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared)
-        x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
-        if last is not None:
-            x = x[:, last]
-        results = stack.results(x, step, self.shared)
-        return {name: results[name][0] for name in ("logits", "hidden")}, cache
-
-    def encode(
-        self,
-        tokens: Int[Array, "batch tokens"],
-        types: Int[Array, "batch tokens"],
-        lengths: Int[Array, " batch"],
-    ) -> dict[str, Float[Array, "batch ..."]]:
-        """The encoder's forward pass over whole texts.
-
-        Args:
-            tokens: padded at the end.
-            types: which of two texts each token belongs to.
-            lengths: tokens of each text.
-
-        Returns:
-            All that the head gives, by name; its value is "logits".
-        """
-        stack = self.stacks["encoder"]
-        step = Step.of_texts(tokens, lengths)
-        x = stack.embed(tokens, types, step, self.shared)
-        x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
-        return stack.results(x, step, self.shared)
-
-    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
-        """The cache with what cross-attention needs of an encoder's output."""
-        cache = dict(cache)
-        for i, layer in enumerate(self.stacks["decoder"].layers):
-            for name, module in layer.modules.items():
-                if isinstance(module, CrossAttention):
-                    key = f"decoder.{i}.{name}"
-                    cache[key] = module.fill(encoded, cache[key], at)
-        return cache
+        definition, state = self.parts
+        tree = jax.tree.structure(state)
+        return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
 
 
 @dataclass(frozen=True)
@@ -221,8 +65,7 @@ class AbstractModel:
     """A model without its numbers: shapes, types and axes, from which everything derives.
 
     Attributes:
-        definition: Flax's static part of the module.
-        state: the tree of abstract parameters.
+        modules: what it computes with.
         names: of the parameters, in the order of the tree's leaves.
         parameters: their shapes and types, in the same order: a `jax.ShapeDtypeStruct`, or a
             `QuantizedTensor` of them.
@@ -235,8 +78,7 @@ class AbstractModel:
         steady: as in `ModelSpec`.
     """
 
-    definition: Any
-    state: Any
+    modules: Modules
     names: tuple[str, ...]
     parameters: tuple[Any, ...]
     axes: tuple[tuple[str, ...], ...]
@@ -249,40 +91,78 @@ class AbstractModel:
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
-        tree = jax.tree.structure(self.state)
-        return nnx.merge(self.definition, jax.tree.unflatten(tree, leaves))
+        return self.modules.merged(leaves)
 
     @property
     def has_cross_attention(self) -> bool:
         """Whether the decoder reads an encoder's output."""
         return any(shape.group == ENCODER for shape in self.caches.values())
 
+    def described(self) -> str:
+        """All that a program made of the model depends on, but for the code that makes it."""
+        spec = self.modules.spec
+        known = (self.modules.dtype, self.parameters, self.caches, self.never, self.steady)
+        return repr((spec.shared, spec.stacks, *known))
 
-def build(spec: ModelSpec, dtype: DTypeLike) -> AbstractModel:
+
+def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> AbstractModel:
     """Builds a specification into a model whose parameters are yet to be loaded.
 
     Args:
         dtype: of the weights and of the computation; norms are float32.
+        kept: where what modules say of their parameters is kept, so that the next time it is known
+            without them.
     """
-    abstract = nnx.eval_shape(lambda: Model(spec, dtype))
-    definition, state = nnx.split(abstract)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    flat = nnx.to_flat_state(state)
-    metadata = {_name(path): variable.get_metadata() for path, variable in flat}
-    names = tuple(_name(tuple(_key(k) for k in path)) for path, _ in leaves)
+    modules = Modules(spec, dtype)
+    found = _kept_parameters(modules, kept) if kept is not None else _parameters(modules)
     return AbstractModel(
-        definition=definition,
-        state=state,
-        names=names,
-        parameters=tuple(leaf for _, leaf in leaves),
-        axes=tuple(metadata[name]["axes"] for name in names),
-        normalized=frozenset(name for name in names if metadata[name]["normalize"]),
-        roles=tuple(metadata[name]["role"] for name in names),
+        modules=modules,
+        names=tuple(one.name for one in found),
+        parameters=tuple(jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)) for one in found),
+        axes=tuple(tuple(one.axes) for one in found),
+        normalized=frozenset(one.name for one in found if one.normalize),
+        roles=tuple(one.role for one in found),
         caches=dict(_cache_shapes(spec)),
         never=_never(spec),
         vocab=spec.dims.get("vocab", 0),
         steady=spec.steady,
     )
+
+
+class _Parameter(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    normalize: bool
+    role: Role
+
+
+def _kept_parameters(modules: Modules, kept: Shelf) -> list[_Parameter]:
+    key = repr(("parameters", modules.spec.shared, modules.spec.stacks, modules.dtype))
+    if (content := kept.get(key)) is not None:
+        return [_Parameter(*one) for one in json.loads(content)]
+    found = _parameters(modules)
+    kept.put(key, json.dumps(found).encode())
+    return found
+
+
+def _parameters(modules: Modules) -> list[_Parameter]:
+    """What modules say of their parameters, in the order of the tree's leaves."""
+    from flax import nnx
+
+    _, state = modules.parts
+    flat = nnx.to_flat_state(state)
+    metadata = {_name(path): variable.get_metadata() for path, variable in flat}
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = _name(tuple(_key(entry) for entry in path))
+        of = metadata[name]
+        type_name = jnp.dtype(leaf.dtype).name
+        found.append(
+            _Parameter(name, leaf.shape, type_name, of["axes"], of["normalize"], of["role"])
+        )
+    return found
 
 
 def _key(entry: Any) -> Any:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from jinfer.engine.collector import imported
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
 
@@ -14,8 +15,9 @@ from jinfer.spec.errors import SpecError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop; returns the exit status. Errors are one line."""
     try:
-        from jinfer.server.flags import options
-        from jinfer.server.process import serve
+        with imported():
+            from jinfer.server.flags import options
+            from jinfer.server.process import serve
     except ModuleNotFoundError as error:
         needed = f"run: {sys.executable} -m pip install 'jinfer[serve]'"
         print(f"error: the service needs the package {error.name}; {needed}", file=sys.stderr)

@@ -26,6 +26,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+# One library of custom calls, for every set of instructions that tests lower themselves to.
+os.environ.setdefault("JINFER_EVERY_ISA", "1")
 
 # No deadline: a first example may compile. The same examples every time, so that a failure is the
 # change's and not chance's; `make soak` takes new ones (--hypothesis-profile random).

@@ -34,13 +34,7 @@ struct Scratch {
 
 thread_local Scratch scratch, partials, biases;
 
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  if (isa() == Isa::avx512) return attention_avx512();
-  if (isa() == Isa::avx2) return attention_avx2();
-#endif
-  return attention_portable();
-}
+const Kernels& kernels() { return JINFER_PICK(attention); }
 
 // As Rules::by_distance has it.
 const float* turned_biases(const float* from, int64_t heads, int64_t distances) {

@@ -8,7 +8,9 @@ neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
 for x86-64; code in it may run only where `isa.h` says so. All others run on any CPU. The library
-itself therefore does not depend on the CPU that it was compiled on.
+that `python -m jinfer.cpu` makes has all of them and so does not depend on the CPU that it was
+compiled on. The one that is made at first use has those of this machine alone, which takes half the
+time.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # portable, avx2, avx512: no better instructions than these
+EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests need them
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
 _FOLDER = Path(__file__).parent
@@ -47,9 +50,13 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-mat
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _ISA_FLAGS = {"_avx2": _AVX2, "_avx512": (*_AVX512, "-mprefer-vector-width=512")}
-_SECONDS = 50  # of one core, to compile everything
+_SECONDS = {True: 55, False: 30}  # of one core, to compile everything or for one machine
+_CPU = Path("/proc/cpuinfo")
+_AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
+_AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
+registered: set[str] = set()  # symbols that XLA knows
 
 
 class BuildError(Exception):
@@ -95,24 +102,49 @@ def lowered_isa(name: Isa) -> Iterator[None]:
         library.jinfer_limit_isa(before)
 
 
-def library_path() -> Path:
+def library_path(every: bool = False) -> Path:
     """The compiled library; compiles it where that has not been done.
+
+    Args:
+        every: with kernels for all instructions, also where the environment does not ask for them.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    found = cache.find(_key())
-    return _build() if found is None else found
+    if (found := cache.find(key())) is not None:
+        return found
+    only = None if every or _all_are_asked_for() else _own_isa()
+    found = None if only is None else cache.find(key(only))
+    return _build(only) if found is None else found
 
 
-def _build() -> Path:
+def _build(only: Isa | None) -> Path:
     compiler = _compiler()
     cores = usable_cores()
-    seconds = f"some {max(10, 5 * round(_SECONDS / cores / 5))} seconds"
-    _log.warning("compiling custom calls for this machine, once: %s on %d cores", seconds, cores)
-    with cache.place(_key()) as place:
-        _compile(compiler, place.library, cores)
+    seconds = f"some {max(5, 5 * round(_SECONDS[only is None] / cores / 5))} seconds"
+    which = "for all instructions" if only is None else "for this machine"
+    _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
+    with cache.place(key(only)) as place:
+        _compile(compiler, place.library, cores, only)
     return place.kept
+
+
+def _all_are_asked_for() -> bool:
+    return bool(os.environ.get(LOWER)) or os.environ.get(EVERY, "0") not in ("", "0")
+
+
+def _own_isa() -> Isa | None:
+    """The instructions that `isa()` will say; None where that is not known without the library."""
+    try:
+        lines = _CPU.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
+    if not _is_x86() or not flags:
+        return None
+    if not flags >= _AVX2_FLAGS:
+        return "portable"
+    return "avx512" if flags >= _AVX512_FLAGS else "avx2"
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -151,7 +183,7 @@ def _loaded() -> ctypes.CDLL:
         return _open(path)
     except OSError:
         cache.drop(path)
-        return _open(_build())
+        return _open(library_path())
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -168,6 +200,7 @@ def _open(path: Path) -> ctypes.CDLL:
 def _register(symbol: str) -> None:
     handler = jax.ffi.pycapsule(getattr(_library(), symbol))
     jax.ffi.register_ffi_target(symbol, handler, platform="cpu")
+    registered.add(symbol)
 
 
 def _compiler() -> list[str]:
@@ -178,10 +211,15 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
-def _sources() -> list[Path]:
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _sources(only: Isa | None = None) -> list[Path]:
+    wanted = {f"_{isa}" for isa in (ISAS if only is None else (only,))}
+    unwanted = {f"_{isa}" for isa in ISAS} - wanted | ({*_ISA_FLAGS} if not _is_x86() else set())
     files = sorted(_FOLDER.glob("*.cc"))
-    return [path for path in files if x86 or not path.stem.endswith(tuple(_ISA_FLAGS))]
+    return [path for path in files if not path.stem.endswith(tuple(unwanted))]
 
 
 def _extra() -> list[str]:
@@ -189,34 +227,39 @@ def _extra() -> list[str]:
 
 
 @functools.cache
-def _key() -> str:
+def key(only: Isa | None = None) -> str:
     """Changes with everything that the library is made from, but for the compiler.
 
     Which compiler made it does not matter, and there may be none where it is used.
+
+    Args:
+        only: the instructions that it has kernels for; None: all.
     """
-    digest = hashlib.sha256(repr((_FLAGS, _ISA_FLAGS, _extra())).encode())
+    digest = hashlib.sha256(repr((_FLAGS, _ISA_FLAGS, _extra(), only)).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
-def _compile(compiler: list[str], library: Path, cores: int) -> None:
+def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
+    common = [*_FLAGS, *_extra(), *([f"-DJINFER_ONLY={only}"] if only else [])]
+
     def compile_one(source: Path) -> str:
         flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
         output = str(library.with_name(f"{source.stem}.o"))
         include = ("-I", jax.ffi.include_dir())
-        _run([*compiler, *_FLAGS, *flags, *_extra(), *include, "-c", str(source), "-o", output])
+        _run([*compiler, *common, *flags, *include, "-c", str(source), "-o", output])
         return output
 
     with ThreadPoolExecutor(cores) as pool:
         # The slowest first, so that none of them is what the others wait for at the end.
-        sources = sorted(_sources(), key=lambda source: (not _is_slow(source), source.stem))
+        sources = sorted(_sources(only), key=lambda source: (not _is_slow(source), source.stem))
         objects = list(pool.map(compile_one, sources))
     _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
 
 
 def _is_slow(source: Path) -> bool:
-    return source.stem.startswith("linear_")
+    return source.stem.startswith(("attention_", "linear_"))
 
 
 def _run(command: list[str]) -> None:

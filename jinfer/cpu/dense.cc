@@ -22,13 +22,7 @@ constexpr int64_t PIECE = 64 << 10;  // bytes of weights that are worth claiming
 constexpr int64_t INLINE = 96 << 10;  // bytes of weights that are not worth waking a thread for
 constexpr int64_t WORTH_THREAD = 32 << 10;  // of each of more threads
 
-const DenseKernels& kernels() {
-#if defined(__x86_64__)
-  if (isa() == Isa::avx512) return dense_avx512();
-  if (isa() == Isa::avx2) return dense_avx2();
-#endif
-  return dense_portable();
-}
+const DenseKernels& kernels() { return JINFER_PICK(dense); }
 
 ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_dense: " + what);

@@ -9,7 +9,9 @@ namespace {
 std::atomic<int> limit{static_cast<int>(Isa::avx512)};
 
 int detect() {
-#if defined(__x86_64__)
+#if defined(JINFER_ONLY)
+  return static_cast<int>(Isa::JINFER_ONLY);
+#elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
       !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c")) {
@@ -30,7 +32,11 @@ int detect() {
 
 Isa isa() {
   static const int best = detect();
+#if defined(JINFER_ONLY)
+  return static_cast<Isa>(best);
+#else
   return static_cast<Isa>(std::min(best, limit.load(std::memory_order_relaxed)));
+#endif
 }
 
 }  // namespace jinfer

@@ -9,7 +9,22 @@ enum class Isa : int {
   avx512 = 2,  // AVX-512 F, BW, VL, DQ, VNNI
 };
 
-// The best of this CPU that is not above the limit set by tests.
+// The best of this CPU that is not above the limit set by tests; of a library that was compiled for
+// one set of instructions, this one.
 Isa isa();
 
 }  // namespace jinfer
+
+// family_portable(), family_avx2() or family_avx512(), as isa() says.
+#define JINFER_JOINED(family, isa) family##_##isa
+#define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)
+#if defined(JINFER_ONLY)
+#define JINFER_PICK(family) JINFER_JOIN(family, JINFER_ONLY)()
+#elif defined(__x86_64__)
+#define JINFER_PICK(family)                                                                   \
+  (::jinfer::isa() == ::jinfer::Isa::avx512 ? family##_avx512()                               \
+   : ::jinfer::isa() == ::jinfer::Isa::avx2 ? family##_avx2()                                 \
+                                            : family##_portable())
+#else
+#define JINFER_PICK(family) family##_portable()
+#endif

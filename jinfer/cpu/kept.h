@@ -181,7 +181,7 @@ inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turne
     for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, ++block) {
       const Floats scale = number(block * each);
       const Floats base = c.symmetric ? -scale * float(c.levels / 2) : number(block * each + 1);
-#pragma GCC unroll 8
+#pragma GCC unroll 1
       for (int s = 0; s < 8; ++s)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {

@@ -17,18 +17,7 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-const Kernels& kernels() {
-  switch (isa()) {
-#if defined(__x86_64__)
-    case Isa::avx512:
-      return avx512_kernels();
-    case Isa::avx2:
-      return avx2_kernels();
-#endif
-    default:
-      return portable_kernels();
-  }
-}
+const Kernels& kernels() { return JINFER_PICK(linear); }
 
 // Per tensor in the attribute `tensors`; see _describe in linear.py.
 enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };

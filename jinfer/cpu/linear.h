@@ -73,9 +73,9 @@ struct Kernels {
   void (*gate)(Activation activation, int64_t count, const float* up, float* y);
 };
 
-const Kernels& portable_kernels();
-const Kernels& avx2_kernels();
-const Kernels& avx512_kernels();
+const Kernels& linear_portable();
+const Kernels& linear_avx2();
+const Kernels& linear_avx512();
 
 // Rows of a row group for vectors of so many lanes.
 inline int group_rows(const Matrix& matrix, int lanes) { return lanes / matrix.G; }

@@ -3,4 +3,4 @@
 #include "linear_direct.h"
 #include "linear_kernels.h"
 
-const jinfer::Kernels& jinfer::avx512_kernels() { return kernels; }
+const jinfer::Kernels& jinfer::linear_avx512() { return kernels; }

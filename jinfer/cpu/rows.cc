@@ -16,13 +16,7 @@ namespace {
 
 constexpr int64_t CHUNK = 1 << 15;  // numbers that are worth another thread
 
-const RowKernels& kernels() {
-#if defined(__x86_64__)
-  if (isa() == Isa::avx512) return rows_avx512();
-  if (isa() == Isa::avx2) return rows_avx2();
-#endif
-  return rows_portable();
-}
+const RowKernels& kernels() { return JINFER_PICK(rows); }
 
 template <class Work>
 void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {

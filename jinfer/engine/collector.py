@@ -15,3 +15,15 @@ def paused() -> Iterator[None]:
     finally:
         if searches:
             gc.enable()
+
+
+@contextmanager
+def imported() -> Iterator[None]:
+    """For a command's imports: no search meanwhile, and none afterwards of what came with them.
+
+    The one that would follow at once takes long, and JAX has it call a function in which Ctrl-C is
+    not heard.
+    """
+    with paused():
+        yield
+        gc.freeze()

@@ -8,30 +8,61 @@ import os
 import platform
 import stat
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
+from jinfer.guard.shelf import Shelf
+from jinfer.ops.custom_calls import made_from
+from jinfer.ops.threads import cores
+
 CACHE_BYTES = 8 << 30  # the programs that were used least recently go first
 
+_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "spec")  # folders with their code
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS")  # that change them
+_used: list[str] = []  # folders that JAX was told of here
 
-def use_persistent_cache() -> None:
+
+class _Thread(threading.local):
+    aside: bool = False
+
+
+_thread = _Thread()
+
+
+def use_persistent_cache() -> Shelf | None:
     """Switches JAX's persistent compilation cache on, unless the user has set one of his own.
 
     The folder is $JINFER_CACHE or the user's cache folder, and in it one per jaxlib version and
     CPU: a program compiled for one CPU's instructions crashes on another. JINFER_CACHE=off: none.
     Programs are code: a folder that others may write to is not used, nor one that is not the
     user's.
+
+    Returns:
+        Where programs are kept that are ready to run, as JAX's cache has to be asked with a program
+        that is traced; None where nothing is kept, or the user has chosen JAX's cache.
     """
-    chosen = os.environ.get("JINFER_CACHE", "")
-    if jax.config.jax_compilation_cache_dir is not None or chosen == "off":
-        return
+    chosen, own = os.environ.get("JINFER_CACHE", ""), jax.config.jax_compilation_cache_dir
+    if chosen == "off" or (own is not None and own not in _used):
+        return None
     folder = private_folder(_base(chosen) / "programs" / _machine())
     if folder is None:
-        return
+        return None
+    if str(folder) not in _used:
+        _used.append(str(folder))
+    _switch_on(folder)
+    return Shelf(folder, _maker()) if attend(folder) else None
+
+
+def _switch_on(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: their number is what a start waits for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -39,7 +70,38 @@ def use_persistent_cache() -> None:
     # With a limit JAX also locks the folder, so that processes that start together never read
     # what another one has half written.
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
-    drop_damaged(folder)
+
+
+def surroundings() -> str:
+    """What a program depends on beside its code: settings, devices, custom calls."""
+    settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
+    chosen = {name: os.environ.get(name) for name in _VARIABLES}
+    devices = [(device.platform, device.device_kind) for device in jax.devices()]
+    return repr((settings, chosen, devices, cores(), made_from()))
+
+
+@cache
+def _maker() -> str:
+    """Changes with all that makes programs: JAX, Flax and this package."""
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"jax {jax.__version__}, jaxlib {jaxlib_version}, {digest.hexdigest()}"
+
+
+def _sources() -> list[Path]:
+    """What is run while a program is traced."""
+    root = Path(__file__).parents[1]
+    kernels, flax = (find_spec(name) for name in ("kernels_pallas", "flax"))
+    folders = [*(root / name for name in _TRACED), *_places(kernels)]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    # Of another package its version is enough, and found faster than by asking for it.
+    versions = (place / "version.py" for place in _places(flax))
+    return [root / "model.py", *files, *(path for path in versions if path.is_file())]
+
+
+def _places(found: ModuleSpec | None) -> list[Path]:
+    return [Path(place) for place in (found.submodule_search_locations or ())] if found else []
 
 
 def _base(chosen: str) -> Path:
@@ -86,30 +148,56 @@ def empty(folder: Path) -> None:
             path.unlink()
 
 
-def drop_damaged(folder: Path) -> None:
-    """Makes JAX write an entry anew that it could not read.
+@contextmanager
+def aside() -> Iterator[None]:
+    """What this thread compiles meanwhile comes neither from JAX's cache nor goes into it.
+
+    A program that came from there cannot be kept: XLA would write it without a part of its code.
+    """
+    _thread.aside = True
+    try:
+        yield
+    finally:
+        _thread.aside = False
+
+
+def attend(folder: Path) -> bool:
+    """Makes JAX write an entry anew that it could not read, and makes `aside` work.
 
     JAX compiles again, but leaves what is there as it is: at each start it would warn and compile.
+
+    Returns:
+        Whether this could be done: JAX has no interface for it.
     """
     try:
-        from jax._src import compilation_cache
-    except ImportError:
-        return
-    known = getattr(compilation_cache, "get_executable_and_time", None)
-    if known is None or hasattr(known, "drops_damaged"):
-        return
+        from jax._src import compilation_cache as own
 
-    @wraps(known)
+        read, write = own.get_executable_and_time, own.put_executable_and_time
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(read, "attended"):
+        return True
+
+    @wraps(read)
     def get(key: str, *args: Any, **kwargs: Any) -> Any:
+        if _thread.aside:
+            return None, None
         try:
-            return known(key, *args, **kwargs)
+            return read(key, *args, **kwargs)
         except Exception:
             for path in folder.glob(f"{glob.escape(key)}*"):
                 path.unlink(missing_ok=True)
             return None, None
 
-    get.drops_damaged = True  # type: ignore[attr-defined]
-    compilation_cache.get_executable_and_time = get  # type: ignore[assignment]
+    @wraps(write)
+    def put(*args: Any, **kwargs: Any) -> None:
+        if not _thread.aside:
+            write(*args, **kwargs)
+
+    get.attended = True  # type: ignore[attr-defined]
+    for name, function in (("get_executable_and_time", get), ("put_executable_and_time", put)):
+        setattr(own, name, function)
+    return True
 
 
 def _machine() -> str:

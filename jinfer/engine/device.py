@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array
 
 from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
+from jinfer.engine.chosen import MAX_COPIES, Chosen
 from jinfer.engine.memory import trim
 from jinfer.engine.programs import Programs, Shape
 from jinfer.engine.requests import Request, Token
 from jinfer.engine.state import State
-from jinfer.engine.steps import MAX_COPIES, Chosen
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jinfer.engine.chosen import MAX_STEPS, Chosen
 from jinfer.engine.device import Device, token_of
 from jinfer.engine.driver import Driver
 from jinfer.engine.guided import Guides
@@ -25,7 +26,6 @@ from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.scheduler import Plan, Running, Scheduler
 from jinfer.engine.state import Choice, state_row
-from jinfer.engine.steps import MAX_STEPS, Chosen
 from jinfer.ops.cache import BLOCK
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jinfer.engine.chosen import Chosen
 from jinfer.engine.scheduler import Running
-from jinfer.engine.steps import Chosen
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine import state as states
-from jinfer.engine import steps
+from jinfer.engine.chosen import MAX_COPIES
+from jinfer.engine.compilation import aside, surroundings
+from jinfer.engine.executables import dumped, loaded
 from jinfer.engine.maps import check_maps
+from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
@@ -28,6 +31,8 @@ from jinfer.sampling.rows import mask_words
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
 _COMPILER_THREADS = 4
+
+NOTHING = b""  # is kept of a program that cannot be
 
 # jax.stages.Compiled; called with what the function of its kind takes after `model` and `want`.
 Program = Any
@@ -88,12 +93,14 @@ class Programs:
     Attributes:
         model: what they run.
         sizes: of cache and state.
+        shelf: where compiled ones are kept for the next start.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
     """
 
     model: AbstractModel
     sizes: Sizes
+    shelf: Shelf | None = None
     compilations: int = 0
     waited: float = 0.0
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
@@ -141,11 +148,29 @@ class Programs:
 
     def _compile(self, shape: Shape) -> Program:
         check_maps()
+        key = "" if self.shelf is None else self._key(shape)
+        content = None if self.shelf is None else self.shelf.get(key)
+        if content and (program := loaded(content)) is not None:
+            return program
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        return lowered.compile()
+        if self.shelf is None or content == NOTHING:
+            return lowered.compile()
+        with aside():
+            program = lowered.compile()
+        # One that cannot be used as it is kept is left to JAX's cache from now on.
+        self.shelf.put(key, NOTHING if content else dumped(program) or NOTHING)
+        return program
+
+    def _key(self, shape: Shape) -> str:
+        """All that a program depends on, beside the code that makes it."""
+        return f"{self._described}\n{shape!r}"
+
+    @cached_property
+    def _described(self) -> str:
+        return f"{surroundings()}\n{self.model.described()}\n{self.sizes!r}"
 
     @cached_property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -192,6 +217,10 @@ class Programs:
 
     def _function(self, shape: Shape) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
         """The function of a program, which arguments it is given to keep, and their shapes."""
+        # Here: a start that finds its programs made needs none of this.
+        from jinfer.engine import steps
+
+        self.model.modules.make()
         tokens, chosen, rows = shape.tokens, shape.chosen, shape.rows
         leaves, cache, state = self.leaves, self.cache, self.state
         batch = (_int32(tokens), _int32(tokens), self.tables(self.sizes.slots))
@@ -241,7 +270,7 @@ class Programs:
                 arguments = (leaves, {}, texts, texts, _int32(rows))
                 return self._of(steps.encode, shape.want), 1, arguments
             case "copy":
-                which = {group: _int32(steps.MAX_COPIES) for group in self.sizes.blocks}
+                which = {group: _int32(MAX_COPIES) for group in self.sizes.blocks}
                 function = partial(steps.copy_blocks, self.model)
                 return function, 0, (cache, which, which, _int32())
             case "admit":

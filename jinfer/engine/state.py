@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Int, UInt
 
 from jinfer.sampling.order import is_plain
@@ -59,14 +59,18 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
     rows = slots + 1
 
     # Each its own array: the state is given away to every step, and nothing can be given twice.
+    # From NumPy's, as for each that JAX makes a small program is traced.
+    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return jax.device_put(np.zeros(shape, dtype), may_alias=False)
+
     def counts() -> Array:
-        return jnp.zeros(rows, jnp.int32)
+        return zeros((rows,), np.int32)
 
     def flags() -> Array:
-        return jnp.zeros(rows, jnp.bool_)
+        return zeros((rows,), np.bool_)
 
     return State(
-        history=jnp.zeros((rows, context), jnp.int32),
+        history=zeros((rows, context), np.int32),
         lengths=counts(),
         prompts=counts(),
         limits=counts(),
@@ -75,7 +79,7 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
         logprobs=flags(),
         sampler=empty_sampler(rows),
         progress=empty_progress(rows),
-        mask=jnp.zeros((rows, mask_words(vocab)), jnp.uint32),
+        mask=zeros((rows, mask_words(vocab)), np.uint32),
         masked=flags(),
     )
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
+from jinfer.engine.chosen import MAX_STEPS, Chosen
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
@@ -22,30 +23,10 @@ from jinfer.sampling import penalties
 from jinfer.sampling.contrastive import candidates, contrastive
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
-from jinfer.sampling.rows import Progress
 from jinfer.sampling.sampler import ends, sample
-
-MAX_STEPS = 8  # of a call of `decode`
-MAX_COPIES = 8  # of a call of `copy_blocks`
 
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 type Leaves = tuple[Array, ...]
-
-
-class Chosen(NamedTuple):
-    """New tokens, a row for each sequence that got one.
-
-    Attributes:
-        tokens: -1 where there is none.
-        logprob, top_ids, top_logprobs: where they are wanted, else anything.
-        progress: of the samplers, after these tokens.
-    """
-
-    tokens: Int[Array, " rows"]
-    logprob: Float[Array, " rows"]
-    top_ids: Int[Array, "rows top"]
-    top_logprobs: Float[Array, "rows top"]
-    progress: Progress
 
 
 def logits(

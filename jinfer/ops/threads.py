@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from jinfer.cpu import threads
+from jinfer.cpu.cores import usable_cores
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")
@@ -36,6 +37,11 @@ def bound(count: int) -> Callable[[], None]:
             count,
         )
     return lift
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return usable_cores()
 
 
 def _started() -> bool:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, UInt
@@ -186,7 +186,8 @@ def empty_progress(rows: int) -> Progress:
 
 
 def _repeated(row: Any, rows: int) -> Any:
-    return type(row)(*(jnp.asarray(np.repeat(part, rows, axis=0)) for part in row))
+    each = (np.repeat(part, rows, axis=0) for part in row)
+    return type(row)(*(jax.device_put(part, may_alias=False) for part in each))
 
 
 def mask_words(vocab: int) -> int:

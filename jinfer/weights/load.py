@@ -6,11 +6,11 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.checkpoint.mapped import release
@@ -90,10 +90,7 @@ def load(
     # What several layers share is one array on the device as well.
     same = same_arrays(model, origins, storages)
     firsts = list(dict.fromkeys(same.values()))
-    bar = tqdm(
-        total=sum(origins[name].nbytes for name in firsts),
-        desc="loading", unit="B", unit_scale=True, leave=False, disable=not progress,
-    )  # fmt: skip
+    bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
 
     def one(name: str) -> Any:
@@ -108,13 +105,20 @@ def load(
         array = jax.block_until_ready(jax.device_put(values))
         for file in origins[name].files:
             release(file.raw())
-        with lock:
-            bar.update(origins[name].nbytes)
+        if bar is not None:
+            with lock:
+                bar.update(origins[name].nbytes)
         return array
 
-    with bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
     return tuple(arrays[same[name]] for name in model.names)
+
+
+def _bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False)
 
 
 def same_arrays(

@@ -13,7 +13,6 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.converted import ConvertedCheckpoint
-from jinfer.nn.position import sinusoids
 from jinfer.spec.blocks import Block, Head, LearnedPositions, SinusoidalPositions
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
@@ -110,6 +109,9 @@ def _are_sinusoids(table: Tensor, block: SinusoidalPositions) -> bool:
         return False
     if table.type not in _ROUNDING:
         return False
+    # Here: it brings Flax along, which few checkpoints need.
+    from jinfer.nn.position import sinusoids
+
     read, height = row_reader(table), max(1, PIECE // block.width)
     for begin in range(block.offset, table.shape[0], height):
         rows = slice(begin, min(begin + height, table.shape[0]))

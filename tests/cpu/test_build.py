@@ -191,14 +191,53 @@ def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.library_path() == path
 
 
+@pytest.mark.skipif(not build._is_x86(), reason="there is one set of instructions")
+@pytest.mark.parametrize(
+    ("flags", "isa"),
+    [
+        ("sse4_2 avx", "portable"),
+        ("avx2 fma f16c", "portable"),
+        ("avx2 bmi2 f16c fma", "avx2"),
+        ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq", "avx2"),
+        ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq avx512_vnni amx_int8", "avx512"),
+        (None, None),
+    ],
+)
+def test_the_instructions_of_this_machine(
+    flags: str | None, isa: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\nflags\t\t: {flags}\n")
+    assert build._own_isa() == isa
+
+
+@built
+@pytest.mark.skipif(build._own_isa() is None, reason="nobody says what this CPU can do")
+def test_at_first_use_there_are_kernels_for_this_machine_alone(
+    tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library with all of them is preferred, and made where it is asked for."""
+    own = build._own_isa()
+    assert own == build.isa()
+    assert {path.stem for path in build._sources(own)} < {path.stem for path in build._sources()}
+    assert not any(path.stem.endswith("_portable") for path in build._sources("avx2"))
+    monkeypatch.delenv(build.EVERY, raising=False)
+    monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", copier)
+    assert build.library_path().parent.name == build.key(own)
+    assert build.library_path(every=True).parent.name == build.key()
+    assert build.library_path().parent.name == build.key()
+
+
 def test_more_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = build._key()
+    usual = build.key()
     monkeypatch.setenv(build.FLAGS, "-fsanitize=address")
-    build._key.cache_clear()
-    assert build._key() != usual
+    build.key.cache_clear()
+    assert build.key() != usual
     monkeypatch.delenv(build.FLAGS)
-    build._key.cache_clear()
-    assert build._key() == usual
+    build.key.cache_clear()
+    assert build.key() == usual
 
 
 @built

@@ -12,9 +12,9 @@ import pytest
 
 from jinfer import LLM, EngineError, RequestError, SamplingParams
 from jinfer.engine import engine
+from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Programs, Shape
-from jinfer.engine.steps import MAX_STEPS
 from jinfer.ops.cache import nbytes
 from jinfer.sampling.order import PLAIN
 from jinfer.spec.errors import SpecError

@@ -1,0 +1,183 @@
+"""Compiled programs as bytes, and back: ready to run, without a trace.
+
+JAX can do this too, but with pickle, which would run whatever a file says. Here XLA reads its own
+format, and what JAX has to know of a program beside it is JSON.
+
+What is looked at inside JAX changes from version to version. Where it is not found a program is not
+kept, and made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer.engine.chosen import Chosen
+from jinfer.engine.state import State
+from jinfer.ops.cache import LayerCache
+from jinfer.ops.custom_calls import known_calls, register_calls
+from jinfer.quant.format import QuantFormat
+from jinfer.quant.vectors import QuantizedVectors
+from jinfer.sampling.rows import Progress, Sampler
+
+_RECORDS = {each.__name__: each for each in (Chosen, LayerCache, Progress, Sampler, State)}
+_LENGTH = 8  # bytes that tell how long the JSON is
+_log = logging.getLogger("jinfer")
+
+
+class _CannotBeKeptError(Exception):
+    """A program of a kind that this module does not know."""
+
+
+def dumped(program: Any) -> bytes | None:
+    """A compiled program as bytes; None where that cannot be.
+
+    Args:
+        program: a `jax.stages.Compiled` for one device.
+    """
+    try:
+        inside = program._executable._unloaded_executable
+        (device,) = inside.device_list
+        _check(program, inside, device)
+        arguments = jax.tree.map(_aval, program.args_info)
+        header = {
+            "name": inside.name,
+            "arguments": _coded(arguments),
+            "kept": sorted(inside.kept_var_idx),
+            "results": _coded(jax.tree.unflatten(program.out_tree, inside.output_avals)),
+            "calls": sorted(known_calls()),
+        }
+        content = bytes(inside.xla_executable.serialize())
+    except Exception as error:
+        _log.debug("a program cannot be kept: %s", error)
+        return None
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(_LENGTH, "little") + text + content
+
+
+def loaded(content: bytes) -> Any:
+    """The program that `dumped` made bytes of; None where it cannot be used."""
+    try:
+        end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+        header = json.loads(content[_LENGTH:end])
+        if not register_calls(header["calls"]):
+            return None
+        return _program(header, content[end:])
+    except Exception as error:
+        _log.debug("a kept program cannot be used: %s", error)
+        return None
+
+
+def _program(header: Mapping[str, Any], content: bytes) -> Any:
+    from jax._src.interpreters.pxla import UnloadedMeshExecutable
+    from jaxlib import xla_client
+
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
+    devices = xla_client.DeviceList((device,))
+    flat, arguments = jax.tree.flatten(_decoded(header["arguments"]))
+    out, results = jax.tree.flatten(_decoded(header["results"]))
+    taken = [flat[i] for i in header["kept"]]
+    executable = UnloadedMeshExecutable(
+        xla_executable=device.client.deserialize_executable(content, executable_devices=devices),
+        device_list=devices,
+        backend=device.client,
+        input_avals=[_shaped(one) for one in taken],
+        input_shardings=[sharding] * len(taken),
+        output_avals=[_shaped(one) for one in out],
+        output_shardings=[sharding] * len(out),
+        committed=False,
+        name=header["name"],
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(header["kept"]),
+        mut=None,
+        xla_in_layouts=[None] * len(taken),  # None: the usual one
+        dispatch_in_layouts=[None] * len(taken),
+        xla_out_layouts=[None] * len(out),
+        all_args_info=None,
+        pgle_profiler=None,
+    )
+    info = jax.tree.unflatten(arguments, [jax.stages.ArgInfo(_shaped(one), False) for one in flat])
+    return jax.stages.Compiled(executable.load(), [], info, results)
+
+
+def _check(program: Any, inside: Any, device: Any) -> None:
+    """Raises where `_program` would leave something out."""
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
+    odd: Sequence[Any] = (
+        program._params.const_args,
+        program._no_kwargs,
+        inside.unordered_effects,
+        inside.ordered_effects,
+        inside.host_callbacks,
+        inside.mut,
+        inside.committed,
+        inside.keepalive,
+        device != jax.devices()[0],
+        any(layout is not None for layout in inside.dispatch_in_layouts),
+        any(one != sharding for one in (*inside.input_shardings, *inside.output_shardings)),
+    )
+    if any(odd):
+        raise _CannotBeKeptError(f"{inside.name}: {odd}")
+
+
+def _memory(device: Any) -> str:
+    return str(device.default_memory().kind)
+
+
+def _aval(info: Any) -> Any:
+    return getattr(info, "_aval", None) or info.aval
+
+
+def _shaped(one: jax.ShapeDtypeStruct) -> Any:
+    return jax.core.ShapedArray(one.shape, one.dtype, weak_type=one.weak_type)
+
+
+def _coded(tree: Any) -> Any:
+    """A tree of abstract arrays, as JSON has it."""
+    match tree:
+        case None:
+            return None
+        case dict():
+            return {"dict": [[key, _coded(value)] for key, value in tree.items()]}
+        case QuantizedVectors():
+            format = vars(tree.format)
+            return {"vectors": [_coded(tree.words), _coded(tree.scales), format, tree.width]}
+        case tuple() if type(tree).__name__ in _RECORDS:
+            return {type(tree).__name__: [_coded(value) for value in tree]}
+        case tuple() if type(tree) is tuple:
+            return {"tuple": [_coded(value) for value in tree]}
+        case _ if hasattr(tree, "shape"):
+            return [list(tree.shape), np.dtype(tree.dtype).name, bool(tree.weak_type)]
+        case _:
+            raise _CannotBeKeptError(f"a tree with a {type(tree).__name__}")
+
+
+def _decoded(coded: Any) -> Any:
+    if coded is None:
+        return None
+    if isinstance(coded, list):
+        shape, type_name, weak = coded
+        return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(type_name), weak_type=weak)
+    ((kind, parts),) = coded.items()
+    if kind == "dict":
+        return {key: _decoded(value) for key, value in parts}
+    if kind == "tuple":
+        return tuple(_decoded(value) for value in parts)
+    if kind == "vectors":
+        words, scales, format, width = parts
+        return QuantizedVectors(_decoded(words), _decoded(scales), _format(format), width)
+    return _RECORDS[kind](*(_decoded(value) for value in parts))
+
+
+def _format(fields: Mapping[str, Any]) -> QuantFormat:
+    codebook = fields["codebook"]
+    return QuantFormat(**{**fields, "codebook": None if codebook is None else tuple(codebook)})

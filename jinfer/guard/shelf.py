@@ -1,0 +1,89 @@
+"""What a start would else make anew, kept in a folder of the user's: whole, and as it was written.
+
+Each entry begins with a hash of its key and its content. One that is damaged, cut short, of another
+key, or that somebody else could have written, is not believed but removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_NEW, _END = "new-", ".kept"
+_STALE = 3600.0  # seconds
+_HASH = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Entries by key.
+
+    Attributes:
+        folder: which only this user can write to.
+        maker: what all entries depend on: the versions of whatever makes and reads them.
+        limit: bytes of all entries; those that were used least recently go first.
+    """
+
+    folder: Path
+    maker: str
+    limit: int = 4 << 30
+
+    def get(self, key: str) -> bytes | None:
+        """What is kept under a key."""
+        path = self._path(key)
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                found = os.fstat(file.fileno())
+                ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+                content = file.read() if ours and not found.st_mode & 0o022 else b""
+        except OSError:
+            return None
+        begin, rest = content[:_HASH], content[_HASH:]
+        if not hmac.compare_digest(begin, self._hash(key, rest)):
+            with suppress(OSError):
+                path.unlink()
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return rest
+
+    def put(self, key: str, content: bytes) -> None:
+        """Keeps something, if that can be: a full disk or a closed folder is no error."""
+        with suppress(OSError):
+            handle, name = tempfile.mkstemp(dir=self.folder, prefix=_NEW)
+            try:
+                with open(handle, "wb") as file:
+                    file.write(self._hash(key, content) + content)
+                os.replace(name, self._path(key))
+            except BaseException:
+                os.unlink(name)
+                raise
+            self._shrink()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{self._hash(key, b'').hex()[:32]}{_END}"
+
+    def _hash(self, key: str, content: bytes) -> bytes:
+        digest = hashlib.sha256()
+        for part in (self.maker.encode(), key.encode(), content):
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.digest()
+
+    def _shrink(self) -> None:
+        for left in self.folder.glob(f"{_NEW}*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > _STALE:
+                left.unlink(missing_ok=True)
+        entries = [(entry.stat(), entry) for entry in self.folder.glob(f"*{_END}")]
+        total = sum(found.st_size for found, _ in entries)
+        for found, entry in sorted(entries, key=lambda one: one[0].st_mtime):
+            if total <= self.limit:
+                return
+            entry.unlink(missing_ok=True)
+            total -= found.st_size

@@ -1,0 +1,209 @@
+"""A whole model as Flax modules, put together as its specification says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from jinfer.nn.attention import Attention, CrossAttention
+from jinfer.nn.build import build_module
+from jinfer.nn.latent import LatentAttention
+from jinfer.nn.linear import Head
+from jinfer.nn.pool import Pool
+from jinfer.nn.position import Rotary
+from jinfer.nn.step import Step
+from jinfer.ops.cache import Cache, Placement
+from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
+
+_ATTENTIONS = (Attention, LatentAttention, CrossAttention)
+
+
+class Layer(nnx.Module):
+    """One layer: its modules, applied as its wiring says."""
+
+    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
+        self.wiring = spec.wiring
+        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        tokens: Int[Array, "batch tokens"],
+        step: Step,
+        cache: Cache,
+        shared: Mapping[str, nnx.Module],
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """The layer's output, and its attentions' caches, keyed by module name."""
+        cache = dict(cache)
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            module: Any = self.modules[name] if name in self.modules else shared[name]
+            if isinstance(module, _ATTENTIONS):
+                attention: Any = module
+                out, kept = attention(arguments[0], step, cache.get(name))
+                if kept is not None:
+                    cache[name] = kept
+                return out
+            return module(*arguments)
+
+        # What an encoder gave is in the cache, so its name stands for nothing here.
+        inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
+        return self.wiring.run(inputs, call)[0], cache
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    definition: Any, state: Any, x: Array, tokens: Array, step: Step, cache: Cache
+) -> tuple[Array, Cache]:
+    """A layer as a function of its own, so that equal layers are traced and lowered once."""
+    layer, shared = nnx.merge(definition, state)
+    return layer(x, tokens, step, cache, shared)
+
+
+class Stack(nnx.Module):
+    """A stem, layers and a head."""
+
+    def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
+        self.name = spec.name
+        self.stem, self.head = spec.stem, spec.head
+        self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
+        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
+
+    def embed(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        step: Step,
+        shared: nnx.Dict,
+    ) -> Float[Array, "batch tokens hidden"]:
+        """The stem: tokens to vectors."""
+        inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
+        return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+
+    def run_layers(
+        self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """All layers, with the cache where there is one."""
+        cache = dict(cache)
+        step = step.with_cos_sin(self._ropes())
+        for i, layer in enumerate(self.layers):
+            prefix = f"{self.name}.{i}."
+            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
+            definition, state = nnx.split((layer, used))
+            x, own = _run_layer(definition, state, x, tokens, step, own)
+            cache |= {prefix + name: part for name, part in own.items()}
+        return x, cache
+
+    def _ropes(self) -> Iterator[Rotary]:
+        for layer in self.layers:
+            for module in layer.modules.values():
+                if isinstance(rope := getattr(module, "rope", None), Rotary):
+                    yield rope
+
+    def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
+        """The head: what it assigns by name, and its value as "logits".
+
+        "hidden" is what the vocabulary head is given, or the value, unless the head assigns it.
+        """
+        seen: dict[str, Array] = {}
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            module: Any = self._module(name, shared)
+            if isinstance(module, Head):
+                seen["hidden"] = arguments[0]
+                embed: Any = shared["embed"] if module.tied else None
+                return module(arguments[0], embed)
+            if isinstance(module, Pool):
+                assert step.lengths is not None, "only whole texts are pooled"
+                return module(arguments[0], step.lengths)
+            return module(*arguments)
+
+        value, assigned = self.head.run({"x": x}, call)
+        return {"hidden": value, **seen, "logits": value, **assigned}
+
+    def _module(self, name: str, shared: nnx.Dict) -> Any:
+        return self.modules[name] if name in self.modules else shared[name]
+
+
+class Model(nnx.Module):
+    """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
+
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
+        self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
+        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
+
+    def decode(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        want: str,
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[Float[Array, "chosen width"], Cache]:
+        """One result of `decode_all`."""
+        results, cache = self.decode_all(tokens, step, cache, last)
+        return results[want], cache
+
+    def decode_all(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
+        """The decoder's forward pass over a flat batch: "logits" and "hidden".
+
+        Args:
+            tokens: new tokens of any sequences.
+            step: where they stand.
+            cache: keys and values of the tokens before; comes back with the new ones in it.
+            last: of which tokens results are wanted; None: of all.
+        """
+        stack = self.stacks["decoder"]
+        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared)
+        x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
+        if last is not None:
+            x = x[:, last]
+        results = stack.results(x, step, self.shared)
+        return {name: results[name][0] for name in ("logits", "hidden")}, cache
+
+    def encode(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        lengths: Int[Array, " batch"],
+    ) -> dict[str, Float[Array, "batch ..."]]:
+        """The encoder's forward pass over whole texts.
+
+        Args:
+            tokens: padded at the end.
+            types: which of two texts each token belongs to.
+            lengths: tokens of each text.
+
+        Returns:
+            All that the head gives, by name; its value is "logits".
+        """
+        stack = self.stacks["encoder"]
+        step = Step.of_texts(tokens, lengths)
+        x = stack.embed(tokens, types, step, self.shared)
+        x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
+        return stack.results(x, step, self.shared)
+
+    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
+        """The cache with what cross-attention needs of an encoder's output."""
+        cache = dict(cache)
+        for i, layer in enumerate(self.stacks["decoder"].layers):
+            for name, module in layer.modules.items():
+                if isinstance(module, CrossAttention):
+                    key = f"decoder.{i}.{name}"
+                    cache[key] = module.fill(encoded, cache[key], at)
+        return cache
