@@ -90,7 +90,9 @@ def test_a_prompt_from_standard_input() -> None:
 
 def test_chat_in_a_terminal() -> None:
     """Messages, history, Ctrl-C that stops an answer and not the program, Ctrl-D that ends."""
-    terminal = Terminal(sys.executable, "-m", "jinfer.generate", SPEC, "--chat")
+    terminal = Terminal(
+        sys.executable, "-m", "jinfer.generate", SPEC, "--chat", "--max-tokens", "300"
+    )
     figures = r"prefill (\d+) tokens.*decode (\d+) tokens"
     terminal.wait_for("> ")
     terminal.type("Write a very long story about a river, in twenty chapters.\n")
