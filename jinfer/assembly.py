@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.device import flat_sizes
@@ -13,28 +14,26 @@ from jinfer.engine.scheduler import Scheduler
 from jinfer.model import AbstractModel
 from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
+from jinfer.partition.lanes import Lanes
+from jinfer.partition.loading import load_stages
+from jinfer.partition.placing import make_stages, plan_of, staged_blocks
+from jinfer.partition.programs import StagedPrograms
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
+from jinfer.weights.find import Weights
 
 
 def assemble(model: AbstractModel, opened: Opened) -> Engine:
-    """An engine whose weights are yet to be loaded."""
-    spec, context = opened.spec.engine, opened.context
-    shapes = model.caches
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
-    blocks = cache_blocks(
-        shapes,
-        opened.kv_cache,
-        slots=spec.slots,
-        context=context,
-        chunk=spec.prefill_chunk,
-        tokens=spec.kv_tokens,
-        used=used,
-    )
-    windows = {shape.group: shape.window for shape in shapes.values()}
+    """An engine whose weights are yet to be loaded.
+
+    Raises:
+        SpecError: `[partition]` asks for what cannot be.
+    """
+    programs = _programs(model, opened)
+    spec, blocks = opened.spec.engine, programs.sizes.blocks
+    windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
     encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
-    sizes = Sizes(spec.slots, context, opened.spec.dims.get("vocab", 0), blocks, opened.kv_cache)
     mixed = max(spec.mixed_chunk, spec.slots + 1)
     scheduler = Scheduler(
         BlockManager(pools, encoder),
@@ -43,8 +42,57 @@ def assemble(model: AbstractModel, opened: Opened) -> Engine:
         mixed,
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
+        programs.lanes.count if isinstance(programs, StagedPrograms) else 1,
     )
-    return Engine(programs=Programs(model, sizes), scheduler=scheduler)
+    return Engine(programs=programs, scheduler=scheduler)
+
+
+def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
+    """Gives an engine its weights, on the devices where they are to be."""
+    if isinstance(engine.programs, StagedPrograms):
+        engine.leaves = load_stages(weights, engine.programs.stages, progress=progress)
+    else:
+        engine.parameters = weights.load(progress)
+
+
+def _programs(model: AbstractModel, opened: Opened) -> Programs:
+    """The programs, for a cache of the size that there is room for."""
+    if not opened.spec.partition.is_plain:
+        return _staged(model, opened)
+    spec, context = opened.spec.engine, opened.context
+    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
+    blocks = cache_blocks(
+        model.caches,
+        opened.kv_cache,
+        slots=spec.slots,
+        context=context,
+        chunk=spec.prefill_chunk,
+        tokens=spec.kv_tokens,
+        used=used,
+    )
+    return Programs(model, _sizes(opened, blocks))
+
+
+def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
+    spec, context, kind = opened.spec, opened.context, opened.kv_cache
+    dtype = jnp.dtype(opened.dtype)
+    plan = plan_of(spec, model, context, dtype, kind)
+    stages = make_stages(plan, spec, model, dtype)
+    blocks = staged_blocks(
+        stages,
+        kind,
+        slots=spec.engine.slots,
+        context=context,
+        chunk=spec.engine.prefill_chunk,
+        tokens=spec.engine.kv_tokens,
+    )
+    lanes = Lanes(plan.lanes, spec.engine.slots)
+    return StagedPrograms(model=model, sizes=_sizes(opened, blocks), stages=stages, lanes=lanes)
+
+
+def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
+    vocab = opened.spec.dims.get("vocab", 0)
+    return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:

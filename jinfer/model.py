@@ -10,14 +10,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.build import build_module
+from jinfer.nn.ffn import MLP, GatedMLP
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
+from jinfer.nn.moe import MixtureOfExperts
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
 from jinfer.nn.step import Step
@@ -31,13 +33,14 @@ Want = Literal["logits", "hidden", "pooled"]
 
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
+_FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)
 
 
 class Layer(nnx.Module):
     """One layer: its modules, applied as its wiring says."""
 
     def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
-        self.wiring = spec.wiring
+        self.wiring, self.axis = spec.wiring, spec.axis
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
     def __call__(
@@ -58,12 +61,17 @@ class Layer(nnx.Module):
                 out, kept = attention(arguments[0], step, cache.get(name))
                 if kept is not None:
                     cache[name] = kept
-                return out
-            return module(*arguments)
+                return self._whole(out)
+            out = module(*arguments)
+            return self._whole(out) if isinstance(module, _FEED_FORWARDS) else out
 
         # What an encoder gave is in the cache, so its name stands for nothing here.
         inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
         return self.wiring.run(inputs, call)[0], cache
+
+    def _whole(self, part: Array) -> Array:
+        """The sum of what the devices give that share a module."""
+        return part if self.axis is None else lax.psum(part, self.axis)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -25,7 +25,7 @@ from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.scheduler import Plan, Running, Scheduler
 from jinfer.engine.state import Choice, state_row
-from jinfer.engine.steps import MAX_STEPS, Chosen
+from jinfer.engine.steps import Chosen
 from jinfer.ops.cache import BLOCK
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
@@ -152,7 +152,10 @@ class Engine(Device):
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
-        kept = 0 if self._guides.computed else int(launched)
+        ahead = self.scheduler.busy_lanes
+        if not launched:  # the oldest of them, at least, is waited for
+            ahead = max(0, min(ahead, len(self._launched)) - 1)
+        kept = 0 if self._guides.computed else ahead
         while len(self._launched) > kept:
             tokens += self._read(self._launched.popleft())
         return [*tokens, *self._flushed()]
@@ -221,7 +224,9 @@ class Engine(Device):
 
     def _plan(self) -> Plan:
         seconds = max(self.step_seconds, 1e-6)
-        return self.scheduler.plan(min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds))))
+        return self.scheduler.plan(
+            min(self.programs.most_steps, max(1, int(CALL_SECONDS / seconds)))
+        )
 
     def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.

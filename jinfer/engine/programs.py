@@ -90,12 +90,14 @@ class Programs:
         sizes: of cache and state.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
+        most_steps: that a call of "decode" computes.
     """
 
     model: AbstractModel
     sizes: Sizes
     compilations: int = 0
     waited: float = 0.0
+    most_steps: int = steps.MAX_STEPS
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tracing: threading.Lock = field(default_factory=threading.Lock)
