@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -22,6 +22,7 @@ from jinfer.nn.linear import Head
 from jinfer.nn.moe import MixtureOfExperts
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
+from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
 from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
 from jinfer.spec import blocks
@@ -54,24 +55,25 @@ class Layer(nnx.Module):
         """The layer's output, and its attentions' caches, keyed by module name."""
         cache = dict(cache)
 
-        def call(name: str, arguments: list[Any]) -> Any:
+        def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
+            arguments = list(map(valued, given))
             if isinstance(module, _ATTENTIONS):
                 attention: Any = module
                 out, kept = attention(arguments[0], step, cache.get(name))
                 if kept is not None:
                     cache[name] = kept
-                return self._whole(out)
+                return self._summed(out)
             out = module(*arguments)
-            return self._whole(out) if isinstance(module, _FEED_FORWARDS) else out
+            return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
 
         # What an encoder gave is in the cache, so its name stands for nothing here.
         inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
-        return self.wiring.run(inputs, call)[0], cache
+        return valued(self.wiring.run(inputs, call)[0]), cache
 
-    def _whole(self, part: Array) -> Array:
-        """The sum of what the devices give that share a module."""
-        return part if self.axis is None else lax.psum(part, self.axis)
+    def _summed(self, part: Array) -> Any:
+        """What the devices give together that have a part each of a module."""
+        return part if self.axis is None else Sum(part, self.axis)
 
 
 @partial(jax.jit, static_argnums=0)

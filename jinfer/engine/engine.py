@@ -152,9 +152,7 @@ class Engine(Device):
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
-        ahead = self.scheduler.busy_lanes
-        if not launched:  # the oldest of them, at least, is waited for
-            ahead = max(0, min(ahead, len(self._launched)) - 1)
+        ahead = self.scheduler.calls_ahead(launched, len(self._launched))
         kept = 0 if self._guides.computed else ahead
         while len(self._launched) > kept:
             tokens += self._read(self._launched.popleft())
@@ -223,10 +221,8 @@ class Engine(Device):
         return PLAIN if plain else STAGES
 
     def _plan(self) -> Plan:
-        seconds = max(self.step_seconds, 1e-6)
-        return self.scheduler.plan(
-            min(self.programs.most_steps, max(1, int(CALL_SECONDS / seconds)))
-        )
+        fitting = max(1, int(CALL_SECONDS / max(self.step_seconds, 1e-6)))
+        return self.scheduler.plan(min(self.programs.most_steps, fitting))
 
     def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.

@@ -202,10 +202,15 @@ class Scheduler:
         chunks = self._chunks(prompts, len(decoding))
         return Plan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
 
-    @property
-    def busy_lanes(self) -> int:
-        """Lanes that have sequences."""
-        return len({sequence.slot % self.lanes for sequence in self.running})
+    def calls_ahead(self, launched: bool, unread: int) -> int:
+        """Calls whose results need not be read yet: one of each lane that has sequences.
+
+        Args:
+            launched: whether there was anything to launch; if not, one at least is to be read.
+            unread: calls whose results were not read.
+        """
+        busy = len({sequence.slot % self.lanes for sequence in self.running})
+        return busy if launched else max(0, min(busy, unread) - 1)
 
     def _next_lane(self) -> list[Running]:
         """The sequences that a call can do something for, of the lane whose turn it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,11 @@ from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
 AXIS = "tensor"
+
+_SUMMED = (
+    *(blocks.Attention, blocks.CrossAttention, blocks.LatentAttention),
+    *(blocks.MLP, blocks.GatedMLP, blocks.MixtureOfExperts),
+)
 
 type Shares = dict[str, dict[str, Share]]  # module -> logical axis -> who has what of it
 
@@ -83,11 +88,12 @@ def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[
     if devices == 1:
         return spec, {}
     divide = _Dividing(devices, unit, spec.dims.get("vocab", 0))
-    shared = divide.modules("", spec.shared)
+    outside = {name for stack in spec.stacks for name in (*stack.stem.calls, *stack.head.calls)}
+    shared = divide.modules("", spec.shared, outside)
     stacks = tuple(
         replace(
             stack,
-            modules=divide.modules(f"{stack.name}.", stack.modules),
+            modules=divide.modules(f"{stack.name}.", stack.modules, outside),
             layers=tuple(
                 LayerSpec(
                     layer.wiring, divide.modules(f"{stack.name}.{i}.", layer.modules), axis=AXIS
@@ -106,11 +112,20 @@ class _Dividing:
         self.shares: Shares = {}
 
     def modules(
-        self, prefix: str, modules: Iterable[tuple[str, blocks.Block]]
+        self,
+        prefix: str,
+        modules: Iterable[tuple[str, blocks.Block]],
+        outside: Collection[str] = (),
     ) -> tuple[tuple[str, blocks.Block], ...]:
-        return tuple((name, self._block(prefix + name, block)) for name, block in modules)
+        """Modules with the parts of one device; those called `outside` of layers among them."""
+        return tuple(
+            (name, self._block(prefix + name, block, name in outside)) for name, block in modules
+        )
 
-    def _block(self, name: str, block: blocks.Block) -> Any:
+    def _block(self, name: str, block: blocks.Block, outside: bool) -> Any:
+        if outside and isinstance(block, _SUMMED):
+            # Layers alone add up what such a module gives.
+            raise ShareError(f"{name}: is called before or after the layers; divide by layers")
         try:
             local, shares = self._divided(name, block)
         except ShareError as error:

@@ -75,12 +75,14 @@ class Site:
     def of_parts(self, tree: Any) -> Any:
         """The abstract arrays of all devices, of which one has these."""
         times = len(self.devices)
-        return jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct(
-                (times * part.shape[0], *part.shape[1:]), part.dtype, sharding=self.parts
-            ),
-            tree,
-        )
+
+        def of_all(part: Any) -> jax.ShapeDtypeStruct:
+            # XLA gives arrays without elements back as if all devices had them whole.
+            sharding = self.parts if part.size else self.same
+            shape = (times * part.shape[0], *part.shape[1:])
+            return jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding)
+
+        return jax.tree.map(of_all, tree)
 
     def of_same(self, tree: Any) -> Any:
         """The abstract arrays that all devices have whole."""

@@ -1,0 +1,121 @@
+"""Requests of every kind through several stages: the tokens of one device, nothing left over."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jinfer import LLM, SamplingParams
+from jinfer.partition.programs import StagedPrograms
+from jinfer.partition.timeline import Timeline, together
+from tests.partition.eight.models import opened
+
+HYBRID = {"devices": "0&1;2&3", "layers": [2, 1]}
+KEYS: dict[str, Any] = {"engine.slots": 6, "engine.kv_tokens": 1024}
+
+
+def asked(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of different lengths, some with a beginning in common, and ways to choose."""
+    rng = np.random.default_rng(8)
+    common = rng.integers(3, 320, 70).tolist()
+    requests = []
+    for index in range(count):
+        own = rng.integers(3, 320, int(rng.integers(1, 60))).tolist()
+        drawn: dict[str, Any] = {"temperature": 0.9, "seed": index} if index % 2 else {}
+        params = SamplingParams(
+            **{"temperature": 0, **drawn}, max_tokens=5 + index % 9, ignore_eos=True
+        )
+        requests.append(((common if index % 3 == 0 else []) + own, params))
+    return requests
+
+
+def tokens(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    prompts, params = zip(*requests, strict=True)
+    return [list(each.token_ids) for each in llm.generate(list(prompts), list(params))]
+
+
+def nothing_held(llm: LLM) -> bool:
+    blocks = llm.frontend.engine.scheduler.blocks
+    return blocks.held == 0
+
+
+def test_sixteen_at_a_time() -> None:
+    requests = asked(16)
+    with opened("llama2", **KEYS) as llm:
+        wanted = tokens(llm, requests)
+    with opened("llama2", **HYBRID, **KEYS) as llm:
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
+        # Again, with what the first time left in the cache, while somebody watches.
+        programs = llm.frontend.engine.programs
+        assert isinstance(programs, StagedPrograms)
+        programs.timeline = timeline = Timeline()
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
+        busy = timeline.close()
+    assert {call.stage for call in busy} == {0, 1}
+    assert {call.lane for call in busy} == {0, 1}
+    assert together(busy) > 0
+
+
+@pytest.mark.parametrize("plan", [HYBRID, {"devices": "5"}], ids=["hybrid", "another"])
+def test_every_strategy(plan: dict[str, Any]) -> None:
+    requests = asked(2)
+    prompts = [prompt for prompt, _ in requests]
+    ways = [
+        SamplingParams(strategy="beam", beams=3, max_tokens=6, ignore_eos=True),
+        SamplingParams(strategy="contrastive", top_k=3, max_tokens=6, ignore_eos=True),
+        SamplingParams(strategy="fsd", max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3),
+    ]
+
+    def everything(llm: LLM) -> tuple[Any, ...]:
+        answers = [llm.generate(prompts, way) for way in ways]
+        chosen = [[list(each.token_ids) for each in group] for group in answers]
+        return chosen, llm.score(prompts), llm.hidden(prompts), llm.embed(prompts)
+
+    with opened("llama2", **KEYS) as llm:
+        wanted, *numbers = everything(llm)
+    with opened("llama2", **plan, **KEYS) as llm:
+        found, *others = everything(llm)
+        assert nothing_held(llm)
+    assert found == wanted
+    for one, other in zip(numbers, others, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
+def test_a_small_cache_and_few_slots() -> None:
+    """Sequences are preempted, wait for each other, and come to the same."""
+    requests = asked(8)
+    keys = {"engine.slots": 3, "engine.kv_tokens": 320, "engine.context": 160}
+    with opened("llama2", **KEYS) as llm:
+        wanted = tokens(llm, requests)
+    with opened("llama2", devices="0;1;2", lanes=2, **keys) as llm:
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
+
+
+def test_translations() -> None:
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 320, n).tolist() for n in (6, 40, 90)]
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    beams = SamplingParams(strategy="beam", beams=2, max_tokens=6, ignore_eos=True)
+
+    def both(llm: LLM) -> list[list[int]]:
+        answers = [*llm.generate(prompts, params), *llm.generate(prompts, beams)]
+        return [list(each.token_ids) for each in answers]
+
+    with opened("m2m100", **KEYS) as llm:
+        wanted = both(llm)
+    with opened("m2m100", devices="0&1;2&3", **KEYS) as llm:
+        assert both(llm) == wanted
+        assert nothing_held(llm)
+
+
+def test_programs_made_at_the_start() -> None:
+    """Nothing is compiled afterwards."""
+    with opened("llama2", **HYBRID, **{**KEYS, "engine.slots": 2, "engine.warm_up": True}) as llm:
+        made = llm.compilations
+        tokens(llm, asked(3))
+        assert llm.compilations == made

@@ -1,0 +1,60 @@
+"""Weights as they come: GGUF's blocks, converted folders, matrices that several layers share."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.partition.eight.models import alone, answers, distance, opened
+from tools.quantize import main as convert
+
+
+@pytest.mark.parametrize(
+    ("golden", "devices"),
+    [
+        ("gguf_llama_mixed", "0&1"),  # blocks of several formats
+        ("gguf_mixtral", "0&1;2&3"),
+        ("baichuan2_7b", "0&1"),  # a head whose rows have length 1
+        ("chatglm2", "0&1"),  # fused projections
+        ("gpt2", "0&1&2&3"),  # transposed ones, with biases
+        ("flan_t5", "0&1;2&3"),  # relative biases of heads
+        ("gpt_oss", "0&1"),  # sinks, and biases of experts
+        ("gemma2", "0;1"),
+        ("qwen3", "0&1"),  # norms of heads
+    ],
+)
+def test_families(golden: str, devices: str) -> None:
+    whole = alone(golden)
+    with opened(golden, devices=devices) as llm:
+        found = answers(llm)
+    assert found.tokens == whole.tokens
+    assert distance(found, whole) <= 1e-4
+
+
+def test_a_converted_folder(tmp_path: Path) -> None:
+    goldens = Path(__file__).parents[2] / "goldens"
+    folder = tmp_path / "converted"
+    arguments = [str(goldens / "llama2"), str(folder), "--set", "quantization.weights=q4"]
+    assert convert(arguments) == 0
+    whole = alone("llama2", "q4")
+    with opened(str(folder), devices="0&1;2&3") as llm:
+        found = answers(llm)
+    assert found.tokens == whole.tokens
+    assert distance(found, whole) <= 1e-4
+
+
+def test_each_device_has_its_own_part() -> None:
+    """The parts of a stage's devices are of equal size, and together hardly more than the whole."""
+    with opened("llama2", **{"quantization.weights": "q8"}) as llm:
+        whole = sum(leaf.nbytes for leaf in llm.frontend.engine.leaves)
+    with opened("llama2", devices="0&1;2&3", **{"quantization.weights": "q8"}) as llm:
+        held: dict[jax.Device, int] = {}
+        for leaf in llm.frontend.engine.leaves:
+            for shard in leaf.addressable_shards:
+                held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    assert len(held) == 4
+    devices = jax.devices()
+    assert held[devices[0]] == held[devices[1]]
+    assert held[devices[2]] == held[devices[3]]
+    # Norms are on both devices of a stage, and feed-forwards of 112 columns end in padding.
+    assert whole <= sum(held.values()) <= 1.2 * whole
