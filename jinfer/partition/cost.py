@@ -27,6 +27,15 @@ class Machine:
     call: float
 
 
+# As their makers' data sheets say, links in one direction; what a call costs is a guess.
+MACHINES = {
+    "v100": Machine(32e9, 0.9e12, 1.12e14, 1.2e10, 1e-5, 1e-4),  # PCIe
+    "rtx4090": Machine(24e9, 1.0e12, 1.65e14, 2.5e10, 1e-5, 1e-4),
+    "a100": Machine(80e9, 2.0e12, 3.12e14, 3e11, 5e-6, 1e-4),  # NVLink
+    "h100": Machine(80e9, 3.35e12, 9.9e14, 4.5e11, 5e-6, 1e-4),
+}
+
+
 @dataclass(frozen=True)
 class Work:
     """What a model asks for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jinfer.engine.memory import block_bytes, cache_blocks, free_memory
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.partition.cost import Machine, Work, best
+from jinfer.partition.divide import whole_of
 from jinfer.partition.making import Stage
 from jinfer.partition.plan import Groups, Plan, Weight, make_plan
 from jinfer.partition.shares import ShareError
@@ -27,27 +29,35 @@ from jinfer.spec.partition import CPU
 
 # What is taken for granted of devices that say nothing of themselves: the order of today's.
 _GPU = Machine(0, 1.5e12, 2e14, 1e11, 1e-5, 2e-4)
+_MANY = 100_000
 _HOST = Machine(0, 2e10, 2e11, 1e10, 5e-5, 3e-4)
 
 
 def plan_of(
-    spec: ModelSpec, model: AbstractModel, context: int, dtype: DTypeLike, kind: Kind
+    spec: ModelSpec,
+    model: AbstractModel,
+    context: int,
+    dtype: DTypeLike,
+    kind: Kind,
+    *,
+    imagined: bool = False,
 ) -> Plan:
     """The plan that a specification asks for, on the devices that there are.
 
     Args:
         model: with its parameters as they will be stored.
         context, kind: of the cache.
+        imagined: whether all devices that it names count as if they were there.
 
     Raises:
         SpecError: it cannot be.
     """
-    weight, there = weigh(spec, model), jax.devices()
+    weight, count = weigh(spec, model), _MANY if imagined else len(jax.devices())
 
     def automatic() -> Groups:
         return _automatic(spec, model, weight, context, dtype, kind)
 
-    return make_plan(spec.partition, weight, len(there), spec.engine.slots, spec.path, automatic)
+    return make_plan(spec.partition, weight, count, spec.engine.slots, spec.path, automatic)
 
 
 def _automatic(
@@ -81,8 +91,6 @@ def _automatic(
 
 
 def _divides(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLike) -> bool:
-    from jinfer.partition.divide import whole_of
-
     try:
         stage_model(spec, model, whole_of(spec), tensor, dtype)
     except ShareError:
@@ -102,13 +110,11 @@ def work_of(
     spec: ModelSpec, model: AbstractModel, weight: Weight, dtype: DTypeLike, kind: Kind
 ) -> Work:
     """What a model asks for."""
-    layers = sum(map(len, weight.layers.values()))
+    layers = max(map(len, weight.layers.values()))
     own = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
     cache = sum(block_bytes(own, kind).values()) / BLOCK if own else 0.0
     width = jnp.dtype(dtype).itemsize
-    count = sum(
-        float(jnp.prod(jnp.array(parameter.shape, jnp.float32))) for parameter in model.parameters
-    )
+    count = sum(float(prod(parameter.shape)) for parameter in model.parameters)
     return Work(
         weights=weight.total,
         parameters=count,

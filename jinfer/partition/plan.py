@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jinfer.partition.divide import Part
 from jinfer.spec.errors import SpecError
-from jinfer.spec.partition import AUTO, CPU, PartitionSpec, device_groups
+from jinfer.spec.partition import CPU, PartitionSpec, device_groups
 
 type Groups = tuple[tuple[str, ...], ...]
 
@@ -185,8 +185,3 @@ def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: i
                     fuller[end] = key, [*counts, end - begin]
         best = fuller
     return best[count][1]
-
-
-def is_auto(spec: PartitionSpec) -> bool:
-    """Whether the devices are to be chosen."""
-    return spec.devices is not None and spec.devices.strip() == AUTO
