@@ -24,6 +24,7 @@ from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
 from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
+from jinfer.ops.backend import backend
 from jinfer.ops.cache import ENCODER, Cache, CacheShape, Placement, cache_group
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
@@ -76,11 +77,21 @@ class Layer(nnx.Module):
         return part if self.axis is None else Sum(part, self.axis)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    definition: Any, state: Any, x: Array, tokens: Array, step: Step, cache: Cache
+    platform: str,
+    definition: Any,
+    state: Any,
+    x: Array,
+    tokens: Array,
+    step: Step,
+    cache: Cache,
 ) -> tuple[Array, Cache]:
-    """A layer as a function of its own, so that equal layers are traced and lowered once."""
+    """A layer as a function of its own, so that equal layers are traced and lowered once.
+
+    Args:
+        platform: that it is traced for, on which its operations depend.
+    """
     layer, shared = nnx.merge(definition, state)
     return layer(x, tokens, step, cache, shared)
 
@@ -116,7 +127,7 @@ class Stack(nnx.Module):
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
             definition, state = nnx.split((layer, used))
-            x, own = _run_layer(definition, state, x, tokens, step, own)
+            x, own = _run_layer(backend(), definition, state, x, tokens, step, own)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
 

@@ -13,7 +13,7 @@ from jax import Array
 from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
 from jinfer.engine.memory import trim
 from jinfer.engine.programs import Programs, Shape
-from jinfer.engine.requests import Request, Token
+from jinfer.engine.requests import EngineError, Request, Token
 from jinfer.engine.state import State
 from jinfer.engine.steps import MAX_COPIES, Chosen
 from jinfer.model import AbstractModel
@@ -44,7 +44,13 @@ class Device:
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The model's parameters, in the order of its names."""
+        """The model's parameters, in the order of its names.
+
+        Raises:
+            EngineError: several devices have parts of them.
+        """
+        if len(self.leaves) != len(self.programs.leaves):
+            raise EngineError("the weights are in parts on several devices; leave out [partition]")
         return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
 
     @parameters.setter

@@ -41,7 +41,8 @@ class Work:
     """What a model asks for.
 
     Attributes:
-        weights: bytes of all layers, embeddings and head.
+        weights: bytes of all layers, embeddings and head...
+        active: ...and of those that one token is multiplied with: of experts, the chosen ones.
         parameters: numbers of them that a token is multiplied with.
         layers: whose attentions and feed-forwards are summed up.
         hidden: bytes of a token's vector between layers.
@@ -52,6 +53,7 @@ class Work:
     """
 
     weights: float
+    active: float
     parameters: float
     layers: int
     hidden: float
@@ -96,7 +98,8 @@ def estimate(
     shared = min(tensor, max(1, work.kv_heads))
     of_cache = batch * context * work.cache / (pipe * shared)
     of_weights = work.weights / (pipe * tensor)
-    reading = (of_weights + of_cache) / machine.read
+    read = min(work.weights, batch * work.active) / (pipe * tensor)
+    reading = (read + of_cache) / machine.read
     computing = 2 * batch * work.parameters / (pipe * tensor) / machine.flops
     vectors = batch * work.hidden
     ring = 2 * (tensor - 1) / tensor

@@ -11,7 +11,15 @@ import numpy as np
 
 from jinfer.partition.shares import Share, ShareError, of_elements
 from jinfer.quant.sparse import OutlierTensor, SparseTensor, abstract_outliers
-from jinfer.quant.tensor import SUPER, QuantizedTensor, abstract, from_codes, to_codes
+from jinfer.quant.tensor import (
+    SUPER,
+    QuantizedTensor,
+    abstract,
+    from_codes,
+    to_codes,
+    with_columns,
+)
+from jinfer.weights.storage import columns_here
 
 type Shares = Mapping[int, Share]  # axis of a parameter -> who has what of it, in elements
 
@@ -28,9 +36,7 @@ def shares_of(
 
 
 def abstract_part(parameter: Any, shares: Shares) -> Any:
-    """The shapes and types of a device's part."""
-    if not shares:
-        return parameter
+    """The shapes and types of a device's part, as that kind of device wants it."""
     shape = tuple(
         shares[axis].size if axis in shares else size for axis, size in enumerate(parameter.shape)
     )
@@ -43,7 +49,7 @@ def abstract_part(parameter: Any, shares: Shares) -> Any:
         )
         return OutlierTensor(kept, sized)
     if isinstance(parameter, QuantizedTensor):
-        part = abstract(shape, parameter.format, parameter.columns)
+        part = abstract(shape, parameter.format, columns_here(parameter.format))
         return replace(part, activations=parameter.activations)
     return jax.ShapeDtypeStruct(shape, parameter.dtype)
 
@@ -70,6 +76,16 @@ def block_of(parameter: Any) -> int:
     if not isinstance(parameter, QuantizedTensor):
         return 1
     return SUPER if parameter.format.two_level else parameter.format.block
+
+
+def as_here(values: Any) -> Any:
+    """A parameter packed as the kind of device wants it that is worked for."""
+    if isinstance(values, OutlierTensor):
+        return replace(values, rounded=as_here(values.rounded))
+    if isinstance(values, QuantizedTensor):
+        made = with_columns(values, columns_here(values.format))
+        return replace(made, activations=values.activations)
+    return values
 
 
 def cut(values: Any, shares: Shares, part: int) -> Any:

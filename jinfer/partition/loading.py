@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from jinfer.partition.cutting import cut, once
+from jinfer.ops.backend import target
+from jinfer.partition.cutting import as_here, cut, once
 from jinfer.partition.making import Stage
 from jinfer.partition.stages import Source
 from jinfer.weights.find import Weights
@@ -54,8 +55,8 @@ def _key(shares: Mapping[int, Any]) -> Any:
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
     """A parameter of a stage, on its devices."""
     site = stage.site
-    if len(site.devices) == 1:
-        return jax.tree.map(lambda part: site.joined([part]), values)
+    with target(site.platform):
+        values = as_here(values)
     parts = [cut(values, source.shares, device) for device in range(len(site.devices))]
     if source.once:
         parts = [once(part, device) for device, part in enumerate(parts)]

@@ -21,6 +21,7 @@ from jinfer.engine import steps
 from jinfer.engine.places import Places, placed
 from jinfer.engine.programs import Sizes
 from jinfer.model import AbstractModel, Want
+from jinfer.ops.backend import target
 from jinfer.ops.cache import Cache, empty
 from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
@@ -154,7 +155,7 @@ class Making:
         last = None if chosen is None else int32(chosen)
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         given = stage.site.of_same((x, places, tables, last))
-        return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given))
+        return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
 
     def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made, ...]:
         """`passes.read` of each stage."""
@@ -171,7 +172,7 @@ class Making:
         shared = stage.site.shared(function, (True, *(False,) * 4), False)
         texts = int32(rows, tokens)
         given = stage.site.of_same((x, texts, texts, int32(rows)))
-        return self.lowered(shared, (), (_leaves(stage), *given))
+        return self.lowered(shared, (), (_leaves(stage), *given), stage.site)
 
     def fill(self, number: int, encoded: Any) -> Made:
         """`passes.fill` of a stage."""
@@ -181,7 +182,7 @@ class Making:
             function = _with_parts(stage, partial(passes.fill, stage.model))
             shared = stage.site.shared(function, (True, True, *(False,) * 3), True)
             given = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
-            return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given))
+            return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
 
         return self.once(("fill", number, encoded.shape), make)
 
@@ -194,7 +195,7 @@ class Making:
             function = partial(steps.copy_blocks, stage.model.model)
             shared = stage.site.shared(function, (True, *(False,) * 3), True)
             given = stage.site.of_same((which, which, int32()))
-            return self.lowered(shared, 0, (self._cache(stage), *given))
+            return self.lowered(shared, 0, (self._cache(stage), *given), stage.site)
 
         return self.once(("copy", number), make)
 
@@ -227,9 +228,11 @@ class Making:
                 future.set_exception(error)
         return future.result()
 
-    def lowered(self, function: Callable[..., Any], donated: Any, given: Any) -> Made:
-        """A program of a function."""
-        with self.tracing:
+    def lowered(
+        self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
+    ) -> Made:
+        """A program of a function, for a stage's site or for home."""
+        with self.tracing, target((site or self.home).platform):
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return Made(lowered.compile(), lowered.out_info)
 

@@ -23,6 +23,7 @@ from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel, stage_model
 from jinfer.partition.weighing import nbytes, weigh
 from jinfer.quant.kind import Kind
+from jinfer.spec.blocks import MixtureOfExperts
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.partition import CPU
@@ -115,8 +116,13 @@ def work_of(
     cache = sum(block_bytes(own, kind).values()) / BLOCK if own else 0.0
     width = jnp.dtype(dtype).itemsize
     count = sum(float(prod(parameter.shape)) for parameter in model.parameters)
+    unread = sum(
+        nbytes(parameter) * (1 - _share_read(spec, name))
+        for name, parameter in zip(model.names, model.parameters, strict=True)
+    )
     return Work(
         weights=weight.total,
+        active=weight.total - unread,
         parameters=count,
         layers=layers,
         hidden=spec.dims.get("hidden", 0) * width,
@@ -124,6 +130,16 @@ def work_of(
         cache=cache,
         kv_heads=min((shape.heads for shape in own.values()), default=1),
     )
+
+
+def _share_read(spec: ModelSpec, name: str) -> float:
+    """The share of a parameter that one token is multiplied with: of experts, the chosen ones."""
+    stack, number, *rest = (*name.split("."), "", "")
+    found = next((own for own in spec.stacks if own.name == stack), None)
+    if found is None or not number.isdigit() or "experts" not in rest:
+        return 1.0
+    block = dict(found.layers[int(number)].modules).get(rest[0])
+    return block.top_k / block.experts if isinstance(block, MixtureOfExperts) else 1.0
 
 
 def devices_of(plan: Plan) -> tuple[tuple[jax.Device, ...], ...]:

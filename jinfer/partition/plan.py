@@ -125,9 +125,10 @@ def _groups(
         if name != CPU and int(name) >= devices:
             there = f"there are {devices}, from 0 on" if devices > 1 else "there is one, number 0"
             raise SpecError(path, key, f"device {name} is not there: {there}")
-    if spec.cpu_layers and (CPU,) in groups:
-        raise SpecError(path, "partition.cpu_layers", "devices has a stage on the host already")
-    return ((CPU,), *groups) if spec.cpu_layers else groups
+    if (spec.cpu_layers or spec.host_embeddings) and (CPU,) in groups:
+        key = "cpu_layers" if spec.cpu_layers else "host_embeddings"
+        raise SpecError(path, f"partition.{key}", "devices has a stage on the host already")
+    return ((CPU,), *groups) if spec.cpu_layers or spec.host_embeddings else groups
 
 
 def _main_counts(
@@ -135,9 +136,11 @@ def _main_counts(
 ) -> list[int]:
     """Layers of each stage, of the stack that decides."""
     sizes, stages = weight.layers[main], len(groups)
+    host = spec.cpu_layers
+    added = bool(host or spec.host_embeddings)
     if spec.layers is not None:
-        if spec.cpu_layers:
-            reason = f'beside cpu_layers; give one of them, and devices = "{CPU};..."'
+        if added:
+            reason = f'beside a stage on the host that is added; write devices = "{CPU};..."'
             raise SpecError(path, "partition.layers", reason)
         if len(spec.layers) != stages or sum(spec.layers) != len(sizes):
             raise SpecError(
@@ -147,8 +150,7 @@ def _main_counts(
                 f"but there are {len(sizes)} layers and {stages} stages",
             )
         return list(spec.layers)
-    host = spec.cpu_layers
-    if len(sizes) < stages or len(sizes) - host < stages - bool(host):
+    if len(sizes) - host < stages - added:
         key = "cpu_layers" if host else "mesh" if spec.mesh is not None else "devices"
         raise SpecError(
             path,
@@ -156,7 +158,7 @@ def _main_counts(
             f"{stages} stages are more than the {main}'s {len(sizes)} layers allow; take fewer, "
             "or say in partition.layers which stages have none",
         )
-    if host:
+    if added:
         return [host, *balance(sizes[host:], 0, weight.after, stages - 1, 1)]
     return balance(sizes, weight.before, weight.after, stages, 1)
 

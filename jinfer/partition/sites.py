@@ -26,6 +26,11 @@ class Site:
 
     devices: tuple[jax.Device, ...]
 
+    @property
+    def platform(self) -> str:
+        """What kind of devices they are."""
+        return self.devices[0].platform
+
     @cached_property
     def mesh(self) -> Mesh:
         """The devices as one axis."""

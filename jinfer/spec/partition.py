@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.spec.bounds import Count, Size
@@ -40,6 +40,7 @@ class PartitionSpec:
         mesh: the same as a grid, `{ pipe = 2, tensor = 2 }`.
         layers: of each stage; none: so that the stages have about equally many bytes.
         cpu_layers: the first layers that a stage on the host has, before all others.
+        host_embeddings: whether the host keeps the table of embeddings and gives its vectors.
         lanes: groups of sequences that are on their way through the stages at a time; none: as
             many as there are stages.
     """
@@ -48,6 +49,7 @@ class PartitionSpec:
     mesh: MeshSpec | None = None
     layers: tuple[Count, ...] | None = None
     cpu_layers: Count = 0
+    host_embeddings: bool = False
     lanes: Size | None = None
 
     def check(self) -> tuple[str, str] | None:
@@ -59,7 +61,8 @@ class PartitionSpec:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is divided."""
-        return self.devices is None and self.mesh is None and self.cpu_layers == 0
+        named = self.devices is not None or self.mesh is not None
+        return not (named or self.cpu_layers or self.host_embeddings)
 
 
 def read_partition(written: Any, values: Values) -> PartitionSpec:
@@ -73,7 +76,7 @@ def read_partition(written: Any, values: Values) -> PartitionSpec:
         raise SpecError(values.path, "partition.devices", reason)
     # Its bars are Inferflow's, not alternatives of a value.
     spec: PartitionSpec = read(PartitionSpec, table, values, "partition")
-    whole = PartitionSpec(devices, spec.mesh, spec.layers, spec.cpu_layers, spec.lanes)
+    whole = replace(spec, devices=devices)
     if wrong := whole.check():
         raise SpecError(values.path, f"partition.{wrong[0]}", wrong[1])
     if devices is not None:

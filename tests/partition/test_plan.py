@@ -92,6 +92,7 @@ def test_given_layers_may_be_none() -> None:
 
 def test_a_stage_on_the_host() -> None:
     assert shown(plan(cpu_layers=3)) == [("cpu", 3), ("0", 5)]
+    assert shown(plan(host_embeddings=True, devices="0;1")) == [("cpu", 0), ("0", 5), ("1", 3)]
     assert shown(plan(cpu_layers=2, devices="0;1")) == [("cpu", 2), ("0", 4), ("1", 2)]
 
 
@@ -120,7 +121,8 @@ def test_an_encoder_follows_its_decoder() -> None:
         ),
         ({"devices": "0", "layers": (4, 4)}, "partition.layers: [4, 4] are 8 layers of 2 stages"),
         ({"cpu_layers": 8}, "partition.cpu_layers: 2 stages are more than the decoder's 8 layers"),
-        ({"cpu_layers": 1, "layers": (1, 7)}, "partition.layers: beside cpu_layers"),
+        ({"cpu_layers": 1, "layers": (1, 7)}, "partition.layers: beside a stage on the host"),
+        ({"host_embeddings": True, "devices": "cpu;0"}, "partition.host_embeddings: devices has"),
         ({"cpu_layers": 1, "devices": "cpu;0"}, "devices has a stage on the host already"),
         ({"devices": "0", "lanes": 9}, "partition.lanes: 9 is more than engine.slots = 8"),
     ],
