@@ -34,5 +34,6 @@ def test_eight_devices(path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_every_golden_in_every_layout() -> None:
-    run_on_eight(ROOT / "tests/partition/eight/check_goldens.py", "-m", "soak")
+@pytest.mark.parametrize("path", CHECKS, ids=[path.stem for path in CHECKS])
+def test_all_of_it(path: Path) -> None:
+    run_on_eight(path, "-m", "soak or not soak")

@@ -58,7 +58,13 @@ def test_sixteen_at_a_time() -> None:
     assert together(busy) > 0
 
 
-@pytest.mark.parametrize("plan", [HYBRID, {"devices": "5"}], ids=["hybrid", "another"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(HYBRID, id="hybrid"),
+        pytest.param({"devices": "5"}, id="another", marks=pytest.mark.soak),
+    ],
+)
 def test_every_strategy(plan: dict[str, Any]) -> None:
     requests = asked(2)
     prompts = [prompt for prompt, _ in requests]

@@ -13,14 +13,16 @@ from tools.quantize import main as convert
     ("golden", "devices"),
     [
         ("gguf_llama_mixed", "0&1"),  # blocks of several formats
-        ("gguf_mixtral", "0&1;2&3"),
-        ("baichuan2_7b", "0&1"),  # a head whose rows have length 1
-        ("chatglm2", "0&1"),  # fused projections
-        ("gpt2", "0&1&2&3"),  # transposed ones, with biases
+        pytest.param("gguf_mixtral", "0&1;2&3", marks=pytest.mark.soak),
+        pytest.param(
+            "baichuan2_7b", "0&1", marks=pytest.mark.soak
+        ),  # a head whose rows have length 1
+        pytest.param("chatglm2", "0&1", marks=pytest.mark.soak),  # fused projections
+        pytest.param("gpt2", "0&1&2&3", marks=pytest.mark.soak),  # transposed ones, with biases
         ("flan_t5", "0&1;2&3"),  # relative biases of heads
         ("gpt_oss", "0&1"),  # sinks, and biases of experts
-        ("gemma2", "0;1"),
-        ("qwen3", "0&1"),  # norms of heads
+        pytest.param("gemma2", "0;1", marks=pytest.mark.soak),
+        pytest.param("qwen3", "0&1", marks=pytest.mark.soak),  # norms of heads
     ],
 )
 def test_families(golden: str, devices: str) -> None:
