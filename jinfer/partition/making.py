@@ -112,9 +112,9 @@ class Making:
         given = self.state, int32(tokens), int32(tokens), int32(chosen)
         return self.once(("begin", tokens, chosen), lambda: self.lowered(placed, (), given))
 
-    def choose(self, count: int, stages: tuple[str, ...]) -> Made:
-        """`steps.choose`, at home."""
-        rows = self.home.of_same((float32(count, self.model.vocab), int32(count)))
+    def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
+        """`steps.choose`, at home, of logits of a width."""
+        rows = self.home.of_same((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         function = partial(steps.choose, self.model, stages)

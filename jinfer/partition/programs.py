@@ -22,6 +22,7 @@ from jinfer.engine import searches
 from jinfer.engine.maps import check_maps
 from jinfer.engine.places import Places
 from jinfer.engine.programs import Program, Programs, Shape
+from jinfer.engine.requests import EngineError
 from jinfer.model import Want
 from jinfer.ops.cache import ENCODER
 from jinfer.partition.lanes import LaneRows, Lanes, LaneStates
@@ -53,6 +54,12 @@ class StagedPrograms(Programs):
         """Makes the stages' programs."""
         return Making(self.model, self.sizes, self.stages, self.lanes, self._tracing)
 
+    @cached_property
+    def width(self) -> int:
+        """Of logits."""
+        shape = Shape("forward", 1, rows=1)
+        return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
+
     def release(self) -> None:
         """As `Programs.release`."""
         super().release()
@@ -68,7 +75,9 @@ class StagedPrograms(Programs):
 
     def _compile(self, shape: Shape) -> Program:
         check_maps()
-        made: Callable[[Shape], Program] = getattr(self, f"_{shape.kind}")
+        made: Callable[[Shape], Program] | None = getattr(self, f"_{shape.kind}", None)
+        if made is None:
+            raise EngineError(f"there is no {shape.kind} on several devices; leave out [partition]")
         return made(shape)
 
     def _logits(self, shape: Shape) -> Program:
@@ -87,7 +96,7 @@ class StagedPrograms(Programs):
         return run
 
     def _choose(self, shape: Shape) -> Program:
-        program = self.making.choose(shape.chosen, shape.stages).program
+        program = self.making.choose(shape.chosen, self.width, shape.stages).program
 
         def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
             known = isinstance(rows, LaneRows)
@@ -100,7 +109,7 @@ class StagedPrograms(Programs):
     def _decode(self, shape: Shape) -> Program:
         count = shape.tokens
         begin, flow = self._of_state(count, count)
-        choose = self.making.choose(count, shape.stages).program
+        choose = self.making.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 

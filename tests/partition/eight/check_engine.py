@@ -1,5 +1,6 @@
 """Requests of every kind through several stages: the tokens of one device, nothing left over."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.timeline import Timeline, together
 from tests.partition.eight.models import opened
 
+SMOLLM2 = Path(__file__).parents[3] / "specs" / "smollm2_135m_instruct.toml"
 HYBRID = {"devices": "0&1;2&3", "layers": [2, 1]}
 KEYS: dict[str, Any] = {"engine.slots": 6, "engine.kv_tokens": 1024}
 
@@ -125,3 +127,23 @@ def test_programs_made_at_the_start() -> None:
         made = llm.compilations
         tokens(llm, asked(3))
         assert llm.compilations == made
+
+
+def test_answers_under_a_grammar() -> None:
+    """Their tokens are chosen a call later, in their own lane, beside those of free ones."""
+    params = [
+        SamplingParams(regex=r"\d{3}-[a-f]{2}", temperature=1.0, seed=2),
+        SamplingParams(choice=("Paris", "Rome", "Oslo")),
+        SamplingParams(temperature=0, max_tokens=8),
+        SamplingParams(regex="[A-Z][a-z]{3,6}", temperature=1.0, seed=3),
+    ]
+    prompts = ["A code: ", "The capital of Italy is ", "Once upon a time", "A name: "]
+    keys: dict[str, Any] = {"engine.slots": 4, "engine.context": 256, "dtype": "float32"}
+
+    def texts(**plan: Any) -> list[str]:
+        with LLM(SMOLLM2, **keys, **plan) as llm:
+            found = [answer.text for answer in llm.generate(prompts, params)]
+            assert nothing_held(llm)
+            return found
+
+    assert texts(**{"partition.devices": "0;1"}) == texts()
