@@ -25,6 +25,7 @@ from jinfer.engine.programs import Program, Programs, Shape
 from jinfer.engine.requests import EngineError
 from jinfer.model import Want
 from jinfer.ops.cache import ENCODER
+from jinfer.partition.dispatch import Launcher
 from jinfer.partition.lanes import LaneRows, Lanes, LaneStates
 from jinfer.partition.making import Made, Making, Stage, float32, int32
 from jinfer.partition.sites import first_copy
@@ -60,10 +61,17 @@ class StagedPrograms(Programs):
         shape = Shape("forward", 1, rows=1)
         return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
 
+    @cached_property
+    def launch(self) -> Launcher:
+        """Launches the stages' programs, and those at home."""
+        on_cpu = any(stage.site.platform == "cpu" for stage in self.stages)
+        return Launcher(on_cpu and len(self.stages) > 1)
+
     def release(self) -> None:
         """As `Programs.release`."""
         super().release()
         self.making.forget()
+        self.launch.close()
 
     def empty_cache(self) -> Any:
         """The pools of each stage, which nobody has written to."""
@@ -88,7 +96,8 @@ class StagedPrograms(Programs):
             tables: Any, last: Any,
         ) -> Any:  # fmt: skip
             lane, rows = self.lanes.of_slots(slots)
-            places, chooses = begin(states[lane], rows, positions, last)
+            given = states[lane], rows, positions, last
+            places, chooses = self.launch(f"lane {lane}", begin, *given)
             own = self.lanes.tables(lane, tables)
             caches, out = flow(leaves, caches, places, own, last, lane)
             return caches, out["logits"], LaneRows(lane, chooses)
@@ -101,7 +110,8 @@ class StagedPrograms(Programs):
         def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
             known = isinstance(rows, LaneRows)
             lane, own = (rows.lane, rows.rows) if known else self.lanes.of_slots(rows)
-            state, chosen = program(states[lane], logits, own, mask, masked)
+            given = states[lane], logits, own, mask, masked
+            state, chosen = self.launch(f"lane {lane}", program, *given)
             return self.lanes.changed(states, lane, state), chosen
 
         return run
@@ -117,10 +127,12 @@ class StagedPrograms(Programs):
             leaves: Any, caches: Caches, states: LaneStates, slots: Any, tables: Any, steps: Any
         ) -> Any:
             lane, rows = self.lanes.of_slots(slots)
-            places, chooses = begin(states[lane], rows, newest, every)
+            given = states[lane], rows, newest, every
+            places, chooses = self.launch(f"lane {lane}", begin, *given)
             own = self.lanes.tables(lane, tables)
             caches, out = flow(leaves, caches, places, own, every, lane)
-            state, chosen = choose(states[lane], out["logits"], chooses, *unmasked)
+            drawn = states[lane], out["logits"], chooses, *unmasked
+            state, chosen = self.launch(f"lane {lane}", choose, *drawn)
             return caches, self.lanes.changed(states, lane, state), chosen
 
         return run
@@ -202,7 +214,8 @@ class StagedPrograms(Programs):
             for number, fill in fills.items():
                 stage = self.stages[number]
                 given = stage.site.take(encoded), lengths, table
-                done[number] = fill(leaves[stage.leaves], caches[number], *given)
+                arguments = leaves[stage.leaves], caches[number], *given
+                done[number] = self.launch(f"stage {number}", fill, *arguments)
             return tuple(done)
 
         return run
@@ -228,7 +241,10 @@ class StagedPrograms(Programs):
         made = [self.making.copy(number).program for number in range(len(self.stages))]
 
         def run(caches: Caches, *given: Any) -> Any:
-            return tuple(copy(cache, *given) for copy, cache in zip(made, caches, strict=True))
+            return tuple(
+                self.launch(f"stage {number}", copy, cache, *given)
+                for number, (copy, cache) in enumerate(zip(made, caches, strict=True))
+            )
 
         return run
 
@@ -237,7 +253,8 @@ class StagedPrograms(Programs):
 
         def run(states: LaneStates, row: Any, slot: Any) -> LaneStates:
             lane, own = self.lanes.of_slots(np.array([slot]))
-            return self.lanes.changed(states, lane, program(states[lane], row, own[0]))
+            state = self.launch(f"lane {lane}", program, states[lane], row, own[0])
+            return self.lanes.changed(states, lane, state)
 
         return run
 
@@ -264,9 +281,8 @@ class _Flow:
         for number, (stage, made) in enumerate(zip(stages, self.made, strict=True)):
             given, here = jax.tree.map(stage.site.take, (x, places))
             which = last if stage.last else None
-            cache, x = made.program(
-                leaves[stage.leaves], caches[number], given, here, tables, which
-            )
+            arguments = leaves[stage.leaves], caches[number], given, here, tables, which
+            cache, x = self.programs.launch(f"stage {number}", made.program, *arguments)
             done.append(cache)
             if timeline is not None:
                 timeline.note(number, lane, here.tokens if given is None else given, x)

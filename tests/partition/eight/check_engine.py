@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.opening.recognize import open_source
 from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.timeline import Timeline, together
 from tests.partition.eight.models import opened
+from tools.bench_models import LlamaShape, make_up
 
-SMOLLM2 = Path(__file__).parents[3] / "specs" / "smollm2_135m_instruct.toml"
 HYBRID = {"devices": "0&1;2&3", "layers": [2, 1]}
 KEYS: dict[str, Any] = {"engine.slots": 6, "engine.kv_tokens": 1024}
 
@@ -48,16 +49,39 @@ def test_sixteen_at_a_time() -> None:
     with opened("llama2", **HYBRID, **KEYS) as llm:
         assert tokens(llm, requests) == wanted
         assert nothing_held(llm)
-        # Again, with what the first time left in the cache, while somebody watches.
+        # Again, with what the first time left in the cache.
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
+
+
+def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
+    """Of one device each: XLA:CPU runs one program of several devices at a time."""
+    # Large enough that a stage takes longer than it takes to launch it.
+    model = made_up(tmp_path, LlamaShape(6, 1024, 8, 8, 3072, context=256))
+    keys: dict[str, Any] = {**KEYS, "dtype": "float32"}
+    plan: dict[str, Any] = {"partition.devices": "0;1;2"}
+    requests = asked(9)
+    with LLM(model, **keys) as llm:
+        wanted = tokens(llm, requests)
+    with LLM(model, **keys, **plan) as llm:
+        assert tokens(llm, requests) == wanted
         programs = llm.frontend.engine.programs
         assert isinstance(programs, StagedPrograms)
         programs.timeline = timeline = Timeline()
         assert tokens(llm, requests) == wanted
-        assert nothing_held(llm)
         busy = timeline.close()
-    assert {call.stage for call in busy} == {0, 1}
-    assert {call.lane for call in busy} == {0, 1}
-    assert together(busy) > 0
+    assert {call.stage for call in busy} == {0, 1, 2}
+    assert {call.lane for call in busy} == {0, 1, 2}
+    # Launched from one thread they would have 2% of the time in common.
+    assert together(busy) > 0.15
+
+
+def made_up(folder: Path, shape: LlamaShape) -> Path:
+    """A model of random weights that knows words."""
+    model = folder / "model.gguf"
+    words = open_source("smollm2_135m_instruct", {}).weights
+    make_up(shape, words, model, "Q4_0")
+    return model
 
 
 @pytest.mark.parametrize(
@@ -129,8 +153,9 @@ def test_programs_made_at_the_start() -> None:
         assert llm.compilations == made
 
 
-def test_answers_under_a_grammar() -> None:
+def test_answers_under_a_grammar(tmp_path: Path) -> None:
     """Their tokens are chosen a call later, in their own lane, beside those of free ones."""
+    model = made_up(tmp_path, LlamaShape(2, 64, 4, 2, 96, context=512))
     params = [
         SamplingParams(regex=r"\d{3}-[a-f]{2}", temperature=1.0, seed=2),
         SamplingParams(choice=("Paris", "Rome", "Oslo")),
@@ -141,7 +166,7 @@ def test_answers_under_a_grammar() -> None:
     keys: dict[str, Any] = {"engine.slots": 4, "engine.context": 256, "dtype": "float32"}
 
     def texts(**plan: Any) -> list[str]:
-        with LLM(SMOLLM2, **keys, **plan) as llm:
+        with LLM(model, **keys, **plan) as llm:
             found = [answer.text for answer in llm.generate(prompts, params)]
             assert nothing_held(llm)
             return found
