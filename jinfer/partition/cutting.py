@@ -100,7 +100,12 @@ def cut(values: Any, shares: Shares, part: int) -> Any:
         return _quantized_part(values, shares, part)
     for axis, share in shares.items():
         values = _along(values, axis, share, part)
-    return np.ascontiguousarray(values)
+    return _own(values)
+
+
+def _own(values: np.ndarray) -> np.ndarray:
+    """A copy: a CPU's device may take a view as it is, and would keep the whole with it."""
+    return np.array(values, order="C")
 
 
 def once(values: np.ndarray, part: int) -> np.ndarray:
@@ -166,7 +171,7 @@ def _tiles(
         index.append(slice(begin // unit, (begin + count) // unit))
         shape[axis] = share.size
     words, scales, steps = (
-        None if each is None else np.ascontiguousarray(np.asarray(each)[tuple(index)])
+        None if each is None else _own(np.asarray(each)[tuple(index)])
         for each in (tensor.words, tensor.scales, tensor.steps)
     )
     kept = tensor.format, shape[0], shape[1], tensor.activations
