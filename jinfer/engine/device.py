@@ -49,7 +49,7 @@ class Device:
         Raises:
             EngineError: several devices have parts of them.
         """
-        if len(self.leaves) != len(self.programs.leaves):
+        if [one.shape for one in self.leaves] != [one.shape for one in self.programs.leaves]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
         return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
 

@@ -142,17 +142,28 @@ def _share_read(spec: ModelSpec, name: str) -> float:
     return block.top_k / block.experts if isinstance(block, MixtureOfExperts) else 1.0
 
 
-def devices_of(plan: Plan) -> tuple[tuple[jax.Device, ...], ...]:
-    """The devices of each stage."""
-    there, host = jax.devices(), jax.devices(CPU)
-    named = {int(name) for row in plan.rows for name in row.devices if name != CPU}
-    used = {there[number] for number in named}
-    # Where the host's are all the devices that there are, one that no other stage has.
-    free = next((device for device in host if device not in used), host[0])
+def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
+    """The devices of each stage. Raises `SpecError` where JAX was told to know no CPU."""
+    there = jax.devices()
+    named = {name for row in plan.rows for name in row.devices}
+    host = there[0]
+    if CPU in named:
+        used = {there[int(name)] for name in named - {CPU}}
+        # Where the host's are all the devices that there are, one that no other stage has.
+        free = [device for device in _host(path) if device not in used]
+        host = free[0] if free else _host(path)[0]
     return tuple(
-        tuple(free if name == CPU else there[int(name)] for name in row.devices)
+        tuple(host if name == CPU else there[int(name)] for name in row.devices)
         for row in plan.rows
     )
+
+
+def _host(path: object) -> list[jax.Device]:
+    try:
+        return jax.devices(CPU)
+    except RuntimeError:
+        reason = "a stage on the host needs JAX to know the CPU, as JAX_PLATFORMS=cuda,cpu says"
+        raise SpecError(path, "partition", reason) from None
 
 
 def stage_models(
@@ -171,7 +182,9 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """The stages on their devices. Raises `SpecError`, as above."""
     stages, begin = list[Stage](), 0
-    for own, devices in zip(stage_models(plan, spec, model, dtype), devices_of(plan), strict=True):
+    for own, devices in zip(
+        stage_models(plan, spec, model, dtype), devices_of(plan, spec.path), strict=True
+    ):
         end = begin + len(jax.tree.leaves(own.model.parameters))
         stages.append(Stage(own, Site(devices), slice(begin, end)))
         begin = end

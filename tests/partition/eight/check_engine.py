@@ -172,3 +172,12 @@ def test_answers_under_a_grammar(tmp_path: Path) -> None:
             return found
 
     assert texts(**{"partition.devices": "0;1"}) == texts()
+
+
+def test_devices_that_the_cost_model_chooses() -> None:
+    requests = asked(3)
+    with opened("llama2", **KEYS) as llm:
+        wanted = tokens(llm, requests)
+    with opened("llama2", devices="auto", **KEYS) as llm:
+        assert isinstance(llm.frontend.engine.programs, StagedPrograms)
+        assert tokens(llm, requests) == wanted

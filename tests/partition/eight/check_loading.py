@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jinfer.engine.requests import EngineError
 from tests.partition.eight.models import GOLDENS, alone, answers, distance, opened
 from tools.partition import view
 from tools.quantize import main as convert
@@ -62,3 +63,8 @@ def test_each_device_has_its_own_part() -> None:
     assert len(held) == 4
     # Norms are on both devices of a stage, and feed-forwards of 112 columns end in padding.
     assert whole <= sum(held.values()) <= 1.2 * whole
+
+
+def test_no_tool_takes_parts_for_the_whole() -> None:
+    with opened("llama2", devices="0&1") as llm, pytest.raises(EngineError, match="in parts on"):
+        _ = llm.frontend.engine.parameters
