@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jinfer.engine.requests import EngineError
-from tests.partition.eight.models import GOLDENS, alone, answers, distance, opened
+from tests.partition.eight.models import GOLDENS, alone, answers, distance, opened, prompts
+from tests.test_goldens import CAUSAL
 from tools.partition import view
 from tools.quantize import main as convert
 
@@ -35,6 +37,16 @@ def test_families(golden: str, devices: str) -> None:
         found = answers(llm)
     assert found.tokens == whole.tokens
     assert distance(found, whole) <= 1e-4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("golden", sorted(CAUSAL.keys() - {"olmo2"}))  # which cannot be divided
+def test_every_decoder(golden: str) -> None:
+    with opened(golden) as llm:
+        prompt = prompts(llm)[1]
+        (whole,) = llm.logits([prompt])
+    with opened(golden, devices="0&1") as llm:
+        np.testing.assert_allclose(llm.logits([prompt])[0], whole, rtol=0, atol=1e-4)
 
 
 def test_a_converted_folder(tmp_path: Path) -> None:

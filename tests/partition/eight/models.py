@@ -27,7 +27,9 @@ def opened(golden: str, **keys: Any) -> LLM:
     """A golden in float32; a plan's keys without their table."""
     plan = {f"partition.{key}": value for key, value in keys.items() if "." not in key}
     rest = {key: value for key, value in keys.items() if "." in key}
-    return LLM(GOLDENS / golden, dtype="float32", **plan, **rest)
+    file = GOLDENS / golden / "model.bin"
+    source = file if golden.startswith("llama2c") else GOLDENS / golden
+    return LLM(source, dtype="float32", **plan, **rest)
 
 
 def prompts(llm: LLM) -> list[list[int]]:
