@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
+import jax.numpy as jnp
 
 from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.device import flat_sizes
@@ -16,6 +19,10 @@ from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
+from jinfer.weights.find import Weights
+
+if TYPE_CHECKING:
+    from jinfer.partition.programs import StagedPrograms
 
 
 def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -> Engine:
@@ -23,23 +30,15 @@ def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -
 
     Args:
         shelf: where its programs are kept.
+
+    Raises:
+        SpecError: `[partition]` asks for what cannot be.
     """
-    spec, context = opened.spec.engine, opened.context
-    shapes = model.caches
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
-    blocks = cache_blocks(
-        shapes,
-        opened.kv_cache,
-        slots=spec.slots,
-        context=context,
-        chunk=spec.prefill_chunk,
-        tokens=spec.kv_tokens,
-        used=used,
-    )
-    windows = {shape.group: shape.window for shape in shapes.values()}
+    programs, lanes = _programs(model, opened, shelf)
+    spec, blocks = opened.spec.engine, programs.sizes.blocks
+    windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
     encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
-    sizes = Sizes(spec.slots, context, opened.spec.dims.get("vocab", 0), blocks, opened.kv_cache)
     mixed = max(spec.mixed_chunk, spec.slots + 1)
     scheduler = Scheduler(
         BlockManager(pools, encoder),
@@ -48,8 +47,66 @@ def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -
         mixed,
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
+        lanes,
     )
-    return Engine(programs=Programs(model, sizes, shelf), scheduler=scheduler)
+    return Engine(programs=programs, scheduler=scheduler)
+
+
+def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
+    """Gives an engine its weights, on the devices where they are to be."""
+    stages = getattr(engine.programs, "stages", None)
+    if stages is None:
+        engine.parameters = weights.load(progress)
+        return
+    from jinfer.partition.loading import load_stages
+
+    engine.leaves = load_stages(weights, stages, progress=progress)
+
+
+def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
+    """The programs, for a cache of the size that there is room for, and how many lanes there are."""
+    if not opened.spec.partition.is_plain:
+        staged = _staged(model, opened)
+        return staged, staged.lanes.count
+    spec, context = opened.spec.engine, opened.context
+    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
+    blocks = cache_blocks(
+        model.caches,
+        opened.kv_cache,
+        slots=spec.slots,
+        context=context,
+        chunk=spec.prefill_chunk,
+        tokens=spec.kv_tokens,
+        used=used,
+    )
+    return Programs(model, _sizes(opened, blocks), shelf), 1
+
+
+def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
+    # Here: one device needs none of this, nor the modules that it imports.
+    from jinfer.partition.lanes import Lanes
+    from jinfer.partition.placing import make_stages, plan_of, staged_blocks
+    from jinfer.partition.programs import StagedPrograms
+
+    spec, context, kind = opened.spec, opened.context, opened.kv_cache
+    dtype = jnp.dtype(opened.dtype)
+    plan = plan_of(spec, model, context, dtype, kind)
+    stages = make_stages(plan, spec, model, dtype)
+    blocks = staged_blocks(
+        stages,
+        kind,
+        slots=spec.engine.slots,
+        context=context,
+        chunk=spec.engine.prefill_chunk,
+        tokens=spec.engine.kv_tokens,
+    )
+    lanes = Lanes(plan.lanes, spec.engine.slots)
+    return StagedPrograms(model=model, sizes=_sizes(opened, blocks), stages=stages, lanes=lanes)
+
+
+def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
+    vocab = opened.spec.dims.get("vocab", 0)
+    return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:

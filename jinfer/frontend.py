@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax.numpy as jnp
 
-from jinfer.assembly import all_shapes, assemble, first_shapes
+from jinfer.assembly import all_shapes, assemble, first_shapes, load
 from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
@@ -95,7 +95,7 @@ class Frontend:
         elif first is not None:
             self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
         begun = time.perf_counter()
-        self.engine.parameters = weights.load(progress)
+        load(self.engine, weights, progress=progress)
         self.load_seconds = time.perf_counter() - begun
         # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
         # would stay too, with the frames of those who called, and so with this.

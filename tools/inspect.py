@@ -1,5 +1,7 @@
 """What a checkpoint is: `python -m tools.inspect SOURCE [--set k=v] [--draft|--json|... FILE]`.
 
+With `--partition DEVICES` what each of several devices would have of it.
+
 It needs no family to fit: for a checkpoint that none does, or not quite, it lists what is left
 over and missing, and proposes lines for a specification.
 """
@@ -16,6 +18,7 @@ from typing import Any
 
 from jinfer.commands.program import program
 from jinfer.opening.recognize import Located
+from jinfer.partition.cost import MACHINES
 from jinfer.spec.drawing import draw
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
@@ -24,6 +27,8 @@ from jinfer.spec.resolve import merge
 from .command import run
 from .draft import draft
 from .matching import describe
+from .partition import to_svg, view
+from .partition import to_text as to_table
 from .report import to_html, to_json, to_text
 
 
@@ -40,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--partition", metavar="DEVICES", help='show who has what: "0&1;2&3", "auto"')
+    add("--on", choices=sorted(MACHINES), default="a100", help="estimate steps for this (a100)")
     add("--draft", metavar="FILE", help="write a first draft of a specification (.toml)")
     add("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
     add("--svg", metavar="FILE", help="write a drawing of the wiring")
@@ -51,6 +58,8 @@ def _run(options: argparse.Namespace) -> int:
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))
+    if options.partition:
+        return _show_plan(options, overrides)
     found = describe(options.source, overrides)
     if options.svg and found.spec is None:
         raise SpecError(options.source, "--svg", f"nothing to draw: {found.problem}")
@@ -67,6 +76,14 @@ def _run(options: argparse.Namespace) -> int:
         Path(options.svg).write_text(draw(found.spec), encoding="utf-8")
     if options.html:
         Path(options.html).write_text(to_html(found), encoding="utf-8")
+    return 0
+
+
+def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    plan = view(options.source, overrides, options.partition, options.on)
+    print(to_table(plan))
+    if options.svg:
+        Path(options.svg).write_text(to_svg(plan), encoding="utf-8")
     return 0
 
 

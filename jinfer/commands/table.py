@@ -39,6 +39,7 @@ COMMANDS = (
     Command("bench serve", "jinfer.tools.bench_serve", "how a server stands load"),
     Command("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Command("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
+    Command("bench partition", "jinfer.tools.bench_partition", "splits over several devices"),
     Command("bench models", "jinfer.tools.bench_models", "write checkpoints to measure with"),
 )
 GROUPS = {"bench": "measure, or write what is measured with"}

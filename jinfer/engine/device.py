@@ -14,7 +14,7 @@ from jinfer.engine.blocks import GIVEN_BACK, Copy, Held
 from jinfer.engine.chosen import MAX_COPIES, Chosen
 from jinfer.engine.memory import trim
 from jinfer.engine.programs import Programs, Shape
-from jinfer.engine.requests import Request, Token
+from jinfer.engine.requests import EngineError, Request, Token
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
@@ -44,7 +44,13 @@ class Device:
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The model's parameters, in the order of its names."""
+        """The model's parameters, in the order of its names.
+
+        Raises:
+            EngineError: several devices have parts of them.
+        """
+        if [one.shape for one in self.leaves] != [one.shape for one in self.programs.leaves]:
+            raise EngineError("the weights are in parts on several devices; leave out [partition]")
         return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
 
     @parameters.setter

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.engine.chosen import MAX_STEPS, Chosen
+from jinfer.engine.chosen import Chosen
 from jinfer.engine.device import Device, token_of
 from jinfer.engine.driver import Driver
 from jinfer.engine.guided import Guides
@@ -152,7 +152,8 @@ class Engine(Device):
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
-        kept = 0 if self._guides.computed else int(launched)
+        ahead = self.scheduler.calls_ahead(launched, len(self._launched))
+        kept = 0 if self._guides.computed else ahead
         while len(self._launched) > kept:
             tokens += self._read(self._launched.popleft())
         return [*tokens, *self._flushed()]
@@ -220,8 +221,8 @@ class Engine(Device):
         return PLAIN if plain else STAGES
 
     def _plan(self) -> Plan:
-        seconds = max(self.step_seconds, 1e-6)
-        return self.scheduler.plan(min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds))))
+        fitting = max(1, int(CALL_SECONDS / max(self.step_seconds, 1e-6)))
+        return self.scheduler.plan(min(self.programs.most_steps, fitting))
 
     def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.

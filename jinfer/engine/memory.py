@@ -37,6 +37,7 @@ def cache_blocks(
     chunk: int,
     tokens: int | None,
     used: int,
+    free: int | None = None,
 ) -> dict[str, int]:
     """Blocks of each group.
 
@@ -48,6 +49,7 @@ def cache_blocks(
         chunk: tokens of a sequence that a step may add.
         tokens: that the cache is to have room for; None: as many as memory allows.
         used: bytes of memory that are spoken for, such as the weights'.
+        free: bytes that there are; None: those of the first device.
     """
     windows = {shape.group: shape.window for shape in shapes.values()}
     whole = -(-context // BLOCK)
@@ -65,15 +67,20 @@ def cache_blocks(
         if tokens is not None:
             most = -(-tokens // BLOCK)
         else:
-            fits = int(_SHARE * max(0, free_memory() - used) - fixed) // each
+            free = free_memory() if free is None else free
+            fits = int(_SHARE * max(0, free - used) - fixed) // each
             most = max(whole + 1, min(most, fits))
         blocks |= dict.fromkeys((group for group in windows if group not in blocks), most)
     return blocks
 
 
-def free_memory() -> int:
-    """Bytes that are free on the device; on a CPU the machine's, or what its container leaves."""
-    device = jax.local_devices()[0]
+def free_memory(device: jax.Device | None = None) -> int:
+    """Bytes that are free on a device; on a CPU the machine's, or what its container leaves.
+
+    Args:
+        device: None: the first.
+    """
+    device = device or jax.local_devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine import state as states
-from jinfer.engine.chosen import MAX_COPIES
+from jinfer.engine.chosen import MAX_COPIES, MAX_STEPS
 from jinfer.engine.compilation import aside, surroundings
 from jinfer.engine.executables import dumped, loaded
 from jinfer.engine.maps import check_maps
@@ -96,6 +96,7 @@ class Programs:
         shelf: where compiled ones are kept for the next start.
         compilations: programs compiled, or found in the persistent cache, so far.
         waited: seconds that callers have waited for programs.
+        most_steps: that a call of "decode" computes.
     """
 
     model: AbstractModel
@@ -103,6 +104,7 @@ class Programs:
     shelf: Shelf | None = None
     compilations: int = 0
     waited: float = 0.0
+    most_steps: int = MAX_STEPS
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tracing: threading.Lock = field(default_factory=threading.Lock)

@@ -9,7 +9,7 @@ computed again later.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +126,7 @@ class Scheduler:
         mixed: tokens of a step while somebody does.
         sizes: of flat batches there are programs for, rising.
         queue: requests that may wait; None: any number.
+        lanes: groups of slots that take turns, a call each; slot s is of group s % lanes.
         preemptions: so far.
         hold: whether nobody is admitted for the moment.
         apart: sequences that hold blocks without a slot, for the time that a pass takes.
@@ -139,6 +140,7 @@ class Scheduler:
     mixed: int
     sizes: tuple[int, ...]
     queue: int | None = None
+    lanes: int = 1
     preemptions: int = 0
     hold: bool = False
     apart: int = 0
@@ -146,6 +148,7 @@ class Scheduler:
     on_release: Callable[[Running], None] = lambda _: None
     _waiting: list[tuple[tuple[int, int], Running]] = field(default_factory=list)
     _free: deque[int] = field(default_factory=deque)
+    _turn: int = 0
 
     def __post_init__(self) -> None:
         self._free = deque(range(self.slots))
@@ -186,8 +189,9 @@ class Scheduler:
             steps: tokens that a call may compute of each decoding sequence.
         """
         admitted, copies = self._admit()
-        prompts = [s for s in self.running if s.in_prompt]
-        decoding = [s for s in self.running if not s.driven and not s.in_prompt and s.left > 0]
+        own = self._next_lane()
+        prompts = [s for s in own if s.in_prompt]
+        decoding = [s for s in own if not s.in_prompt]
         one = prompts or any(s.guided for s in decoding)
         steps = 1 if one else min(steps, max((s.left for s in decoding), default=1))
         for sequence in sorted(decoding, key=lambda s: s.order):
@@ -199,6 +203,32 @@ class Scheduler:
         )
         chunks = self._chunks(prompts, len(decoding))
         return Plan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
+
+    def calls_ahead(self, launched: bool, unread: int) -> int:
+        """Calls whose results need not be read yet: one of each lane that has sequences.
+
+        Args:
+            launched: whether there was anything to launch; if not, one at least is to be read.
+            unread: calls whose results were not read.
+        """
+        busy = len({sequence.slot % self.lanes for sequence in self.running})
+        return busy if launched else max(0, min(busy, unread) - 1)
+
+    def _next_lane(self) -> list[Running]:
+        """The sequences that a call can do something for, of the lane whose turn it is."""
+        able = [s for s in self.running if s.in_prompt or (not s.driven and s.left > 0)]
+        for turn in range(self._turn, self._turn + self.lanes):
+            if own := [s for s in able if s.slot % self.lanes == turn % self.lanes]:
+                self._turn = (turn + 1) % self.lanes
+                return own
+        return []
+
+    def _free_slot(self) -> int:
+        """A slot of the lane that has the fewest sequences."""
+        counts = Counter(sequence.slot % self.lanes for sequence in self.running)
+        slot = min(self._free, key=lambda slot: counts[slot % self.lanes])
+        self._free.remove(slot)
+        return slot
 
     def _admit(self) -> tuple[list[Running], list[Copy]]:
         """Gives waiting sequences slots, what is cached of their tokens, and room for the rest."""
@@ -223,7 +253,7 @@ class Scheduler:
                 self.blocks.free(held)
                 break
             heapq.heappop(self._waiting)
-            sequence.held, sequence.slot = held, self._free.popleft()
+            sequence.held, sequence.slot = held, self._free_slot()
             sequence.computed = cached
             if sequence.cached is None:
                 sequence.cached = min(cached, len(sequence.request.prompt))

@@ -15,17 +15,17 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.engine.chosen import MAX_STEPS, Chosen
+from jinfer.engine.places import Tables, going, placed
+from jinfer.engine.searches import allowed, best_beams, best_candidate
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
 from jinfer.ops.cache import Cache, LayerCache, Placement
 from jinfer.sampling import penalties
-from jinfer.sampling.contrastive import candidates, contrastive
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends, sample
 
-type Tables = Mapping[str, Int[Array, "rows blocks"]]
 type Leaves = tuple[Array, ...]
 
 
@@ -51,16 +51,10 @@ def logits(
         The cache, the logits, and the rows of the state they are of: the spare one where there is
         nothing to choose.
     """
-    some = _or_spare(state, rows)
-    newest = positions < 0
-    positions = jnp.where(newest, state.lengths[some] - 1, positions)
-    here = jnp.where(newest & ~_going(state, rows), -1, rows)
-    positions = jnp.where(here >= 0, positions, 0)
-    tokens = state.history[some, positions]
-    at = Step.flat(here, positions, state.prompts, tables, state.encoded)
-    wanted = jnp.maximum(last, 0)
-    out, cache = model.module(leaves).decode(tokens, at, cache, "logits", wanted)
-    return cache, out, _or_spare(state, jnp.where(last >= 0, here[wanted], -1))
+    places, chooses = placed(state, rows, positions, last)
+    at, wanted = places.step(tables), jnp.maximum(last, 0)
+    out, cache = model.module(leaves).decode(places.tokens, at, cache, "logits", wanted)
+    return cache, out, chooses
 
 
 def choose(
@@ -84,8 +78,8 @@ def choose(
         What was chosen has a leading axis of one step.
     """
     every = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    allowed = partial(penalties.masked, logits, mask, every, every >= 0)
-    left = lax.cond(masked, allowed, lambda: logits)
+    guided = partial(penalties.masked, logits, mask, every, every >= 0)
+    left = lax.cond(masked, guided, lambda: logits)
     state, chosen = _choose(model, stages, state, left, rows)
     return state, jax.tree.map(lambda one: one[None], chosen)
 
@@ -130,24 +124,13 @@ def decode(
 
     def more(carry: tuple[Array, Cache, State, Chosen]) -> Array:
         i, _, state, _ = carry
-        return (i < steps) & jnp.any(_going(state, rows))
+        return (i < steps) & jnp.any(going(state, rows))
 
     none = jax.tree.map(
         lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), _nothing(state, count)
     )
     _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
     return cache, state, chosen
-
-
-def _or_spare(state: State, rows: Array) -> Array:
-    """Rows of the state; the one that nobody has where there is none."""
-    return jnp.where(rows >= 0, rows, state.lengths.shape[0] - 1)
-
-
-def _going(state: State, rows: Array) -> Bool[Array, " rows"]:
-    """Whether sequences may have one more token."""
-    some = _or_spare(state, rows)
-    return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
 
 
 def _choose(
@@ -159,7 +142,7 @@ def _choose(
     )
     lengths = state.lengths[rows]
     sampled, progress = sample(
-        _allowed(logits, model),
+        allowed(logits, model),
         sampler,
         progress,
         state.history,
@@ -197,15 +180,6 @@ def _nothing(state: State, count: int) -> Chosen:
     progress = jax.tree.map(lambda p: jnp.zeros((count, *p.shape[1:]), p.dtype), state.progress)
     ids, numbers = jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)
     return Chosen(none, zeros, ids, numbers, progress)
-
-
-def _allowed(
-    logits: Float[Array, "batch vocab"], model: AbstractModel
-) -> Float[Array, "batch vocab"]:
-    """The logits, -inf for tokens that are never chosen."""
-    if not model.never:
-        return logits
-    return logits.at[:, jnp.array(model.never, jnp.int32)].set(-jnp.inf)
 
 
 def forward(
@@ -275,11 +249,7 @@ def beam(
     """
     given = (tokens, rows, positions, prompts, tables, encoded)
     cache, out = forward(model, "logits", leaves, cache, *given)
-    each = _allowed(jax.nn.log_softmax(out, axis=-1), model)
-    sums = each + scores[:, None]
-    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
-    best, which = lax.optimization_barrier(lax.top_k(sums.reshape(-1), 2 * tokens.shape[0]))
-    return cache, which // sums.shape[1], which % sums.shape[1], best
+    return cache, *best_beams(model, out, scores)
 
 
 def contrast(
@@ -309,12 +279,7 @@ def contrast(
     """
     at = Step.flat(rows, positions, prompts, tables, encoded)
     both, cache = model.module(leaves).decode_all(tokens, at, cache)
-    hidden = both["hidden"].astype(jnp.float32)
-    length = positions[0]
-    best = contrastive(probabilities, hidden, past, length, alpha)
-    past = lax.dynamic_update_slice_in_dim(past, hidden[best][None], length, 0)
-    ids, likely = candidates(_allowed(both["logits"][best][None], model), tokens.shape[0])
-    return cache, past, best, ids[0], likely[0]
+    return cache, *best_candidate(model, both, positions[0], past, probabilities, alpha)
 
 
 def fill(

@@ -15,6 +15,7 @@ from jinfer.nn.linear import Linear, project
 from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.position import RelativeBias, Rotary, alibi_slopes
+from jinfer.nn.split import SplitAlibi, own_slopes
 from jinfer.nn.step import Step, split
 from jinfer.ops.attention import attend, attend_text, extend
 from jinfer.ops.cache import ENCODER, LayerCache, Placement, cache_group, write
@@ -104,6 +105,8 @@ class Attention(nnx.Module):
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 
     def _slopes(self) -> Array | None:
+        if isinstance(self.block.position, SplitAlibi):
+            return own_slopes(self.block.position)
         if not isinstance(self.block.position, blocks.Alibi):
             return None
         return jnp.asarray(alibi_slopes(self.block.heads, self.block.position), jnp.float32)

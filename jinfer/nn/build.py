@@ -15,16 +15,19 @@ from jinfer.nn.moe import MixtureOfExperts
 from jinfer.nn.norm import LayerNorm, RMSNorm
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import PositionTable, Sinusoids
+from jinfer.nn.split import EmbeddingPart, HeadPart, SplitEmbedding, SplitHead
 from jinfer.spec import blocks
 
 _MODULES: dict[type, Callable[..., nnx.Module]] = {
     blocks.Embedding: Embedding,
+    SplitEmbedding: EmbeddingPart,
     blocks.LearnedPositions: PositionTable,
     blocks.SinusoidalPositions: Sinusoids,
     blocks.RMSNorm: RMSNorm,
     blocks.LayerNorm: LayerNorm,
     blocks.Linear: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
     blocks.Head: Head,
+    SplitHead: HeadPart,
     blocks.ActivationBlock: Activation,
     blocks.Pool: Pool,
     blocks.Attention: Attention,

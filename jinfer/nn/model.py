@@ -15,22 +15,27 @@ from jaxtyping import Float, Int
 
 from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.build import build_module
+from jinfer.nn.ffn import MLP, GatedMLP
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Head
+from jinfer.nn.moe import MixtureOfExperts
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
+from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
+from jinfer.ops.backend import backend
 from jinfer.ops.cache import Cache, Placement
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
+_FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)
 
 
 class Layer(nnx.Module):
     """One layer: its modules, applied as its wiring says."""
 
     def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
-        self.wiring = spec.wiring
+        self.wiring, self.axis = spec.wiring, spec.axis
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
     def __call__(
@@ -44,26 +49,42 @@ class Layer(nnx.Module):
         """The layer's output, and its attentions' caches, keyed by module name."""
         cache = dict(cache)
 
-        def call(name: str, arguments: list[Any]) -> Any:
+        def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
+            arguments = list(map(valued, given))
             if isinstance(module, _ATTENTIONS):
                 attention: Any = module
                 out, kept = attention(arguments[0], step, cache.get(name))
                 if kept is not None:
                     cache[name] = kept
-                return out
-            return module(*arguments)
+                return self._summed(out)
+            out = module(*arguments)
+            return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
 
         # What an encoder gave is in the cache, so its name stands for nothing here.
         inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
-        return self.wiring.run(inputs, call)[0], cache
+        return valued(self.wiring.run(inputs, call)[0]), cache
+
+    def _summed(self, part: Array) -> Any:
+        """What the devices give together that have a part each of a module."""
+        return part if self.axis is None else Sum(part, self.axis)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    definition: Any, state: Any, x: Array, tokens: Array, step: Step, cache: Cache
+    platform: str,
+    definition: Any,
+    state: Any,
+    x: Array,
+    tokens: Array,
+    step: Step,
+    cache: Cache,
 ) -> tuple[Array, Cache]:
-    """A layer as a function of its own, so that equal layers are traced and lowered once."""
+    """A layer as a function of its own, so that equal layers are traced and lowered once.
+
+    Args:
+        platform: that it is traced for, on which its operations depend.
+    """
     layer, shared = nnx.merge(definition, state)
     return layer(x, tokens, step, cache, shared)
 
@@ -99,7 +120,7 @@ class Stack(nnx.Module):
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
             definition, state = nnx.split((layer, used))
-            x, own = _run_layer(definition, state, x, tokens, step, own)
+            x, own = _run_layer(backend(), definition, state, x, tokens, step, own)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
 

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from jinfer.cpu import attention as custom
 from jinfer.ops.attention_gpu import attend_gpu, serves
 from jinfer.ops.attention_xla import as_computed, attend_text_xla, attend_xla, extend_xla
+from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.kind import PLAIN
@@ -210,15 +211,15 @@ def _route(
     The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
     no scores are written to memory.
     """
-    backend = jax.default_backend()
+    here = backend()
     if rules.bias is not None:
         return "xla"
-    if backend == "gpu":
+    if here == "gpu":
         return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
     known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)
-    fits = backend == "cpu" and known and custom.supported(q.shape[-2], kv_heads)
+    fits = here == "cpu" and known and custom.supported(q.shape[-2], kv_heads)
     return "cpu" if fits else "xla"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
+from jinfer.ops.backend import backend
 from jinfer.ops.quantized import FUSED, pick
 
 
@@ -20,7 +20,7 @@ def reads_as_stored() -> bool:
     They are where there are custom calls. XLA converts whole matrices first, and those of all
     layers before it begins: it is faster, and takes no more memory, where that was done at loading.
     """
-    return jax.default_backend() == "cpu" and cpu.available()
+    return backend() == "cpu" and cpu.available()
 
 
 def products(

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jinfer.cpu import rows as cpu
+from jinfer.ops.backend import backend
 
 
 def normalize(
@@ -26,7 +27,7 @@ def normalize(
         centered: a layer norm (arXiv 1607.06450); else mean = 0, the root mean square norm
             (arXiv 1910.07467).
     """
-    if not (jax.default_backend() == "cpu" and cpu.available()):
+    if not (backend() == "cpu" and cpu.available()):
         return normalize_reference(x, weight, bias, eps=eps, centered=centered, offset=offset)
     size = x.shape[-1]
     w, b = (None if v is None else v.astype(jnp.float32).reshape(-1, size) for v in (weight, bias))
@@ -58,14 +59,14 @@ def normalize_reference(
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Of each row, in float32."""
-    if jax.default_backend() == "cpu" and cpu.available():
+    if backend() == "cpu" and cpu.available():
         return cpu.softmax(x.astype(jnp.float32))
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
 
 
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Of each number, in float32."""
-    if jax.default_backend() == "cpu" and cpu.available():
+    if backend() == "cpu" and cpu.available():
         return cpu.sigmoid(x.astype(jnp.float32))
     return jax.nn.sigmoid(x.astype(jnp.float32))
 

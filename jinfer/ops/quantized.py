@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
+from jinfer.ops.backend import backend
 from jinfer.ops.quantized_xla import product_xla
 from jinfer.quant import QuantizedTensor
 
@@ -40,7 +41,7 @@ def products(
             result is activation(x @ gate.T) * (x @ up.T).
     """
     x = x.astype(jnp.float32)
-    if jax.default_backend() == "cpu" and cpu.available():
+    if backend() == "cpu" and cpu.available():
         coded = [_coded(weight) for weight in weights]
         books = {each.codebook for each in coded if each.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
@@ -55,7 +56,7 @@ def products(
                 index=index,
                 offsets=offsets,
             )
-    if jax.default_backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
+    if backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
         return _on_gpu(x, weights, index, activation)
     if index is not None:
         weights = [pick(weight, index) for weight in weights]
@@ -68,7 +69,7 @@ def products(
 
 def in_calls(weight: QuantizedTensor) -> bool:
     """Whether a custom call of XLA:CPU multiplies with it."""
-    on_cpu = jax.default_backend() == "cpu" and cpu.available()
+    on_cpu = backend() == "cpu" and cpu.available()
     return on_cpu and cpu.supports(_coded(weight))
 
 

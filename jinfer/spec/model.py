@@ -9,16 +9,23 @@ from typing import Any, Literal
 from jinfer.spec.blocks import Block, Rope, Scaling
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
+from jinfer.spec.partition import PartitionSpec
 from jinfer.spec.quantization import QuantizationSpec
 from jinfer.spec.tensors import TensorMap
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: the modules it has and how they are wired."""
+    """One layer: the modules it has and how they are wired.
+
+    Attributes:
+        axis: of the mesh whose devices have a part each of its attentions and feed-forwards, so
+            that what these give has to be added up; none: it is whole.
+    """
 
     wiring: Formula
     modules: tuple[tuple[str, Block], ...]
+    axis: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class ModelSpec:
     prompt: PromptSpec = PromptSpec()
     engine: EngineSpec = EngineSpec()
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
+    partition: PartitionSpec = field(default_factory=PartitionSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -13,6 +13,7 @@ from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.leftovers import Leftover, check_leftovers, leftovers
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
+from jinfer.spec.partition import read_partition
 from jinfer.spec.quantization import read_quantization
 from jinfer.spec.reader import fields, read
 from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
@@ -31,7 +32,7 @@ from jinfer.spec.values import KEY, Missing, Values, no_rows
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
-_SETTINGS = ("dtype", "prompt", "engine", "quantization", "generation")
+_SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "generation")
 _TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
@@ -116,6 +117,7 @@ def resolve(
         prompt=_prompt(whole.get("prompt", {}), values),
         engine=engine,
         quantization=read_quantization(whole.get("quantization", {}), values),
+        partition=read_partition(whole.get("partition", {}), values),
         generation=whole.get("generation", {}),
     )
     check_leftovers(lost, whole, spec, values)

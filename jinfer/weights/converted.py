@@ -21,6 +21,7 @@ from jinfer.quant.sparse import OutlierTensor, SparseTensor
 from jinfer.quant.tensor import Activations, abstract, with_columns
 from jinfer.spec.errors import SpecError
 from jinfer.spec.quantization import QuantizationSpec
+from jinfer.weights.load import Place
 from jinfer.weights.mapping import LoadError
 from jinfer.weights.storage import columns_here
 
@@ -127,6 +128,39 @@ def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tup
         )
     jax.block_until_ready(loaded)
     return tuple(loaded[checkpoint.same.get(name, name)] for name in model.names)
+
+
+def place_converted(
+    model: AbstractModel, checkpoint: ConvertedCheckpoint, place: Place
+) -> tuple[Any, ...]:
+    """What `place` gives for each parameter, which it is given one after the other."""
+    named: dict[str, list[str]] = {}
+    for name in model.names:
+        named.setdefault(checkpoint.same.get(name, name), []).append(name)
+    parameters = dict(zip(model.names, model.parameters, strict=True))
+    placed: dict[str, Any] = {}
+    for first, names in named.items():
+        parameter, packed = parameters[names[0]], checkpoint.packed.get(first)
+        stored = parameter if packed is None else _abstract(checkpoint, first, packed)
+        values = _values(checkpoint, first, stored)
+        if packed is not None:
+            values = _as_here(values, _activations(parameter))
+        placed[first] = place(names, values)
+    return tuple(placed[checkpoint.same.get(name, name)] for name in model.names)
+
+
+def _values(checkpoint: ConvertedCheckpoint, name: str, stored: Any) -> Any:
+    """A parameter as the checkpoint has it, in NumPy's arrays."""
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        like = {
+            part: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_host())
+            for part, array in part_names(name, stored)
+        }
+        restored = restore(checkpoint, like)
+        parts = [np.asarray(restored[part]) for part, _ in part_names(name, stored)]
+    else:
+        parts = [_read(checkpoint, part, array) for part, array in part_names(name, stored)]
+    return jax.tree.unflatten(jax.tree.structure(stored), parts)
 
 
 def _placed(

@@ -12,8 +12,13 @@ from jinfer.model import AbstractModel
 from jinfer.ops.dense import reads_as_stored
 from jinfer.quant.tensor import Activations
 from jinfer.spec.model import ModelSpec
-from jinfer.weights.converted import check_settings, load_converted, stored_as
-from jinfer.weights.load import find_origins, load
+from jinfer.weights.converted import (
+    check_settings,
+    load_converted,
+    place_converted,
+    stored_as,
+)
+from jinfer.weights.load import Place, find_origins, load
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
 
 
@@ -24,10 +29,12 @@ class Weights:
     Attributes:
         model: with its parameters as they will be stored.
         load: gives them, in the order of `model.names`, and shows a bar if it is told to.
+        place: gives what is made of each, as it is read; with or without a bar.
     """
 
     model: AbstractModel
     load: Callable[[bool], tuple[Any, ...]]
+    place: Callable[[Place, bool], tuple[Any, ...]]
 
 
 def find_weights(
@@ -51,13 +58,18 @@ def find_weights(
         parts = checkpoint.parts
         model = _typed(model, {n: parts[f].type for n, f in firsts.items() if f in parts})
         whole = stored_as(model, checkpoint, activations)
-        return Weights(whole, lambda progress: load_converted(whole, checkpoint))
+        return Weights(
+            whole,
+            lambda progress: load_converted(whole, checkpoint),
+            lambda place, progress: place_converted(whole, checkpoint, place),
+        )
     origins = find_origins(model, checkpoint, spec.tensors)
     model = _typed(model, kept_types(model, spec.quantization, origins))
     storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
     return Weights(
         stored(model, storages),
         lambda progress: load(model, origins, storages, progress=progress),
+        lambda place, progress: load(model, origins, storages, progress=progress, place=place),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -29,6 +29,14 @@ from jinfer.weights.mapping import (
 )
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
+
+# Puts a parameter, in NumPy's arrays, where it is to be; told the names that it has.
+type Place = Callable[[Sequence[str], Any], Any]
+
+
+def on_device(names: Sequence[str], values: Any) -> Any:
+    """A parameter on the one device."""
+    return jax.block_until_ready(jax.device_put(values))
 
 
 def find_origins(
@@ -67,6 +75,7 @@ def load(
     storages: Mapping[str, Storage] | None = None,
     *,
     progress: bool = False,
+    place: Place = on_device,
 ) -> tuple[Any, ...]:
     """Loads the parameters of a model, in the order of `model.names`.
 
@@ -77,9 +86,10 @@ def load(
         origins: of `find_origins`.
         storages: of the parameters that are to be quantized.
         progress: show a bar.
+        place: is given each parameter once.
 
     Returns:
-        A JAX array or a `QuantizedTensor` of JAX arrays for each.
+        What `place` gave for each: a JAX array or a `QuantizedTensor` of JAX arrays.
 
     Raises:
         LoadError: a tensor does not fit.
@@ -90,6 +100,7 @@ def load(
     # What several layers share is one array on the device as well.
     same = same_arrays(model, origins, storages)
     firsts = list(dict.fromkeys(same.values()))
+    names = {first: [name for name in model.names if same[name] == first] for first in firsts}
     bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
 
@@ -102,13 +113,13 @@ def load(
             values = storage.read(origins[name], shapes)
         else:
             values = quantized(model, origins[name], shapes, storage)
-        array = jax.block_until_ready(jax.device_put(values))
+        placed = place(names[name], values)
         for file in origins[name].files:
             release(file.raw())
         if bar is not None:
             with lock:
                 bar.update(origins[name].nbytes)
-        return array
+        return placed
 
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))

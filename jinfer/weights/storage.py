@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.model import AbstractModel
+from jinfer.ops.backend import backend
 from jinfer.quant import (
     OutlierTensor,
     QuantFormat,
@@ -37,7 +37,7 @@ def columns_here(format: QuantFormat) -> int:
 
     The GPU's read whole superblocks of 1,024 weights.
     """
-    if jax.default_backend() == "gpu":
+    if backend() == "gpu":
         return MOST_COLUMNS // format.per_code
     return columns_of(format)
 

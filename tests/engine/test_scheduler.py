@@ -239,3 +239,30 @@ def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
     assert s.blocks.held == 0
     assert not s.running
     assert not s.waiting
+
+
+def test_lanes_take_turns() -> None:
+    """Sequences are spread over lanes; a call has those of one lane, and an empty one no turn."""
+    s = scheduler(slots=6)
+    s.lanes = 3
+    both = [sequence(number, 5) for number in (1, 2)]
+    for one in both:
+        s.submit(one)
+    launch(plan := s.plan(1), s.blocks)
+    assert [one.slot % 3 for one in both] == [0, 1]
+    assert [chunk.sequence for chunk in plan.chunks] == [both[0]]
+    launch(plan := s.plan(1), s.blocks)
+    assert [chunk.sequence for chunk in plan.chunks] == [both[1]]
+    read(both)
+    turns: list[Running] = []
+    for _ in range(4):
+        launch(plan := s.plan(1), s.blocks)
+        turns += plan.decoding
+    assert turns == [*both, *both]
+    assert s.calls_ahead(launched=True, unread=4) == 2
+    # Nothing could be launched, so one result at least is waited for.
+    assert s.calls_ahead(launched=False, unread=2) == 1
+    assert s.calls_ahead(launched=False, unread=1) == 0
+    s.submit(third := sequence(3, 5))
+    s.plan(1)
+    assert third.slot % 3 == 2

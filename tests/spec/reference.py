@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from jinfer.spec.blocks import ACTIVATION_ALIASES, Attention, Block, QKNorm, Scaling
 from jinfer.spec.model import EngineSpec, PromptSpec
+from jinfer.spec.partition import MeshSpec, PartitionSpec
 from jinfer.spec.quantization import QuantizationSpec, RuleSpec
 from jinfer.spec.reader import fields, union
 
@@ -29,6 +30,8 @@ def reference() -> dict[str, str]:
         "prompt": _table(PromptSpec),
         "quantization": _table(QuantizationSpec),
         "rules": _table(RuleSpec),
+        "partition": _table(PartitionSpec),
+        "mesh": _table(MeshSpec),
         "activations": ", ".join(
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),

@@ -1,0 +1,1 @@
+"""A model on several devices: which has what, and how they compute it together."""

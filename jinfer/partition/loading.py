@@ -1,0 +1,63 @@
+"""Loading: each device gets its own part of a parameter as soon as that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from jinfer.ops.backend import target
+from jinfer.partition.cutting import as_here, cut, once
+from jinfer.partition.making import Stage
+from jinfer.partition.stages import Source
+from jinfer.weights.find import Weights
+
+
+def load_stages(
+    weights: Weights, stages: Sequence[Stage], *, progress: bool = False
+) -> tuple[Array, ...]:
+    """The parameters of all stages in their parts, one stage's after the other's.
+
+    The host has as many parameters at a time as threads read them, and nothing else of the model.
+    """
+    wanted: dict[str, list[tuple[int, int]]] = {}
+    for number, stage in enumerate(stages):
+        for index, source in enumerate(stage.model.sources):
+            wanted.setdefault(source.name, []).append((number, index))
+    found: dict[tuple[int, int], Any] = {}
+
+    def place(names: Sequence[str], values: Any) -> None:
+        here: dict[Any, Any] = {}
+        for name in names:
+            for number, index in wanted.get(name, ()):
+                source = stages[number].model.sources[index]
+                key = number, _key(source.shares), source.once
+                if key not in here:
+                    here[key] = _placed(stages[number], source, values)
+                found[number, index] = here[key]
+        jax.block_until_ready(here)
+
+    weights.place(place, progress)
+    return tuple(
+        leaf
+        for number, stage in enumerate(stages)
+        for index in range(len(stage.model.sources))
+        for leaf in jax.tree.leaves(found[number, index])
+    )
+
+
+def _key(shares: Mapping[int, Any]) -> Any:
+    return tuple(sorted(shares.items()))
+
+
+def _placed(stage: Stage, source: Source, values: Any) -> Any:
+    """A parameter of a stage, on its devices."""
+    site = stage.site
+    with target(site.platform):
+        values = as_here(values)
+    parts = [cut(values, source.shares, device) for device in range(len(site.devices))]
+    if source.once:
+        parts = [once(part, device) for device, part in enumerate(parts)]
+    return jax.tree.map(lambda *each: site.joined(each), *parts)

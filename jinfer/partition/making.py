@@ -1,0 +1,269 @@
+"""The compiled programs of single stages, each made once, from which whole calls are put together.
+
+A stage's part of a forward pass runs on its devices; what comes before the first stage and after
+the last one, on the device that has the state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jinfer.engine import state as states
+from jinfer.engine import steps
+from jinfer.engine.chosen import MAX_COPIES
+from jinfer.engine.places import Places, placed
+from jinfer.engine.programs import Sizes
+from jinfer.model import AbstractModel, Want
+from jinfer.ops.backend import target
+from jinfer.ops.cache import Cache, empty
+from jinfer.partition import passes
+from jinfer.partition.lanes import Lanes
+from jinfer.partition.sites import Site
+from jinfer.partition.stages import StageModel
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage and its devices.
+
+    Attributes:
+        leaves: which of all stages' parameters in their parts are its own.
+    """
+
+    model: StageModel
+    site: Site
+    leaves: slice
+
+    @property
+    def last(self) -> bool:
+        """Whether it gives results."""
+        return self.model.part.last
+
+
+@dataclass(frozen=True)
+class Made:
+    """A compiled program, and the abstract arrays that it gives."""
+
+    program: Callable[..., Any]
+    out: Any
+
+
+@dataclass
+class Making:
+    """Makes programs of stages.
+
+    Attributes:
+        model: the whole.
+        tracing: held while Python traces: threads side by side would all be late.
+    """
+
+    model: AbstractModel
+    sizes: Sizes
+    stages: tuple[Stage, ...]
+    lanes: Lanes
+    tracing: threading.Lock
+    _made: dict[Any, Future[Made]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def forget(self) -> None:
+        """Lets all programs go."""
+        with self._lock:
+            self._made.clear()
+
+    @property
+    def home(self) -> Site:
+        """Where states are, and tokens are chosen."""
+        return Site(self.stages[-1].site.devices[:1])
+
+    @property
+    def words(self) -> int:
+        """Words of a mask with a bit for each token."""
+        return int(self.state.mask.shape[1])
+
+    def empty_state(self) -> states.State:
+        """A lane's state, in which nobody runs."""
+        sizes = self.sizes
+        state = states.empty_state(self.lanes.rows, sizes.context, sizes.vocab)
+        return jax.device_put(state, self.home.same)
+
+    @cached_property
+    def state(self) -> Any:
+        """The abstract state of a lane."""
+        sizes = self.sizes
+        made = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
+        return self.home.of_same(jax.eval_shape(made))
+
+    def empty_cache(self, stage: Stage) -> Cache:
+        """A stage's pools, which nobody has written to."""
+        like = self._cache(stage)
+        shardings = jax.tree.map(lambda array: array.sharding, like)
+        made = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), like)
+        return jax.jit(made, out_shardings=shardings)()
+
+    def begin(self, tokens: int, chosen: int) -> Made:
+        """`placed`, at home."""
+        given = self.state, int32(tokens), int32(tokens), int32(chosen)
+        return self.once(("begin", tokens, chosen), lambda: self.lowered(placed, (), given))
+
+    def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
+        """`steps.choose`, at home, of logits of a width."""
+        rows = self.home.of_same((float32(count, width), int32(count)))
+        masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
+        flag = jax.ShapeDtypeStruct((), jnp.bool_)
+        function = partial(steps.choose, self.model, stages)
+        return self.once(
+            ("choose", count, stages),
+            lambda: self.lowered(function, 0, (self.state, *rows, masks, flag)),
+        )
+
+    def flow(
+        self, tokens: int, rows: tuple[int, int], chosen: int | None, wants: tuple[Want, ...]
+    ) -> tuple[Made, ...]:
+        """`passes.flow` of each stage.
+
+        Args:
+            rows: of the tables, and how many are known the lengths of.
+        """
+        made, x = list[Made](), None
+        for number, stage in enumerate(self.stages):
+            which, named = (chosen, wants) if stage.last else (None, ())
+            make = partial(self._flow, stage, x, tokens, rows, which, named)
+            made.append(self.once(("flow", number, tokens, rows, which, named), make))
+            x = made[-1].out[1]
+        return tuple(made)
+
+    def _flow(
+        self,
+        stage: Stage,
+        x: Any,
+        tokens: int,
+        rows: tuple[int, int],
+        chosen: int | None,
+        wants: tuple[Want, ...],
+    ) -> Made:
+        function = _with_parts(stage, partial(passes.flow, stage.model, wants))
+        shared = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
+        ints, known = int32(tokens), int32(rows[1])
+        places = Places(ints, ints, ints, known, known)
+        last = None if chosen is None else int32(chosen)
+        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
+        given = stage.site.of_same((x, places, tables, last))
+        return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
+
+    def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made, ...]:
+        """`passes.read` of each stage."""
+        made, x = list[Made](), None
+        for number, stage in enumerate(self.stages):
+            named = wants if stage.last else ()
+            make = partial(self._read, stage, x, rows, tokens, named)
+            made.append(self.once(("read", number, rows, tokens, named), make))
+            x = made[-1].out
+        return tuple(made)
+
+    def _read(self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]) -> Made:
+        function = _with_parts(stage, partial(passes.read, stage.model, wants))
+        shared = stage.site.shared(function, (True, *(False,) * 4), False)
+        texts = int32(rows, tokens)
+        given = stage.site.of_same((x, texts, texts, int32(rows)))
+        return self.lowered(shared, (), (_leaves(stage), *given), stage.site)
+
+    def fill(self, number: int, encoded: Any) -> Made:
+        """`passes.fill` of a stage."""
+
+        def make() -> Made:
+            stage = self.stages[number]
+            function = _with_parts(stage, partial(passes.fill, stage.model))
+            shared = stage.site.shared(function, (True, True, *(False,) * 3), True)
+            given = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
+            return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
+
+        return self.once(("fill", number, encoded.shape), make)
+
+    def copy(self, number: int) -> Made:
+        """`steps.copy_blocks` of a stage."""
+
+        def make() -> Made:
+            stage = self.stages[number]
+            which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
+            function = partial(steps.copy_blocks, stage.model.model)
+            shared = stage.site.shared(function, (True, *(False,) * 3), True)
+            given = stage.site.of_same((which, which, int32()))
+            return self.lowered(shared, 0, (self._cache(stage), *given), stage.site)
+
+        return self.once(("copy", number), make)
+
+    def admit(self) -> Made:
+        """`states.admit`, at home."""
+        row = jax.tree.map(
+            lambda part: jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype), self.state
+        )
+        given = self.state, row, int32()
+        return self.once("admit", lambda: self.lowered(states.admit, 0, given))
+
+    def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> Made:
+        """What is made at home of what the last stage gives."""
+        given = self.home.of_same(out), *more
+        return self.once(("finish", key), lambda: self.lowered(function, (), given))
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """A program, which several threads may ask for at a time."""
+        with self._lock:
+            future = self._made.get(key)
+            if own := future is None:
+                future = self._made[key] = Future()
+        assert future is not None, "it was there, or is made here"
+        if own:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                with self._lock:
+                    self._made.pop(key, None)
+                future.set_exception(error)
+        return future.result()
+
+    def lowered(
+        self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
+    ) -> Made:
+        """A program of a function, for a stage's site or for home."""
+        with self.tracing, target((site or self.home).platform):
+            lowered = jax.jit(function, donate_argnums=donated).lower(*given)
+        return Made(lowered.compile(), lowered.out_info)
+
+    def _cache(self, stage: Stage) -> Any:
+        """The abstract pools of all of a stage's devices."""
+        shapes = stage.model.model.caches
+        blocks = {name: self.sizes.blocks[shape.group] for name, shape in shapes.items()}
+        pools = jax.eval_shape(lambda: empty(shapes, blocks, self.sizes.kv_cache))
+        return stage.site.of_parts(pools)
+
+
+def _with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, given a stage's parameters in their parts."""
+    tree = jax.tree.structure(stage.model.model.parameters)
+
+    def with_parts(leaves: Any, *rest: Any) -> Any:
+        return function(jax.tree.unflatten(tree, leaves), *rest)
+
+    return with_parts
+
+
+def _leaves(stage: Stage) -> Any:
+    return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
+
+
+def int32(*shape: int) -> Any:
+    """An abstract array of whole numbers."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def float32(*shape: int) -> Any:
+    """An abstract array of numbers."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,0 +1,76 @@
+"""When each stage was busy: what pipelining is for, seen and drawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A call of a stage.
+
+    Attributes:
+        lane: whose sequences it computed.
+        begin, end: in seconds of `time.perf_counter`.
+    """
+
+    stage: int
+    lane: int
+    begin: float
+    end: float
+
+
+@dataclass
+class Timeline:
+    """Notes when stages begin and end, from threads that wait for them; nobody else waits.
+
+    A call begins when its input is there and the stage's call before it has ended.
+    """
+
+    busy: list[Busy] = field(default_factory=list)
+    _queues: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def note(self, stage: int, lane: int, given: Any, out: Any) -> None:
+        """A call was launched with this input; `out` is a result that nobody gives away."""
+        if stage not in self._queues:
+            queue = self._queues[stage] = SimpleQueue()
+            thread = threading.Thread(target=self._watch, args=(stage, queue), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queues[stage].put((lane, given, out))
+
+    def close(self) -> list[Busy]:
+        """Waits for all that was noted, and gives it, the earliest first."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues, self._threads = {}, []
+        return sorted(self.busy, key=lambda call: call.begin)
+
+    def _watch(self, stage: int, queue: SimpleQueue[Any]) -> None:
+        while (noted := queue.get()) is not None:
+            lane, given, out = noted
+            jax.block_until_ready(given)
+            begin = time.perf_counter()
+            jax.block_until_ready(out)
+            self.busy.append(Busy(stage, lane, begin, time.perf_counter()))
+
+
+def together(busy: list[Busy]) -> float:
+    """The share of the time with any stage busy in which more than one was."""
+    edges = sorted([(call.begin, 1) for call in busy] + [(call.end, -1) for call in busy])
+    some = several = 0.0
+    count, before = 0, edges[0][0] if edges else 0.0
+    for at, change in edges:
+        some += at - before if count > 0 else 0.0
+        several += at - before if count > 1 else 0.0
+        count, before = count + change, at
+    return several / some if some else 0.0

@@ -1,0 +1,250 @@
+"""Splits of a model beside each other: `python -m tools.bench_partition SOURCE --devices "0;1"`.
+
+Of each split: what its devices have and exchange, and how long one sequence waits for a token and
+how many tokens a second all requests get together. Virtual devices of one CPU share its cores, so
+of these only what is exchanged and computed is said, and how much of the time stages worked at the
+same time.
+
+`--predict` measures nothing: it asks the cost model which split of well-known models is best on 1
+to 64 devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer import LLM, SamplingParams
+from jinfer.commands.program import program
+from jinfer.partition.cost import MACHINES, Machine, Work, estimate, layouts
+from jinfer.partition.programs import StagedPrograms
+from jinfer.partition.timeline import Busy, Timeline, together
+from jinfer.spec.files import parse_override
+from jinfer.spec.resolve import merge
+
+from .command import run
+from .known_shapes import SHAPES
+from .partition import PlanView, view
+
+_PROMPT = 32  # tokens
+_COUNTS = (1, 2, 4, 8)
+_COLOURS = ("#3d5a80", "#c8553d", "#7fa677", "#b8a468", "#6b8fb5", "#8a5a83", "#588157", "#5c636d")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A split.
+
+    Attributes:
+        weights: bytes of the device that has most.
+        exchanges: sums and gathers of a step, in all stages.
+        moved: bytes that go from stage to stage for a token.
+        latency: seconds from a token to the next, of a request alone.
+        rate: tokens a second of all requests together.
+        together: the share of the time in which several stages were busy.
+    """
+
+    devices: str
+    weights: int
+    exchanges: int
+    moved: int
+    latency: float
+    rate: float
+    together: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    return run(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name), description="Measures splits of a model over devices."
+    )
+    add = parser.add_argument
+    add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
+    add("--devices", action="append", metavar="DEVICES", help='as partition.devices: "0&1;2&3"')
+    add("--requests", type=int, default=8, help="at a time (8)")
+    add("--tokens", type=int, default=32, help="of each answer (32)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
+    add("--json", metavar="FILE", help="write the figures as JSON")
+    add("--predict", action="store_true", help="ask the cost model; nothing is measured")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.predict:
+        print("\n\n".join(predictions()))
+        return 0
+    if options.source is None:
+        print("error: a source is needed, or --predict", file=sys.stderr)
+        return 2
+    overrides: dict[str, Any] = {}
+    for text in options.set:
+        overrides = merge(overrides, parse_override(text))
+    every, busy = list[Measured](), list[Busy]()
+    for devices in options.devices or ["0"]:
+        found, busy = _measure(options, overrides, devices)
+        every.append(found)
+    print(to_text(every))
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(each) for each in every], indent=1) + "\n")
+    if options.svg:
+        Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
+    return 0
+
+
+def _measure(
+    options: argparse.Namespace, overrides: dict[str, Any], devices: str
+) -> tuple[Measured, list[Busy]]:
+    plan = view(options.source, overrides, devices, "a100")
+    keys = merge(overrides, {"partition": {"devices": devices}})
+    with LLM(options.source, **{"engine.slots": options.requests, **keys}) as llm:
+        rng = np.random.default_rng(1)
+        prompts = [
+            rng.integers(3, llm.spec.dims["vocab"], _PROMPT).tolist()
+            for _ in range(options.requests)
+        ]
+        params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+        for asked in (prompts[:1], prompts):  # what is compiled for them is there from then on
+            llm.generate(asked, params)
+        begun = time.perf_counter()
+        llm.generate(prompts[:1], params)
+        latency = (time.perf_counter() - begun) / options.tokens
+        programs = llm.frontend.engine.programs
+        assert isinstance(programs, StagedPrograms), "devices are named"
+        programs.timeline = timeline = Timeline()
+        begun = time.perf_counter()
+        llm.generate(prompts, params)
+        rate = options.requests * options.tokens / (time.perf_counter() - begun)
+        programs.timeline = None
+        busy = timeline.close()
+    return (
+        Measured(
+            devices,
+            max(stage.weights for stage in plan.stages),
+            _exchanges(plan),
+            plan.moved * (len(plan.stages) - 1),
+            latency,
+            rate,
+            together(busy),
+        ),
+        busy,
+    )
+
+
+def _exchanges(plan: PlanView) -> int:
+    return sum(sum(stage.collectives.values()) for stage in plan.stages)
+
+
+def to_text(every: Sequence[Measured]) -> str:
+    """The splits as a table."""
+    virtual = jax.default_backend() == "cpu"
+    heads = ["devices", "weights of one", "exchanges", "passed on", "stages together"]
+    heads += [] if virtual else ["ms a token", "tokens/s"]
+    rows = [
+        [
+            f'"{each.devices}"',
+            f"{each.weights / 2**20:.1f} MiB",
+            str(each.exchanges),
+            f"{each.moved} B",
+            f"{each.together:.0%}",
+            *([] if virtual else [f"{each.latency * 1e3:.2f}", f"{each.rate:.1f}"]),
+        ]
+        for each in every
+    ]
+    note = [
+        f"{len(jax.devices())} virtual devices share this machine's cores, so no speed is said; "
+        "exchanges and bytes are of a token"
+    ]
+    return "\n".join([*_table(heads, rows), *(["", *note] if virtual else [])])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def to_svg(busy: Sequence[Busy]) -> str:
+    """When each stage was busy, in the colour of the lane that it worked for."""
+    width, height, left = 860.0, 26.0, 70.0
+    begin, end = min(call.begin for call in busy), max(call.end for call in busy)
+    scale = (width - left - 10) / max(end - begin, 1e-9)
+    stages = 1 + max(call.stage for call in busy)
+    parts = [
+        f'<text x="8" y="{20 + height * stage + 13:.0f}">stage {stage}</text>'
+        for stage in range(stages)
+    ]
+    for call in busy:
+        x, y = left + (call.begin - begin) * scale, 20 + height * call.stage
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y:.0f}" width="{max((call.end - call.begin) * scale, 0.3):.2f}"'
+            f' height="18" fill="{_COLOURS[call.lane % len(_COLOURS)]}"/>'
+        )
+    bottom = 20 + height * stages
+    shown = f"{(end - begin) * 1e3:.0f} ms; a colour is a lane"
+    parts.append(f'<text x="{left:.0f}" y="{bottom + 14:.0f}">{shown}</text>')
+    style = "text{font:12px ui-monospace,'DejaVu Sans Mono',monospace;fill:#22262b}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 24:.0f}">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#fcfcfb"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def predictions() -> list[str]:
+    """What the cost model says of well-known models, a table for each machine and width."""
+    tables = []
+    for name, count in (("rtx4090", _COUNTS), ("a100", _COUNTS), ("h100", (8, 16, 32, 64))):
+        for bits, word in ((16.0, "16 bits"), (4.5, "3.5 bits with their blocks' numbers")):
+            heads = ["", *(f"{devices}" for devices in count)]
+            rows = [
+                [model, *(_cell(shape.work(bits), MACHINES[name], n) for n in count)]
+                for model, shape in SHAPES.items()
+            ]
+            tables.append("\n".join([f"{name}, {word}:", "", *_table(heads, rows)]))
+    four = SHAPES["Llama-2-13B"].work(16)
+    found = [estimate(four, MACHINES["v100"], *each) for each in layouts(4)]
+    rows = [
+        [f"{each.pipe}x{each.tensor}", f"{each.step * 1e3:.0f} ms", f"{1 / each.step:.0f}",
+         f"{each.tokens:.0f}"]
+        for each in found
+    ]  # fmt: skip
+    heads = ["stages x devices", "a token", "tokens/s, one sequence", "tokens/s, full pipeline"]
+    tables.append("\n".join(["Llama-2-13B on four v100:", "", *_table(heads, rows)]))
+    return tables
+
+
+def _cell(work: Work, machine: Machine, devices: int) -> str:
+    """The fastest split of so many devices for a sequence, and the one with most tokens."""
+    fitting = [
+        found
+        for pipe, tensor in layouts(devices)
+        if pipe <= work.layers
+        and tensor <= 64
+        and (found := estimate(work, machine, pipe, tensor, context=4096)).device
+        <= 0.9 * machine.memory
+    ]
+    if not fitting:
+        return "-"
+    fast = min(fitting, key=lambda each: each.step)
+    most = max(fitting, key=lambda each: each.tokens)
+    return (
+        f"{fast.pipe}x{fast.tensor} {fast.step * 1e3:.1f} ms, "
+        f"{most.pipe}x{most.tensor} {most.tokens:.0f}/s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

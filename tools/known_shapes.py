@@ -1,0 +1,57 @@
+"""Sizes of well-known models, from their published configurations, as work for the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jinfer.partition.cost import Work
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of the Llama line, or a mixture of experts with its attention.
+
+    Attributes:
+        layers, hidden, heads, kv_heads, head_dim, inner, vocab: its sizes.
+        experts, chosen: 1 where there is one feed-forward.
+        matrices: of a feed-forward: 3 where it is gated.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    experts: int = 1
+    chosen: int = 1
+    matrices: int = 3
+
+    def work(self, bits: float) -> Work:
+        """What it asks for with weights of so many bits, and 16 for all else."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        expert = self.matrices * self.hidden * self.inner
+        rest = 2 * self.vocab * self.hidden
+        whole = self.layers * (attention + self.experts * expert) + rest
+        active = self.layers * (attention + self.chosen * expert) + rest / 2
+        return Work(
+            weights=whole * bits / 8,
+            active=active * bits / 8,
+            parameters=active,
+            layers=self.layers,
+            hidden=2 * self.hidden,
+            vocab=4 * self.vocab,
+            cache=4 * self.layers * self.kv_heads * self.head_dim,
+            kv_heads=self.kv_heads,
+        )
+
+
+SHAPES = {
+    "Llama-2-7B": Shape(32, 4096, 32, 32, 128, 11008, 32000),
+    "Llama-2-13B": Shape(40, 5120, 40, 40, 128, 13824, 32000),
+    "Yi-34B": Shape(60, 7168, 56, 8, 128, 20480, 64000),
+    "Falcon-40B": Shape(60, 8192, 128, 8, 64, 32768, 65024, matrices=2),
+    "Mixtral-8x7B": Shape(32, 4096, 32, 8, 128, 14336, 32000, experts=8, chosen=2),
+    "Llama-2-70B": Shape(80, 8192, 64, 8, 128, 28672, 32000),
+}
