@@ -64,7 +64,7 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
 
 
 def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
-    """The programs, for a cache of the size that there is room for, and how many lanes there are."""
+    """The programs, for a cache of the size there is room for, and how many lanes they have."""
     if not opened.spec.partition.is_plain:
         staged = _staged(model, opened)
         return staged, staged.lanes.count
