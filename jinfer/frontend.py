@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jinfer.assembly import all_shapes, assemble, first_shapes
+from jinfer.drafting import find_drafts
 from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
@@ -88,6 +89,8 @@ class Frontend:
             opened.activations,
         )
         self.engine = assemble(weights.model, opened)
+        drafts = find_drafts(self.engine, opened, source, overrides)
+        self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self._family, self._stored = _family(opened), _stored(opened)
         self._ids = count()
@@ -97,6 +100,8 @@ class Frontend:
             self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
         begun = time.perf_counter()
         self.engine.parameters = weights.load(progress)
+        for load in drafts.load if drafts else ():
+            load(progress)
         self.load_seconds = time.perf_counter() - begun
         # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
         # would stay too, with the frames of those who called, and so with this.
@@ -118,6 +123,8 @@ class Frontend:
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""
         futures = self.engine.programs.announce(all_shapes(self.engine))
+        if self.engine.speculator is not None:
+            futures += self.engine.speculator.announce(self.engine)
         for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
             future.result()
 

@@ -29,7 +29,7 @@ LEVELS = [
     {"weights", "partition", "sampling"},
     {"engine", "speculate"},
     {"opening"},
-    {"assembly", "errors", "frontend", "inputs", "results"},
+    {"assembly", "drafting", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
     {"async_llm", "remote", "terminal"},
     {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},

@@ -11,9 +11,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -23,13 +22,12 @@ from jinfer.engine.guided import Guides
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
+from jinfer.engine.samplers import Samplers
 from jinfer.engine.scheduler import Plan, Running, Scheduler
-from jinfer.engine.state import Choice, state_row
+from jinfer.engine.speculator import Drafted, Speculator
+from jinfer.engine.state import Choice
 from jinfer.engine.steps import MAX_STEPS, Chosen
 from jinfer.ops.cache import BLOCK
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
-from jinfer.sampling.rows import Progress
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
@@ -46,13 +44,17 @@ class Engine(Device):
     Attributes:
         scheduler: who is computed next.
         step_seconds: what a step of the last decoding call took.
+        speculator: drafts tokens, if there is one.
+        drafted: how many.
+        samplers: how requests' tokens are chosen.
     """
 
     scheduler: Scheduler
     step_seconds: float = CALL_SECONDS
+    speculator: Speculator | None = None
+    drafted: Drafted = field(default_factory=Drafted)
+    samplers: Samplers = field(default_factory=Samplers)
     _sequences: dict[int, Running] = field(default_factory=dict)
-    _choices: dict[int, Choice] = field(default_factory=dict)
-    _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[Launched] = field(default_factory=deque)
     _involved: list[int] = field(default_factory=list)
@@ -72,7 +74,10 @@ class Engine(Device):
         """As `Device.release`."""
         super().release()
         self._launched.clear()
-        self._progress.clear()
+        self.samplers.clear()
+        if self.speculator is not None:
+            self.speculator.release()
+            self.speculator = None
         self._guides.computed = None
         # Else the two keep each other.
         self.scheduler.on_release = lambda _: None
@@ -106,7 +111,8 @@ class Engine(Device):
         )
         self.scheduler.submit(sequence)
         self._arrivals += 1
-        self._sequences[request.id], self._choices[request.id] = sequence, choice
+        self._sequences[request.id] = sequence
+        self.samplers.choices[request.id] = choice
         if driver is not None:
             self._drivers[request.id] = driver
         if matcher is not None:
@@ -120,8 +126,10 @@ class Engine(Device):
             return None
         self._describe(sequence)
         self.scheduler.drop(sequence)
-        for known in (self._choices, self._progress, self._guides.matchers):
-            known.pop(request, None)
+        self.samplers.forget(request)
+        self._guides.matchers.pop(request, None)
+        if self.speculator is not None:
+            self.speculator.end(sequence)
         if (driver := self._drivers.pop(request, None)) is not None:
             driver.end(request)
         return sequence
@@ -140,6 +148,8 @@ class Engine(Device):
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
         tokens += self._guides.choose(self)
+        if self.speculator is not None and self.speculator.waits(self.scheduler.running):
+            tokens += self.read_all()
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
@@ -216,12 +226,12 @@ class Engine(Device):
 
     def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
         """The stages of sampling that a program for these sequences needs."""
-        plain = all(self._choices[sequence.request.id].plain for sequence in sequences)
-        return PLAIN if plain else STAGES
+        return self.samplers.stages(sequences)
 
     def _plan(self) -> Plan:
         seconds = max(self.step_seconds, 1e-6)
-        return self.scheduler.plan(min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds))))
+        most = min(MAX_STEPS, max(1, int(CALL_SECONDS / seconds)))
+        return self.scheduler.plan(self.speculator.steps(most) if self.speculator else most)
 
     def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.
@@ -233,6 +243,8 @@ class Engine(Device):
         self._launched.clear()
         self._guides.computed = None
         self._cache = self._state = None
+        if self.speculator is not None:
+            self.speculator.reset()
         for sequence in list(self.scheduler.running):
             sequence.unread = 0
             self.scheduler.preempt(sequence)
@@ -243,6 +255,8 @@ class Engine(Device):
         """A sequence is about to give its blocks back."""
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.drop(self, sequence.request.id)
+        if self.speculator is not None:
+            self.speculator.drop(self, sequence)
 
     def _admit(self, plan: Plan) -> None:
         self.copy(plan.copies)
@@ -257,30 +271,9 @@ class Engine(Device):
 
     def enter(self, sequence: Running) -> None:
         """Tells the device what is known of a sequence."""
-        request = sequence.request
-        row = state_row(
-            sequence.tokens,
-            self.programs.sizes.context,
-            prompt=len(request.prompt),
-            limit=request.limit,
-            encoded=len(request.encoder),
-            choice=self._choices[request.id],
-            progress=self._progress_of(sequence),
-        )
+        row = self.samplers.row(sequence, self.programs.sizes.context)
         program = self.programs.get(Shape("admit"))
         self._state = program(self.state, row, np.int32(sequence.slot))
-
-    def _progress_of(self, sequence: Running) -> Progress:
-        """What its sampler has come to, as far as its tokens were read."""
-        known = self._progress.get(sequence.request.id)
-        if known is None:
-            progress = self._choices[sequence.request.id].progress
-        else:
-            each, step, row = known
-            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
-        # Tokens that were not drawn, because there was no choice, count all the same.
-        drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
-        return progress._replace(drawn=drawn)
 
     def _launch(self, plan: Plan) -> bool:
         """Launches what is planned; whether its tokens will have to be read."""
@@ -290,6 +283,8 @@ class Engine(Device):
             assert sequence.held is not None, "it is planned"
             first = min(sequence.computed, len(sequence.tokens) - 1)
             self.scheduler.blocks.slide(sequence.held, first)
+        if self.speculator is not None and self.speculator.launch(self, plan):
+            return True
         guided = any(sequence.guided for sequence in plan.decoding)
         return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
 
@@ -363,7 +358,9 @@ class Engine(Device):
                 continue  # it has ended meanwhile
             count = int(np.count_nonzero(tokens[:, row] >= 0))
             if count:
-                self._progress[sequence.request.id] = (launched.chosen.progress, count - 1, row)
+                self.samplers.note(sequence.request.id, launched, count - 1, row)
+            if self.speculator is not None:
+                self.speculator.read(self, launched, sequence, tokens[:count, row].tolist())
             new = self._take(sequence, launched.chosen, row, count)
             if not sequence.guided:
                 yield from new

@@ -70,16 +70,16 @@ def logits(
         The cache, the logits, and the rows of the state they are of: the spare one where there is
         nothing to choose.
     """
-    some = _or_spare(state, rows)
+    some = or_spare(state, rows)
     newest = positions < 0
     positions = jnp.where(newest, state.lengths[some] - 1, positions)
-    here = jnp.where(newest & ~_going(state, rows), -1, rows)
+    here = jnp.where(newest & ~going(state, rows), -1, rows)
     positions = jnp.where(here >= 0, positions, 0)
     tokens = state.history[some, positions]
     at = Step.flat(here, positions, state.prompts, tables, state.encoded)
     wanted = jnp.maximum(last, 0)
     out, cache = model.module(leaves).decode(tokens, at, cache, "logits", wanted)
-    return cache, out, _or_spare(state, jnp.where(last >= 0, here[wanted], -1))
+    return cache, out, or_spare(state, jnp.where(last >= 0, here[wanted], -1))
 
 
 def choose(
@@ -105,7 +105,7 @@ def choose(
     every = jnp.arange(logits.shape[0], dtype=jnp.int32)
     allowed = partial(penalties.masked, logits, mask, every, every >= 0)
     left = lax.cond(masked, allowed, lambda: logits)
-    state, chosen = _choose(model, stages, state, left, rows)
+    state, chosen = choose_next(model, stages, state, left, rows)
     return state, jax.tree.map(lambda one: one[None], chosen)
 
 
@@ -141,7 +141,7 @@ def decode(
         state = state._replace(lengths=lengths)
         given = (rows, newest, tables, every)
         cache, out, chooses = logits(model, parts, cache, state, *given)
-        state, chosen = _choose(model, stages, state, out, chooses)
+        state, chosen = choose_next(model, stages, state, out, chooses)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
@@ -149,27 +149,27 @@ def decode(
 
     def more(carry: tuple[Array, Cache, State, Chosen]) -> Array:
         i, _, state, _ = carry
-        return (i < steps) & jnp.any(_going(state, rows))
+        return (i < steps) & jnp.any(going(state, rows))
 
     none = jax.tree.map(
-        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), _nothing(state, count)
+        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), nothing(state, count)
     )
     _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
     return cache, state, chosen
 
 
-def _or_spare(state: State, rows: Array) -> Array:
+def or_spare(state: State, rows: Array) -> Array:
     """Rows of the state; the one that nobody has where there is none."""
     return jnp.where(rows >= 0, rows, state.lengths.shape[0] - 1)
 
 
-def _going(state: State, rows: Array) -> Bool[Array, " rows"]:
+def going(state: State, rows: Array) -> Bool[Array, " rows"]:
     """Whether sequences may have one more token."""
-    some = _or_spare(state, rows)
+    some = or_spare(state, rows)
     return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])
 
 
-def _choose(
+def choose_next(
     model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
@@ -191,7 +191,7 @@ def _choose(
     )
     tokens = sampled.tokens
     wanted = jnp.any(state.logprobs[rows])
-    empty = _nothing(state, rows.shape[0])
+    empty = nothing(state, rows.shape[0])
     of_tokens = lax.cond(
         wanted,
         lambda: log_probabilities(logits, tokens),
@@ -209,7 +209,7 @@ def _choose(
     )
 
 
-def _nothing(state: State, count: int) -> Chosen:
+def nothing(state: State, count: int) -> Chosen:
     """Rows in which nothing was chosen."""
     top = (count, MAX_LOGPROBS)
     none, zeros = jnp.full(count, -1, jnp.int32), jnp.zeros(count, jnp.float32)

@@ -10,6 +10,7 @@ from jinfer.spec.blocks import Block, Rope, Scaling
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
 from jinfer.spec.quantization import QuantizationSpec
+from jinfer.spec.speculation import SpeculationSpec
 from jinfer.spec.tensors import TensorMap
 
 
@@ -107,6 +108,7 @@ class ModelSpec:
     prompt: PromptSpec = PromptSpec()
     engine: EngineSpec = EngineSpec()
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
+    speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property

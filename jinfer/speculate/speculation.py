@@ -1,0 +1,276 @@
+"""Speculation on an engine: drafts are gathered, verified in one call, and learned from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from jinfer.engine.blocks import Copy, Held
+from jinfer.engine.engine import Engine
+from jinfer.engine.launched import Launched
+from jinfer.engine.programs import Program, Shape
+from jinfer.engine.scheduler import Plan, Running
+from jinfer.sampling.names import STAGES
+from jinfer.sampling.order import PLAIN
+from jinfer.speculate.control import Control, Mean
+from jinfer.speculate.drafter import Drafter
+from jinfer.speculate.layout import PLACES, Layout, Planted
+from jinfer.speculate.pace import Pace
+from jinfer.speculate.tree import Tree, merged
+
+SIZES = (4, 8, 16, 32, 64)  # of batches that verify
+_DEEPEST = 16  # tokens that a draft looks ahead
+
+
+@dataclass
+class _Verified:
+    """A tree that was launched.
+
+    Attributes:
+        tree: its nodes.
+        branches: paths but the first, with the blocks that hold what is before and on them.
+    """
+
+    tree: Tree
+    branches: list[tuple[list[int], Held]]
+
+
+@dataclass(eq=False)
+class Speculation:
+    """What an engine's drafters propose, as far as it pays.
+
+    Attributes:
+        drafters: those whose nodes come first count as likelier among siblings.
+        control: how much is drafted.
+        branched: whether trees may have branches; else their first paths are taken.
+    """
+
+    drafters: Sequence[Drafter]
+    control: Control = field(default_factory=Control)
+    branched: bool = True
+    _pending: dict[int, _Verified] = field(default_factory=dict)
+    _pace: Pace = field(default_factory=Pace)
+    _call: tuple[Launched, int] | None = None
+
+    def waits(self, sequences: Sequence[Running]) -> bool:
+        """As `Speculator.waits`: not while drafts do not pay."""
+        return not self._pace.resting and any(map(_wants, sequences))
+
+    def steps(self, most: int) -> int:
+        """As `Speculator.steps`."""
+        return self._pace.steps(most)
+
+    def launch(self, engine: Engine, plan: Plan) -> bool:
+        """As `Speculator.launch`."""
+        decoding = plan.decoding
+        if plan.chunks or not decoding or any(s.guided or s.unread for s in decoding):
+            return False
+        if self._pace.rest():
+            return False
+        wanting = [s for s in decoding if _wants(s) and s.left > 1 and not _ended(s)]
+        sizes = self._sizes(engine, decoding)
+        if not wanting or not sizes or sizes[-1] <= len(decoding):
+            return False
+        trees = self._drafts(wanting, len(decoding), sizes)
+        if trees is not None and not any(map(len, trees)):
+            self._pace.missed()
+            return False
+        chosen = trees and self.control.choose(trees, len(decoding), sizes, self._pace.probing)
+        if not chosen or not any(map(len, chosen)):
+            self._pace.useless()
+            return False
+        self._pace.drafted()
+        self._verify(
+            engine, decoding, {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
+        )
+        return True
+
+    def _drafts(
+        self, wanting: Sequence[Running], sequences: int, sizes: Sequence[int]
+    ) -> list[Tree] | None:
+        """All that drafters propose; None where none of them is worth its time."""
+        each = []
+        for drafter in self.drafters:
+            levels = _DEEPEST
+            if drafter.seconds:
+                levels = self.control.levels(
+                    drafter.name,
+                    drafter.seconds,
+                    len(wanting),
+                    sequences,
+                    sizes,
+                    self._pace.probing,
+                )
+            if levels:
+                each.append(drafter.draft([(s, min(levels, s.left - 1)) for s in wanting]))
+        if not each:
+            return None
+        trees = [merged(proposed) for proposed in zip(*each, strict=True)]
+        return trees if self.branched else [_first_path(tree) for tree in trees]
+
+    def _sizes(self, engine: Engine, decoding: Sequence[Running]) -> list[int]:
+        """Sizes of batches that there are programs for, rising."""
+        if self.control.nodes is not None:
+            return [*SIZES]
+        return [n for n in SIZES if engine.programs.ready(self._shape(engine, n, decoding, 0))]
+
+    def _shape(self, engine: Engine, size: int, decoding: Sequence[Running], places: int) -> Shape:
+        chosen = engine.chosen_count(size, len(decoding))
+        return Shape("verify", size, chosen, places, stages=engine.stages_of(decoding))
+
+    def _verify(self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]) -> None:
+        """Launches a call."""
+        layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
+        count = len(decoding) + sum(map(len, trees.values()))
+        size = next(size for size in SIZES if size >= count)
+        for sequence in decoding:
+            assert sequence.held is not None, "it is planned"
+            tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
+            tree, branches = _grown(engine, sequence, tree, copies)
+            planted = _planted(sequence, tree)
+            rows = layout.add(planted)
+            held += zip(rows, [sequence.held, *(own for _, own in branches)], strict=True)
+            self._pending[sequence.request.id] = _Verified(tree, branches)
+        engine.copy(copies)
+        places = PLACES * size if layout.branched else 0
+        program = engine.programs.get(self._shape(engine, size, decoding, places))
+        nodes = layout.nodes(size, engine.chosen_count(size, len(decoding)))
+        tables = engine.tables_of(size, held)
+        begun = time.perf_counter()
+        cache, state, chosen = program(engine.leaves, engine.cache, engine.state, nodes, tables)
+        engine.keep_cache(cache, state)
+        launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
+        engine.note(launched)
+        self._call = (launched, size)
+
+    def _fitting(
+        self, engine: Engine, sequence: Running, tree: Tree, size: int, layout: Layout
+    ) -> Tree:
+        """What of a tree there is room for."""
+        assert sequence.held is not None, "it is planned"
+        if tree and len(layout.sources) + _planted(sequence, tree).places > (PLACES - 1) * size:
+            tree = _first_path(tree)
+        for path in tree.paths()[:1]:
+            if not engine.scheduler.blocks.reserve(sequence.held, len(sequence.tokens) + len(path)):
+                return Tree()
+        return tree
+
+    def read(self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]) -> None:
+        """As `Speculator.read`."""
+        if self._call is not None and self._call[0] is launched:
+            seconds = time.perf_counter() - launched.at
+            self.control.costs.setdefault(self._call[1], Mean(0.0)).add(seconds)
+            self._call = None
+        elif launched.decodes:
+            mean = self.control.plain.setdefault(len(launched.rows), Mean(0.0))
+            mean.add(engine.step_seconds)
+        verified = self._pending.pop(sequence.request.id, None)
+        if verified is None:
+            self._watch(launched, sequence, ids)
+            return
+        accepted = verified.tree.walk(ids)
+        self.control.learn(verified.tree, accepted)
+        if len(verified.tree):
+            for counts in (engine.drafted, sequence):
+                counts.drafted += len(verified.tree)
+                counts.accepted += len(accepted)
+            engine.drafted.drafts += 1
+        # The last token's keys and values are yet to be computed, whether or not it was drafted.
+        needed = set(accepted[: max(0, len(ids) - 1)])
+        for path, held in verified.branches:
+            if needed - set(verified.tree.paths()[0]) and needed <= set(path):
+                assert sequence.held is not None, "it runs"
+                sequence.held, held = held, sequence.held
+                needed = set()
+            engine.scheduler.blocks.free(held)
+
+    def _watch(self, launched: Launched, sequence: Running, ids: list[int]) -> None:
+        """While drafts rest: what those would have been worth that cost nothing."""
+        if not self._pace.resting or not launched.decodes or not _wants(sequence):
+            return
+        free = [drafter for drafter in self.drafters if not drafter.seconds]
+        each = [drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free]
+        tree = merged(each)
+        if len(ids) > 1 and len(tree):
+            self.control.learn(tree.only(_above(tree, len(ids))), tree.walk(ids))
+            if self.control.best_size([tree], 1, SIZES) is not None:
+                self._pace.drafted()
+
+    def drop(self, engine: Engine, sequence: Running) -> None:
+        """As `Speculator.drop`."""
+        verified = self._pending.pop(sequence.request.id, None)
+        for _, held in verified.branches if verified else ():
+            engine.scheduler.blocks.free(held)
+
+    def end(self, sequence: Running) -> None:
+        """As `Speculator.end`."""
+        for drafter in self.drafters:
+            drafter.end(sequence)
+
+    def reset(self) -> None:
+        """As `Speculator.reset`."""
+        self._call = None
+        for drafter in self.drafters:
+            drafter.reset()
+
+    def release(self) -> None:
+        """As `Speculator.release`."""
+        for drafter in self.drafters:
+            drafter.release()
+
+    def announce(self, engine: Engine) -> list[Future[Program]]:
+        """As `Speculator.announce`."""
+        futures = engine.programs.announce(self._shapes(engine))
+        return [*futures, *(future for one in self.drafters for future in one.announce())]
+
+    def _shapes(self, engine: Engine) -> Iterator[Shape]:
+        for size in SIZES:
+            for chosen in sorted({1, engine.chosen_count(size, 2)}):
+                for places in (0, PLACES * size) if self.branched else (0,):
+                    for stages in (PLAIN, STAGES):
+                        yield Shape("verify", size, chosen, places, stages=stages)
+
+
+def _wants(sequence: Running) -> bool:
+    return sequence.request.sampling.speculation and not sequence.driven and not sequence.guided
+
+
+def _ended(sequence: Running) -> bool:
+    """Whether its last token is one that ends it, so that the device gives it no other."""
+    request = sequence.request
+    own = request.sampling.stop_token_ids
+    return sequence.tokens[-1] in (*request.end_ids, *own) and not request.sampling.ignore_eos
+
+
+def _planted(sequence: Running, tree: Tree) -> Planted:
+    last = len(sequence.tokens) - 1
+    return Planted(tree, sequence.tokens[last], last, sequence.slot)
+
+
+def _above(tree: Tree, levels: int) -> list[int]:
+    """The nodes of the first levels."""
+    return [node for node, depth in enumerate(tree.depths()) if depth <= levels]
+
+
+def _first_path(tree: Tree) -> Tree:
+    return tree.only(tree.paths()[0]) if len(tree) else tree
+
+
+def _grown(
+    engine: Engine, sequence: Running, tree: Tree, copies: list[Copy]
+) -> tuple[Tree, list[tuple[list[int], Held]]]:
+    """A tree with blocks for each of its branches; without those that there are no blocks for."""
+    assert sequence.held is not None, "it is planned"
+    blocks, known = engine.scheduler.blocks, len(sequence.tokens)
+    branches: list[tuple[list[int], Held]] = []
+    for path in tree.paths()[1:]:
+        forked = blocks.fork(sequence.held, known - 1)
+        if forked is None or not blocks.reserve(forked[0], known + len(path)):
+            for held in [own for _, own in branches] + ([forked[0]] if forked else []):
+                blocks.free(held)
+            return _first_path(tree), []
+        branches.append((path, forked[0]))
+        copies += forked[1]
+    return tree, branches
