@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,15 +218,13 @@ class Engine(Device):
     ) -> Chosen:
         """The next tokens of some sequences: see `steps.choose`."""
         count = logits.shape[0]
-        program = self.programs.get(Shape("choose", chosen=count, stages=self.stages_of(sequences)))
+        program = self.programs.get(
+            Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
+        )
         guided = np.bool_(mask is not None)
         mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
         self._state, chosen = program(self.state, logits, rows, mask, guided)
         return chosen
-
-    def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
-        """The stages of sampling that a program for these sequences needs."""
-        return self.samplers.stages(sequences)
 
     def _plan(self) -> Plan:
         seconds = max(self.step_seconds, 1e-6)
@@ -314,7 +312,7 @@ class Engine(Device):
     def _decode(self, plan: Plan) -> bool:
         """Launches a call; not while its program is compiled and there are tokens to give out."""
         count = self.row_count(len(plan.decoding))
-        shape = Shape("decode", count, stages=self.stages_of(plan.decoding))
+        shape = Shape("decode", count, stages=self.samplers.stages(plan.decoding))
         if self._launched and not self.programs.ready(shape):
             return False
         rows = np.full(count, -1, np.int32)
@@ -359,9 +357,13 @@ class Engine(Device):
             count = int(np.count_nonzero(tokens[:, row] >= 0))
             if count:
                 self.samplers.note(sequence.request.id, launched, count - 1, row)
+            origins: list[str] = []
             if self.speculator is not None:
-                self.speculator.read(self, launched, sequence, tokens[:count, row].tolist())
-            new = self._take(sequence, launched.chosen, row, count)
+                ids = tokens[:count, row].tolist()
+                origins = self.speculator.read(self, launched, sequence, ids)
+            new = self._take(
+                sequence, launched.chosen, row, origins + [""] * (count - len(origins))
+            )
             if not sequence.guided:
                 yield from new
                 continue
@@ -369,13 +371,15 @@ class Engine(Device):
             if sequence.in_prompt:
                 self.enter(sequence)
 
-    def _take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
-        """The first `count` new tokens of a sequence, which it has from now on."""
-        for step in range(count):
+    def _take(
+        self, sequence: Running, chosen: Chosen, row: int, origins: Sequence[str]
+    ) -> Iterator[Token]:
+        """The first new tokens of a sequence, as many as have origins; it has them from now on."""
+        for step, origin in enumerate(origins):
             token = token_of(chosen, step, row, sequence.request)
             sequence.tokens.append(token.id)
-            yield token
-        if count and not sequence.unread:
+            yield replace(token, origin=origin) if origin else token
+        if origins and not sequence.unread:
             before = sequence.computed // BLOCK
             sequence.computed = len(sequence.tokens) - 1
             if sequence.computed // BLOCK > before:

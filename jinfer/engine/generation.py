@@ -76,12 +76,14 @@ class Chunk:
         token_ids: new tokens.
         logprobs: of the new tokens, where asked for.
         finish_reason: on the last chunk: "stop" (end of sequence, stop text or id) or "length".
+        origin: who drafted its tokens; "": nobody.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ class Generation:
         if self.finish_reason is not None:
             text += self._rest()
         logprobs = (self._logprob(token),) if token.logprob is not None else ()
-        self.chunks.append(Chunk(text, (token.id,), logprobs, self.finish_reason))
+        chunk = Chunk(text, (token.id,), logprobs, self.finish_reason, token.origin)
+        self.chunks.append(chunk)
         return self.ended
 
     def _rest(self) -> str:

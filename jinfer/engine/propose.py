@@ -76,6 +76,7 @@ def _propose(
         jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
     )
     lengths = state.lengths[rows]
+    logits = logits[:, : 32 * state.mask.shape[1]]  # some vocabularies are padded
     past = History(state.history, rows, lengths, state.prompts[rows])
     allowed = penalties.masked(logits.astype(jnp.float32), state.mask, rows, state.masked[rows])
     scores = noisy(filtered(allowed, sampler, progress, past, stages), sampler, progress)

@@ -46,20 +46,20 @@ class Samplers:
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return PLAIN if plain else STAGES
 
-    def row(self, sequence: Running, context: int) -> State:
-        """What is known of a sequence, for the device."""
+    def row(self, sequence: Running, context: int, more: Sequence[int] = ()) -> State:
+        """What is known of a sequence, for the device; and `more` tokens that may follow it."""
         request = sequence.request
         return state_row(
-            sequence.tokens,
+            [*sequence.tokens, *more],
             context,
             prompt=len(request.prompt),
             limit=request.limit,
             encoded=len(request.encoder),
             choice=self.choices[request.id],
-            progress=self._progress_of(sequence),
+            progress=self._progress_of(sequence, len(more)),
         )
 
-    def _progress_of(self, sequence: Running) -> Progress:
+    def _progress_of(self, sequence: Running, more: int) -> Progress:
         """What its sampler has come to, as far as its tokens were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:
@@ -68,5 +68,6 @@ class Samplers:
             each, step, row = known
             progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
         # Tokens that were not drawn, because there was no choice, count all the same.
-        drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
+        count = len(sequence.tokens) + more - len(sequence.request.prompt)
+        drawn: Any = np.array([count], np.int32)
         return progress._replace(drawn=drawn)

@@ -48,8 +48,10 @@ class Speculator(Protocol):
         """Launches a call that verifies drafts for what is planned; False: there are none."""
         ...
 
-    def read(self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]) -> None:
-        """Is told the new tokens of a sequence, before they become its."""
+    def read(
+        self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
+    ) -> list[str]:
+        """Is told the new tokens of a sequence, before they become its; who drafted the first."""
         ...
 
     def drop(self, engine: Engine, sequence: Running) -> None:

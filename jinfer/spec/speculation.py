@@ -14,7 +14,7 @@ from jinfer.spec.values import Values
 
 LOOKUPS = ("ngram", "suffix")  # drafts that need no model
 MOST_NODES = 64
-_DEEPEST = 8
+_DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens that follow one
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class SpeculationSpec:
             return "nodes", f'{self.nodes} is not from 2 to {MOST_NODES}, or "auto"'
         if len(self.expansion) > _DEEPEST:
             return "expansion", f"has {len(self.expansion)} levels; at most {_DEEPEST} are drafted"
+        if wrong := [width for width in self.expansion if width > _WIDEST]:
+            return "expansion", f"{wrong[0]} tokens cannot follow one; at most {_WIDEST} do"
         count, level = 1, 1
         for width in self.expansion:
             level *= width

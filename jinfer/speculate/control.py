@@ -21,16 +21,20 @@ class Mean:
 
     Attributes:
         value: as it is.
-        count: of what it is the mean of.
+        count: of what it is the mean of, at most `_MEMORY`.
+        total, sum: of all values there were.
     """
 
     value: float
     count: float = 0.0
+    total: int = 0
+    sum: float = 0.0
 
-    def add(self, new: float, memory: float = _MEMORY) -> None:
+    def add(self, new: float) -> None:
         """Takes another value in."""
-        self.count = min(self.count + 1.0, memory)
+        self.count = min(self.count + 1.0, _MEMORY)
         self.value += (new - self.value) / self.count
+        self.total, self.sum = self.total + 1, self.sum + new
 
 
 @dataclass
@@ -164,6 +168,9 @@ class Control:
             chosen[index].append(node)
         return chosen
 
-    def acceptance(self) -> Mapping[tuple[str, int, int], float]:
-        """How often nodes were right, by (source, depth, rank)."""
-        return {key: mean.value for key, mean in sorted(self.chances.items())}
+    def tried(self) -> Mapping[tuple[str, int, int], tuple[int, int]]:
+        """How often nodes were right whose parents were, and of how many, by (source, depth, rank).
+
+        The last depth and the last rank stand for all beyond.
+        """
+        return {key: (round(m.sum), m.total) for key, m in sorted(self.chances.items())}

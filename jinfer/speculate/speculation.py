@@ -114,17 +114,19 @@ class Speculation:
         """Sizes of batches that there are programs for, rising."""
         if self.control.nodes is not None:
             return [*SIZES]
-        return [n for n in SIZES if engine.programs.ready(self._shape(engine, n, decoding, 0))]
+        return [
+            n for n in _sizes(engine) if engine.programs.ready(self._shape(engine, n, decoding, 0))
+        ]
 
     def _shape(self, engine: Engine, size: int, decoding: Sequence[Running], places: int) -> Shape:
         chosen = engine.chosen_count(size, len(decoding))
-        return Shape("verify", size, chosen, places, stages=engine.stages_of(decoding))
+        return Shape("verify", size, chosen, places, stages=engine.samplers.stages(decoding))
 
     def _verify(self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]) -> None:
         """Launches a call."""
         layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
-        count = len(decoding) + sum(map(len, trees.values()))
-        size = next(size for size in SIZES if size >= count)
+        trees = self._as_ready(engine, decoding, trees)
+        size = _size_of(decoding, trees)
         for sequence in decoding:
             assert sequence.held is not None, "it is planned"
             tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
@@ -145,6 +147,18 @@ class Speculation:
         engine.note(launched)
         self._call = (launched, size)
 
+    def _as_ready(
+        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]
+    ) -> dict[int, Tree]:
+        """Trees without branches where nobody has made the program for those yet."""
+        size = _size_of(decoding, trees)
+        shape = self._shape(engine, size, decoding, PLACES * size)
+        if self.control.nodes is not None or all(len(tree.paths()) < 2 for tree in trees.values()):
+            return trees
+        if engine.programs.ready(shape):
+            return trees
+        return {slot: _first_path(tree) for slot, tree in trees.items()}
+
     def _fitting(
         self, engine: Engine, sequence: Running, tree: Tree, size: int, layout: Layout
     ) -> Tree:
@@ -157,7 +171,9 @@ class Speculation:
                 return Tree()
         return tree
 
-    def read(self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]) -> None:
+    def read(
+        self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
+    ) -> list[str]:
         """As `Speculator.read`."""
         if self._call is not None and self._call[0] is launched:
             seconds = time.perf_counter() - launched.at
@@ -169,7 +185,7 @@ class Speculation:
         verified = self._pending.pop(sequence.request.id, None)
         if verified is None:
             self._watch(launched, sequence, ids)
-            return
+            return []
         accepted = verified.tree.walk(ids)
         self.control.learn(verified.tree, accepted)
         if len(verified.tree):
@@ -185,6 +201,7 @@ class Speculation:
                 sequence.held, held = held, sequence.held
                 needed = set()
             engine.scheduler.blocks.free(held)
+        return [verified.tree.sources[node] for node in accepted]
 
     def _watch(self, launched: Launched, sequence: Running, ids: list[int]) -> None:
         """While drafts rest: what those would have been worth that cost nothing."""
@@ -226,11 +243,22 @@ class Speculation:
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
     def _shapes(self, engine: Engine) -> Iterator[Shape]:
-        for size in SIZES:
-            for chosen in sorted({1, engine.chosen_count(size, 2)}):
-                for places in (0, PLACES * size) if self.branched else (0,):
-                    for stages in (PLAIN, STAGES):
+        for stages in (PLAIN, STAGES):
+            for size in _sizes(engine):
+                for chosen in sorted({1, engine.chosen_count(size, 2)}):
+                    for places in (0, PLACES * size) if self.branched else (0,):
                         yield Shape("verify", size, chosen, places, stages=stages)
+
+
+def _sizes(engine: Engine) -> list[int]:
+    """Sizes that may pay: up to four tokens of each sequence, or 32 of a few."""
+    return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
+
+
+def _size_of(decoding: Sequence[Running], trees: dict[int, Tree]) -> int:
+    """The size of the batch that some trees fit into."""
+    count = len(decoding) + sum(map(len, trees.values()))
+    return next(size for size in SIZES if size >= count)
 
 
 def _wants(sequence: Running) -> bool:

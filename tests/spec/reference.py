@@ -13,6 +13,7 @@ from jinfer.spec.blocks import ACTIVATION_ALIASES, Attention, Block, QKNorm, Sca
 from jinfer.spec.model import EngineSpec, PromptSpec
 from jinfer.spec.quantization import QuantizationSpec, RuleSpec
 from jinfer.spec.reader import fields, union
+from jinfer.spec.speculation import DraftSpec, SpeculationSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
 _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole number"}
@@ -29,6 +30,8 @@ def reference() -> dict[str, str]:
         "prompt": _table(PromptSpec),
         "quantization": _table(QuantizationSpec),
         "rules": _table(RuleSpec),
+        "speculation": _table(SpeculationSpec),
+        "draft": _table(DraftSpec),
         "activations": ", ".join(
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),
