@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LONGEST_REST = 8  # calls
-_MISSES = 3  # from here on a call without drafts takes as many steps as it may
+_LONGEST_REST = 64  # calls
+_MISSES, _AFTER_MISSES = 3, 8  # so often without a draft, and so many calls without a look
 
 
 @dataclass
@@ -37,11 +37,14 @@ class Pace:
 
     def steps(self, most: int) -> int:
         """Steps of a call without drafts: few where one was found a moment ago."""
-        return most if self._rest or self._missed >= _MISSES else min(most, 1 << self._missed)
+        return most if self._rest else min(most, 1 << self._missed)
 
     def missed(self) -> None:
         """Nobody knew a draft."""
-        self._missed = min(self._missed + 1, _MISSES)
+        self._missed += 1
+        if self._missed > _MISSES:
+            self._missed, self._rest = _MISSES, _AFTER_MISSES
+        self.probing = False
 
     def useless(self) -> None:
         """What there was did not pay."""

@@ -210,7 +210,7 @@ class Speculation:
         free = [drafter for drafter in self.drafters if not drafter.seconds]
         each = [drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free]
         tree = merged(each)
-        if len(ids) > 1 and len(tree):
+        if ids and len(tree):
             self.control.learn(tree.only(_above(tree, len(ids))), tree.walk(ids))
             if self.control.best_size([tree], 1, SIZES) is not None:
                 self._pace.drafted()
