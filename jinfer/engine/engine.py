@@ -46,7 +46,7 @@ class Engine(Device):
         step_seconds: what a step of the last decoding call took.
         speculator: drafts tokens, if there is one.
         drafted: how many.
-        samplers: how requests' tokens are chosen.
+        samplers, guides: how requests' tokens are chosen, and the grammars of some.
     """
 
     scheduler: Scheduler
@@ -54,11 +54,11 @@ class Engine(Device):
     speculator: Speculator | None = None
     drafted: Drafted = field(default_factory=Drafted)
     samplers: Samplers = field(default_factory=Samplers)
+    guides: Guides = field(default_factory=Guides)
     _sequences: dict[int, Running] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[Launched] = field(default_factory=deque)
     _involved: list[int] = field(default_factory=list)
-    _guides: Guides = field(default_factory=Guides)
     _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
@@ -78,7 +78,7 @@ class Engine(Device):
         if self.speculator is not None:
             self.speculator.release()
             self.speculator = None
-        self._guides.computed = None
+        self.guides.computed = None
         # Else the two keep each other.
         self.scheduler.on_release = lambda _: None
 
@@ -116,8 +116,8 @@ class Engine(Device):
         if driver is not None:
             self._drivers[request.id] = driver
         if matcher is not None:
-            self._guides.matchers[request.id] = matcher
-            self._events += self._guides.force(sequence)
+            self.guides.matchers[request.id] = matcher
+            self._events += self.guides.force(sequence)
 
     def finish(self, request: int) -> Running | None:
         """Ends a request, wherever it is; what it held is free at once."""
@@ -127,7 +127,7 @@ class Engine(Device):
         self._describe(sequence)
         self.scheduler.drop(sequence)
         self.samplers.forget(request)
-        self._guides.matchers.pop(request, None)
+        self.guides.matchers.pop(request, None)
         if self.speculator is not None:
             self.speculator.end(sequence)
         if (driver := self._drivers.pop(request, None)) is not None:
@@ -147,7 +147,7 @@ class Engine(Device):
         self._involved = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
-        tokens += self._guides.choose(self)
+        tokens += self.guides.choose(self)
         if self.speculator is not None and self.speculator.waits(self.scheduler.running):
             tokens += self.read_all()
         plan = self._plan()
@@ -162,7 +162,7 @@ class Engine(Device):
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
-        kept = 0 if self._guides.computed else int(launched)
+        kept = 0 if self.guides.computed else int(launched)
         while len(self._launched) > kept:
             tokens += self._read(self._launched.popleft())
         return [*tokens, *self._flushed()]
@@ -239,7 +239,7 @@ class Engine(Device):
             again from the tokens that are known.
         """
         self._launched.clear()
-        self._guides.computed = None
+        self.guides.computed = None
         self._cache = self._state = None
         if self.speculator is not None:
             self.speculator.reset()
@@ -301,7 +301,7 @@ class Engine(Device):
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
         if any(sequence.guided for sequence in chosen):
-            self._guides.computed = logits, tuple(chosen)
+            self.guides.computed = logits, tuple(chosen)
             return False
         if not chosen:
             return False
@@ -367,7 +367,7 @@ class Engine(Device):
             if not sequence.guided:
                 yield from new
                 continue
-            yield from self._guides.take(sequence, list(new))
+            yield from self.guides.take(sequence, list(new))
             if sequence.in_prompt:
                 self.enter(sequence)
 

@@ -6,16 +6,21 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from jinfer.engine.blocks import Copy, Held
 from jinfer.engine.engine import Engine
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Plan, Running
+from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter
+from jinfer.speculate.grammar import EVERYTHING, allowed
 from jinfer.speculate.layout import PLACES, Layout, Planted
 from jinfer.speculate.pace import Pace
 from jinfer.speculate.tree import Tree, merged
@@ -56,7 +61,7 @@ class Speculation:
 
     def waits(self, sequences: Sequence[Running]) -> bool:
         """As `Speculator.waits`: not while drafts do not pay."""
-        return not self._pace.resting and any(map(_wants, sequences))
+        return self._call is not None or (not self._pace.resting and any(map(_wants, sequences)))
 
     def steps(self, most: int) -> int:
         """As `Speculator.steps`."""
@@ -64,8 +69,8 @@ class Speculation:
 
     def launch(self, engine: Engine, plan: Plan) -> bool:
         """As `Speculator.launch`."""
-        decoding = plan.decoding
-        if plan.chunks or not decoding or any(s.guided or s.unread for s in decoding):
+        decoding, self._call = plan.decoding, None
+        if plan.chunks or not decoding or any(s.unread for s in decoding):
             return False
         if self._pace.rest():
             return False
@@ -81,11 +86,40 @@ class Speculation:
         if not chosen or not any(map(len, chosen)):
             self._pace.useless()
             return False
+        planted = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
+        masks = None
+        if any(s.guided for s in decoding):
+            masks = self._masks(engine, decoding, planted)
+            if masks is None:
+                self._pace.missed()
+                return False
         self._pace.drafted()
-        self._verify(
-            engine, decoding, {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
-        )
+        self._verify(engine, decoding, planted, masks)
         return True
+
+    def _masks(
+        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]
+    ) -> dict[int, list[np.ndarray]] | None:
+        """Masks after the nodes of each sequence; trees become chains that the grammars allow.
+
+        None: there is nothing left of them, or no program for them yet.
+        """
+        words, masks = engine.programs.words, dict[int, list[np.ndarray]]()
+        for sequence in decoding:
+            tree = _first_path(trees.get(sequence.slot, Tree()))
+            masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
+            if sequence.guided:
+                matcher = engine.guides.matchers[sequence.request.id]
+                forcing = sequence.request.sampling.logprobs is None
+                try:
+                    tree, own = allowed(matcher, tree, words, forcing=forcing)
+                except ConstraintError:
+                    return None  # it fails where one token is chosen
+                masks[sequence.slot] = own
+            trees[sequence.slot] = tree
+        shape = self._shape(engine, _size_of(decoding, trees), decoding, 0, masked=True)
+        ready = self.control.nodes is not None or engine.programs.ready(shape)
+        return masks if ready and any(map(len, trees.values())) else None
 
     def _drafts(
         self, wanting: Sequence[Running], sequences: int, sizes: Sequence[int]
@@ -118,11 +152,25 @@ class Speculation:
             n for n in _sizes(engine) if engine.programs.ready(self._shape(engine, n, decoding, 0))
         ]
 
-    def _shape(self, engine: Engine, size: int, decoding: Sequence[Running], places: int) -> Shape:
-        chosen = engine.chosen_count(size, len(decoding))
-        return Shape("verify", size, chosen, places, stages=engine.samplers.stages(decoding))
+    def _shape(
+        self,
+        engine: Engine,
+        size: int,
+        decoding: Sequence[Running],
+        places: int,
+        *,
+        masked: bool = False,
+    ) -> Shape:
+        chosen, stages = engine.chosen_count(size, len(decoding)), engine.samplers.stages(decoding)
+        return Shape("verify", size, chosen, places, stages=stages, masked=masked)
 
-    def _verify(self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]) -> None:
+    def _verify(
+        self,
+        engine: Engine,
+        decoding: Sequence[Running],
+        trees: dict[int, Tree],
+        masks: dict[int, list[np.ndarray]] | None,
+    ) -> None:
         """Launches a call."""
         layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
         trees = self._as_ready(engine, decoding, trees)
@@ -137,11 +185,15 @@ class Speculation:
             self._pending[sequence.request.id] = _Verified(tree, branches)
         engine.copy(copies)
         places = PLACES * size if layout.branched else 0
-        program = engine.programs.get(self._shape(engine, size, decoding, places))
+        shape = self._shape(engine, size, decoding, places, masked=masks is not None)
+        program = engine.programs.get(shape)
         nodes = layout.nodes(size, engine.chosen_count(size, len(decoding)))
         tables = engine.tables_of(size, held)
         begun = time.perf_counter()
-        cache, state, chosen = program(engine.leaves, engine.cache, engine.state, nodes, tables)
+        given: tuple[Any, ...] = (nodes, tables)
+        if masks is not None:
+            given = (*given, _laid_out(masks, decoding, layout, size, engine.programs.words))
+        cache, state, chosen = program(engine.leaves, engine.cache, engine.state, *given)
         engine.keep_cache(cache, state)
         launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
         engine.note(launched)
@@ -248,6 +300,7 @@ class Speculation:
                 for chosen in sorted({1, engine.chosen_count(size, 2)}):
                     for places in (0, PLACES * size) if self.branched else (0,):
                         yield Shape("verify", size, chosen, places, stages=stages)
+                    yield Shape("verify", size, chosen, stages=stages, masked=True)
 
 
 def _sizes(engine: Engine) -> list[int]:
@@ -261,8 +314,23 @@ def _size_of(decoding: Sequence[Running], trees: dict[int, Tree]) -> int:
     return next(size for size in SIZES if size >= count)
 
 
+def _laid_out(
+    masks: dict[int, list[np.ndarray]],
+    decoding: Sequence[Running],
+    layout: Layout,
+    size: int,
+    words: int,
+) -> np.ndarray:
+    """Masks after each node of a batch; a chain may have been cut since they were made."""
+    out = np.zeros((size, words), np.uint32)
+    ends = [*layout.roots[1:], len(layout.tokens)]
+    for sequence, begin, end in zip(decoding, layout.roots, ends, strict=True):
+        out[begin:end] = masks[sequence.slot][: end - begin]
+    return out
+
+
 def _wants(sequence: Running) -> bool:
-    return sequence.request.sampling.speculation and not sequence.driven and not sequence.guided
+    return sequence.request.sampling.speculation and not sequence.driven
 
 
 def _ended(sequence: Running) -> bool:

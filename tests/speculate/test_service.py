@@ -11,8 +11,9 @@ from jinfer import LLM, SamplingParams
 from jinfer.generate import main
 from jinfer.server.metrics import Metrics
 from jinfer.speculate.control import Control
+from jinfer.speculate.replay import Replay
 from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
-from tests.speculate.drafts import alone, ids, same
+from tests.speculate.drafts import alone, ids, known, same, speculating
 
 KEYS: dict[str, Any] = {"engine.context": 256, "engine.slots": 2, "speculation.nodes": 8}
 DRAFTS: dict[str, Any] = {"speculation.draft": ["ngram", "suffix"]}
@@ -65,17 +66,28 @@ def test_figures_for_prometheus(llm: LLM) -> None:
         assert f'jinfer:spec_decode_num_{name}_total{{model_name="m"}}' in text
 
 
-def test_grammars_beside_drafts() -> None:
-    """Those with a grammar are chosen token by token, and those beside them meanwhile too."""
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_grammars(logprobs: int | None) -> None:
+    """Drafts that are right, and those that are often wrong, beside answers without a grammar."""
     keys = {**KEYS, "engine.slots": 4, "tokenizer": str(GOLDENS / "tok_llama2c")}
-    with LLM(STORIES, **keys) as plain, LLM(STORIES, **keys, **DRAFTS) as llm:
-        for grammar in GRAMMARS[:3]:
+    base = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "logprobs": logprobs}
+    with LLM(STORIES, **keys) as llm:
+        prompts = [PROMPT, PROMPT[2:], PROMPT[4:]]
+        for grammar in GRAMMARS[:5]:
             params = [
-                SamplingParams(**{"max_tokens": 40, "seed": 3, "ignore_eos": True, **kind})
-                for kind in (grammar, {}, {"temperature": 0.7})
+                SamplingParams(**{**base, **kind}) for kind in (grammar, {}, {"temperature": 0.7})
             ]
-            prompts = [PROMPT, PROMPT[2:], PROMPT[4:]]
-            same(llm.generate(prompts, params), plain.generate(prompts, params))
+            plain = llm.generate(prompts, params)
+            for accuracy in (1.0, 0.7):
+                replay = Replay(known(prompts, plain), accuracy, 512)
+                with speculating(llm, replay, nodes=6) as drafted:
+                    same(llm.generate(prompts, params), plain)
+                    assert drafted.accepted
+                    same(llm.generate(prompts[:1], params[:1]), plain[:1])
+        (mixed,) = alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]}))
+        with speculating(llm, Replay(known(prompts[:1], [mixed]), 1.0, 512)) as drafted:
+            same(alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]})), [mixed])
+        assert drafted.accepted == drafted.drafted > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
