@@ -58,6 +58,9 @@ class Control:
         """How likely a node is right if its parent is."""
         known = self.chances.get((source, min(depth, _DEEPEST), min(rank, _RANKS)))
         guess = _OTHER if rank else _FIRST
+        if 1 < depth <= _DEEPEST and not rank:
+            # Where nobody has been yet it is as it is before, or nobody would ever go there.
+            guess = self.chance(source, depth - 1, 0)
         if known is None:
             return guess
         return (known.value * known.count + guess * _TRUST) / (known.count + _TRUST)
@@ -84,6 +87,10 @@ class Control:
         if (known := self.costs.get(size)) is not None:
             return known.value
         return self.step(sequences) * (1.0 + _EACH * max(0, size - sequences))
+
+    def knows(self, sequences: int) -> bool:
+        """Whether what a plain step takes was measured more than once."""
+        return sequences in self.plain and self.plain[sequences].total > 1
 
     def step(self, sequences: int) -> float:
         """Seconds of a step without drafts."""

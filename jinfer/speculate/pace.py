@@ -39,11 +39,11 @@ class Pace:
         """Steps of a call without drafts: few where one was found a moment ago."""
         return most if self._rest else min(most, 1 << self._missed)
 
-    def missed(self) -> None:
-        """Nobody knew a draft."""
+    def missed(self, *, rests: bool) -> None:
+        """Nobody knew a draft; after some such looks there may be a rest."""
         self._missed += 1
         if self._missed > _MISSES:
-            self._missed, self._rest = _MISSES, _AFTER_MISSES
+            self._missed, self._rest = _MISSES, _AFTER_MISSES if rests else 0
         self.probing = False
 
     def useless(self) -> None:

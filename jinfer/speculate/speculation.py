@@ -27,6 +27,7 @@ from jinfer.speculate.tree import Tree, merged
 
 SIZES = (4, 8, 16, 32, 64)  # of batches that verify
 _DEEPEST = 16  # tokens that a draft looks ahead
+_LOOKS = 128  # calls from one look at what a plain step takes to the next
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Speculation:
     _pending: dict[int, _Verified] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
     _call: tuple[Launched, int] | None = None
+    _since: int = 0
 
     def waits(self, sequences: Sequence[Running]) -> bool:
         """As `Speculator.waits`: not while drafts do not pay."""
@@ -75,12 +77,15 @@ class Speculation:
         if self._pace.rest():
             return False
         wanting = [s for s in decoding if _wants(s) and s.left > 1 and not _ended(s)]
+        if not wanting or self._unknown(decoding):
+            return False
         sizes = self._sizes(engine, decoding)
-        if not wanting or not sizes or sizes[-1] <= len(decoding):
+        if not sizes or sizes[-1] <= len(decoding):
+            self._pace.missed(rests=self.control.nodes is None)
             return False
         trees = self._drafts(wanting, len(decoding), sizes)
         if trees is not None and not any(map(len, trees)):
-            self._pace.missed()
+            self._pace.missed(rests=self.control.nodes is None)
             return False
         chosen = trees and self.control.choose(trees, len(decoding), sizes, self._pace.probing)
         if not chosen or not any(map(len, chosen)):
@@ -89,16 +94,30 @@ class Speculation:
         planted = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
         masks = None
         if any(s.guided for s in decoding):
-            masks = self._masks(engine, decoding, planted)
+            masks = self._masks(engine, decoding, planted, sizes)
             if masks is None:
-                self._pace.missed()
+                self._pace.missed(rests=self.control.nodes is None)
                 return False
         self._pace.drafted()
-        self._verify(engine, decoding, planted, masks)
+        self._verify(engine, decoding, planted, masks, sizes)
+        return True
+
+    def _unknown(self, decoding: Sequence[Running]) -> bool:
+        """Whether a plain step is to be made, to know what it takes; once in a while again."""
+        if self.control.nodes is not None or any(s.guided for s in decoding):
+            return False
+        self._since += 1
+        if self._since % _LOOKS and self.control.knows(len(decoding)):
+            return False
+        self._since = 0
         return True
 
     def _masks(
-        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]
+        self,
+        engine: Engine,
+        decoding: Sequence[Running],
+        trees: dict[int, Tree],
+        sizes: Sequence[int],
     ) -> dict[int, list[np.ndarray]] | None:
         """Masks after the nodes of each sequence; trees become chains that the grammars allow.
 
@@ -117,7 +136,8 @@ class Speculation:
                     return None  # it fails where one token is chosen
                 masks[sequence.slot] = own
             trees[sequence.slot] = tree
-        shape = self._shape(engine, _size_of(decoding, trees), decoding, 0, masked=True)
+        size = _size_of(decoding, trees, sizes)
+        shape = self._shape(engine, size, decoding, 0, masked=True)
         ready = self.control.nodes is not None or engine.programs.ready(shape)
         return masks if ready and any(map(len, trees.values())) else None
 
@@ -170,11 +190,13 @@ class Speculation:
         decoding: Sequence[Running],
         trees: dict[int, Tree],
         masks: dict[int, list[np.ndarray]] | None,
+        sizes: Sequence[int],
     ) -> None:
         """Launches a call."""
         layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
-        trees = self._as_ready(engine, decoding, trees)
-        size = _size_of(decoding, trees)
+        size = _size_of(decoding, trees, sizes)
+        if not self._branches(engine, decoding, trees, size):
+            trees = {slot: _first_path(tree) for slot, tree in trees.items()}
         for sequence in decoding:
             assert sequence.held is not None, "it is planned"
             tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
@@ -199,17 +221,13 @@ class Speculation:
         engine.note(launched)
         self._call = (launched, size)
 
-    def _as_ready(
-        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree]
-    ) -> dict[int, Tree]:
-        """Trees without branches where nobody has made the program for those yet."""
-        size = _size_of(decoding, trees)
-        shape = self._shape(engine, size, decoding, PLACES * size)
+    def _branches(
+        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree], size: int
+    ) -> bool:
+        """Whether there is a program for trees with branches, or none of these has one."""
         if self.control.nodes is not None or all(len(tree.paths()) < 2 for tree in trees.values()):
-            return trees
-        if engine.programs.ready(shape):
-            return trees
-        return {slot: _first_path(tree) for slot, tree in trees.items()}
+            return True
+        return engine.programs.ready(self._shape(engine, size, decoding, PLACES * size))
 
     def _fitting(
         self, engine: Engine, sequence: Running, tree: Tree, size: int, layout: Layout
@@ -263,7 +281,8 @@ class Speculation:
         each = [drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free]
         tree = merged(each)
         if ids and len(tree):
-            self.control.learn(tree.only(_above(tree, len(ids))), tree.walk(ids))
+            near = tree.only(_above(tree, len(ids)))
+            self.control.learn(near, near.walk(ids))
             if self.control.best_size([tree], 1, SIZES) is not None:
                 self._pace.drafted()
 
@@ -308,10 +327,10 @@ def _sizes(engine: Engine) -> list[int]:
     return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
 
 
-def _size_of(decoding: Sequence[Running], trees: dict[int, Tree]) -> int:
+def _size_of(decoding: Sequence[Running], trees: dict[int, Tree], sizes: Sequence[int]) -> int:
     """The size of the batch that some trees fit into."""
     count = len(decoding) + sum(map(len, trees.values()))
-    return next(size for size in SIZES if size >= count)
+    return next(size for size in sizes if size >= count)
 
 
 def _laid_out(
@@ -361,6 +380,7 @@ def _grown(
     assert sequence.held is not None, "it is planned"
     blocks, known = engine.scheduler.blocks, len(sequence.tokens)
     branches: list[tuple[list[int], Held]] = []
+    made: list[Copy] = []
     for path in tree.paths()[1:]:
         forked = blocks.fork(sequence.held, known - 1)
         if forked is None or not blocks.reserve(forked[0], known + len(path)):
@@ -368,5 +388,6 @@ def _grown(
                 blocks.free(held)
             return _first_path(tree), []
         branches.append((path, forked[0]))
-        copies += forked[1]
+        made += forked[1]
+    copies += made
     return tree, branches

@@ -18,11 +18,14 @@ class Tree:
         tokens: of each node.
         parents: by their place; `ROOT`: the sequence's last token.
         sources: who drafted each node.
+        drafted: the place among its parent's children that each node was drafted at, where some of
+            them were left out since; none: as they stand.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
+    drafted: tuple[int, ...] = ()
 
     @classmethod
     def chain(cls, tokens: Sequence[int], source: str) -> Tree:
@@ -41,7 +44,9 @@ class Tree:
         return depths
 
     def ranks(self) -> list[int]:
-        """How many children of the same parent stand before each node."""
+        """How many children of the same parent were drafted before each node."""
+        if self.drafted:
+            return [*self.drafted]
         seen: dict[int, int] = {}
         ranks = []
         for parent in self.parents:
@@ -76,11 +81,12 @@ class Tree:
         while stack:
             order.append(node := stack.pop())
             stack += children.get(node, [])[::-1]
-        place = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}
+        place, ranks = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}, self.ranks()
         return Tree(
             tuple(self.tokens[node] for node in order),
             tuple(place[self.parents[node]] for node in order),
             tuple(self.sources[node] for node in order),
+            tuple(ranks[node] for node in order),
         )
 
     def paths(self) -> list[list[int]]:

@@ -93,6 +93,8 @@ def test_merged_trees_have_each_path_once() -> None:
     assert tree.paths() == [[0, 1, 2], [0, 1, 3]]
     assert tree.walk([1, 2, 4, 5]) == [0, 1, 3]
     assert tree.only([0, 1, 3]).tokens == (1, 2, 4)
+    assert tree.ranks() == [0, 0, 0, 1]
+    assert tree.only([0, 1, 3]).ranks() == [0, 0, 1]
 
 
 def check(source: Any, plain: Any, prompts: list[list[int]], **settings: Any) -> float:
