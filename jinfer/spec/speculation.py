@@ -57,7 +57,8 @@ class SpeculationSpec:
         draft: who drafts; the first ones' tokens count as likelier.
         nodes: tokens of a sequence that a call computes, drafted ones and the one before them;
             "auto": as it pays, and none where it does not.
-        expansion: of a draft model: how many tokens follow each one, level by level; none: a chain.
+        expansion: of a draft model: how many tokens follow each one, level by level; none: a chain
+            with one other token beside each of its own.
     """
 
     draft: tuple[DraftSpec, ...] = ()

@@ -62,8 +62,11 @@ class Speculation:
     _since: int = 0
 
     def waits(self, sequences: Sequence[Running]) -> bool:
-        """As `Speculator.waits`: not while drafts do not pay."""
-        return self._call is not None or (not self._pace.resting and any(map(_wants, sequences)))
+        """As `Speculator.waits`: not while drafts do not pay, nor beside prompts."""
+        if self._call is not None:
+            return True
+        looks = not self._pace.resting and any(map(_wants, sequences))
+        return looks and not any(s.in_prompt for s in sequences)
 
     def steps(self, most: int) -> int:
         """As `Speculator.steps`."""
