@@ -169,9 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("source", help="a model, as everywhere")
-    add("--accuracy", type=float, nargs="+", default=[0.0, 0.6, 0.7, 0.8, 0.9])
-    add("--nodes", type=int, nargs="+", default=[4, 8, 0], help="of a draft; 0: as it pays")
-    add("--streams", type=int, nargs="+", default=[1])
+    chances = [0.0, 0.6, 0.7, 0.8, 0.9]
+    add("--accuracy", type=float, nargs="+", metavar="A", default=chances, help="of each token")
+    counts: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
+    add("--nodes", **counts, default=[4, 8, 0], help="of a draft; 0: as it pays")
+    add("--streams", **counts, default=[1], help="answers at a time")
     add("--tokens", type=int, default=128, help="of an answer")
     add("--rounds", type=int, default=5)
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")

@@ -103,7 +103,10 @@ class Tree:
 
 
 def merged(trees: Sequence[Tree]) -> Tree:
-    """All nodes of some trees; what several have stands once, where the first has it."""
+    """All nodes of some trees; what several have stands once, where the first has it.
+
+    Its source names all of them: what several propose is right more often.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     sources: list[str] = []
@@ -117,5 +120,7 @@ def merged(trees: Sequence[Tree]) -> Tree:
                 tokens.append(token)
                 parents.append(key[0])
                 sources.append(tree.sources[node])
+            elif tree.sources[node] not in sources[known[key]].split("+"):
+                sources[known[key]] += f"+{tree.sources[node]}"
             place[node] = known[key]
     return Tree(tuple(tokens), tuple(parents), tuple(sources))

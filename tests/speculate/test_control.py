@@ -63,7 +63,7 @@ def test_what_is_learned() -> None:
     made, tree = Control(), merged([Tree.chain([1, 2, 3], "a"), Tree.chain([1, 5], "b")])
     for _ in range(30):
         made.learn(tree, tree.walk([1, 5, 7]))
-    assert made.chance("a", 1, 0) > 0.9
+    assert made.chance("a+b", 1, 0) > 0.9
     assert made.chance("a", 2, 0) < 0.1
     assert made.chance("b", 2, 1) > 0.9
     assert made.tried()["a", 2, 0] == (0, 30)

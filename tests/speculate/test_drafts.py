@@ -89,7 +89,7 @@ def test_merged_trees_have_each_path_once() -> None:
     tree = merged([first, second, first])
     assert tree.tokens == (1, 2, 3, 4)
     assert tree.parents == (-1, 0, 1, 1)
-    assert tree.sources == ("a", "a", "a", "b")
+    assert tree.sources == ("a+b", "a+b", "a", "b")
     assert tree.paths() == [[0, 1, 2], [0, 1, 3]]
     assert tree.walk([1, 2, 4, 5]) == [0, 1, 3]
     assert tree.only([0, 1, 3]).tokens == (1, 2, 4)
