@@ -42,6 +42,8 @@ from jinfer.weights.sizes import count_text, sizes_of
 MAX_THREADS = 4096
 
 if TYPE_CHECKING:
+    from jinfer.drafting import Drafts
+    from jinfer.engine.engine import Engine
     from jinfer.sampling.structured import Matcher
 
 
@@ -87,6 +89,8 @@ class Frontend:
             opened.activations,
         )
         self.engine = assemble(weights.model, opened, shelf)
+        drafts = _drafts(self.engine, opened, source, overrides)
+        self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self._family, self._stored = _family(opened), _stored(opened)
         self._ids = count()
@@ -96,6 +100,8 @@ class Frontend:
             self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
         begun = time.perf_counter()
         load(self.engine, weights, progress=progress)
+        for load_draft in drafts.load if drafts else ():
+            load_draft(progress)
         self.load_seconds = time.perf_counter() - begun
         # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
         # would stay too, with the frames of those who called, and so with this.
@@ -119,6 +125,8 @@ class Frontend:
         from tqdm import tqdm
 
         futures = self.engine.programs.announce(all_shapes(self.engine))
+        if self.engine.speculator is not None:
+            futures += self.engine.speculator.announce(self.engine)
         for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
             future.result()
 
@@ -360,6 +368,17 @@ def _driver(request: Request) -> Driver | None:
 
 def _nothing() -> None:
     """There is no bound to be lifted."""
+
+
+def _drafts(
+    engine: Engine, opened: Opened, source: str | Path, overrides: Mapping[str, Any]
+) -> Drafts | None:
+    if not opened.spec.speculation.draft:
+        return None
+    # Here: who drafts nothing needs none of it, nor what it imports.
+    from jinfer.drafting import find_drafts
+
+    return find_drafts(engine, opened, source, overrides)
 
 
 def _family(opened: Opened) -> str:

@@ -67,6 +67,7 @@ SLOW = {
     "jinfer bench cpu MODEL.gguf",
     "jinfer bench cpu MODEL.gguf --beside CHECKOUT",
     "jinfer bench engine smollm2_135m_instruct",
+    "jinfer bench speculate smollm2_135m_instruct",
     "jinfer bench models made.gguf --shape 1.1b",
     "jinfer quality SOURCE --text text.txt",
 }

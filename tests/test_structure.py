@@ -29,7 +29,7 @@ LEVELS = [
     {"weights", "sampling"},
     {"engine", "speculate", "partition"},
     {"opening"},
-    {"assembly", "errors", "frontend", "inputs", "results"},
+    {"assembly", "drafting", "errors", "frontend", "inputs", "results"},
     {"llm", "trace"},
     {"async_llm", "remote", "terminal"},
     {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},

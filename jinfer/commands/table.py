@@ -37,6 +37,7 @@ COMMANDS = (
     Command("bench cpu", "jinfer.tools.bench_cpu", "speed on a CPU, alone or beside llama.cpp"),
     Command("bench engine", "jinfer.tools.bench_engine", "what streams feel of one another"),
     Command("bench serve", "jinfer.tools.bench_serve", "how a server stands load"),
+    Command("bench speculate", "jinfer.tools.bench_speculate", "what drafts of tokens gain"),
     Command("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Command("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
     Command("bench partition", "jinfer.tools.bench_partition", "splits over several devices"),

@@ -70,9 +70,9 @@ class Device:
         self.programs.release()
         trim()
 
-    def keep_cache(self, cache: Cache) -> None:
-        """Takes the pools back."""
-        self._cache = cache
+    def keep_cache(self, cache: Cache, state: State | None = None) -> None:
+        """Takes the pools back, and the state where it was given away too."""
+        self._cache, self._state = cache, self._state if state is None else state
 
     @property
     def state(self) -> State:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -24,12 +23,11 @@ from jinfer.engine.guided import Guides
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
+from jinfer.engine.samplers import Samplers
 from jinfer.engine.scheduler import Plan, Running, Scheduler
-from jinfer.engine.state import Choice, state_row
+from jinfer.engine.speculator import Drafted, Speculator
+from jinfer.engine.state import Choice
 from jinfer.ops.cache import BLOCK
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
-from jinfer.sampling.rows import Progress
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
@@ -46,17 +44,21 @@ class Engine(Device):
     Attributes:
         scheduler: who is computed next.
         step_seconds: what a step of the last decoding call took.
+        speculator: drafts tokens, if there is one.
+        drafted: how many.
+        samplers, guides: how requests' tokens are chosen, and the grammars of some.
     """
 
     scheduler: Scheduler
     step_seconds: float = CALL_SECONDS
+    speculator: Speculator | None = None
+    drafted: Drafted = field(default_factory=Drafted)
+    samplers: Samplers = field(default_factory=Samplers)
+    guides: Guides = field(default_factory=Guides)
     _sequences: dict[int, Running] = field(default_factory=dict)
-    _choices: dict[int, Choice] = field(default_factory=dict)
-    _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
     _launched: deque[Launched] = field(default_factory=deque)
     _involved: list[int] = field(default_factory=list)
-    _guides: Guides = field(default_factory=Guides)
     _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
@@ -72,8 +74,11 @@ class Engine(Device):
         """As `Device.release`."""
         super().release()
         self._launched.clear()
-        self._progress.clear()
-        self._guides.computed = None
+        self.samplers.clear()
+        if self.speculator is not None:
+            self.speculator.release()
+            self.speculator = None
+        self.guides.computed = None
         # Else the two keep each other.
         self.scheduler.on_release = lambda _: None
 
@@ -106,12 +111,13 @@ class Engine(Device):
         )
         self.scheduler.submit(sequence)
         self._arrivals += 1
-        self._sequences[request.id], self._choices[request.id] = sequence, choice
+        self._sequences[request.id] = sequence
+        self.samplers.choices[request.id] = choice
         if driver is not None:
             self._drivers[request.id] = driver
         if matcher is not None:
-            self._guides.matchers[request.id] = matcher
-            self._events += self._guides.force(sequence)
+            self.guides.matchers[request.id] = matcher
+            self._events += self.guides.force(sequence)
 
     def finish(self, request: int) -> Running | None:
         """Ends a request, wherever it is; what it held is free at once."""
@@ -120,8 +126,10 @@ class Engine(Device):
             return None
         self._describe(sequence)
         self.scheduler.drop(sequence)
-        for known in (self._choices, self._progress, self._guides.matchers):
-            known.pop(request, None)
+        self.samplers.forget(request)
+        self.guides.matchers.pop(request, None)
+        if self.speculator is not None:
+            self.speculator.end(sequence)
         if (driver := self._drivers.pop(request, None)) is not None:
             driver.end(request)
         return sequence
@@ -139,7 +147,9 @@ class Engine(Device):
         self._involved = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
-        tokens += self._guides.choose(self)
+        tokens += self.guides.choose(self)
+        if self.speculator is not None and self.speculator.waits(self.scheduler.running):
+            tokens += self.read_all()
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
@@ -152,9 +162,8 @@ class Engine(Device):
         for driver in drivers:
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
-        ahead = self.scheduler.calls_ahead(launched, len(self._launched))
-        kept = 0 if self._guides.computed else ahead
-        while len(self._launched) > kept:
+        most = self.scheduler.calls_ahead(launched, len(self._launched))
+        while len(self._launched) > (0 if self.guides.computed else most):
             tokens += self._read(self._launched.popleft())
         return [*tokens, *self._flushed()]
 
@@ -209,20 +218,18 @@ class Engine(Device):
     ) -> Chosen:
         """The next tokens of some sequences: see `steps.choose`."""
         count = logits.shape[0]
-        program = self.programs.get(Shape("choose", chosen=count, stages=self.stages_of(sequences)))
+        program = self.programs.get(
+            Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
+        )
         guided = np.bool_(mask is not None)
         mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
         self._state, chosen = program(self.state, logits, rows, mask, guided)
         return chosen
 
-    def stages_of(self, sequences: Sequence[Running]) -> tuple[str, ...]:
-        """The stages of sampling that a program for these sequences needs."""
-        plain = all(self._choices[sequence.request.id].plain for sequence in sequences)
-        return PLAIN if plain else STAGES
-
     def _plan(self) -> Plan:
         fitting = max(1, int(CALL_SECONDS / max(self.step_seconds, 1e-6)))
-        return self.scheduler.plan(min(self.programs.most_steps, fitting))
+        most = min(self.programs.most_steps, fitting)
+        return self.scheduler.plan(self.speculator.steps(most) if self.speculator else most)
 
     def recover(self) -> list[int]:
         """After a failed step: forgets what the device had.
@@ -232,8 +239,10 @@ class Engine(Device):
             again from the tokens that are known.
         """
         self._launched.clear()
-        self._guides.computed = None
+        self.guides.computed = None
         self._cache = self._state = None
+        if self.speculator is not None:
+            self.speculator.reset()
         for sequence in list(self.scheduler.running):
             sequence.unread = 0
             self.scheduler.preempt(sequence)
@@ -244,6 +253,8 @@ class Engine(Device):
         """A sequence is about to give its blocks back."""
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.drop(self, sequence.request.id)
+        if self.speculator is not None:
+            self.speculator.drop(self, sequence)
 
     def _admit(self, plan: Plan) -> None:
         self.copy(plan.copies)
@@ -258,30 +269,9 @@ class Engine(Device):
 
     def enter(self, sequence: Running) -> None:
         """Tells the device what is known of a sequence."""
-        request = sequence.request
-        row = state_row(
-            sequence.tokens,
-            self.programs.sizes.context,
-            prompt=len(request.prompt),
-            limit=request.limit,
-            encoded=len(request.encoder),
-            choice=self._choices[request.id],
-            progress=self._progress_of(sequence),
-        )
+        row = self.samplers.row(sequence, self.programs.sizes.context)
         program = self.programs.get(Shape("admit"))
         self._state = program(self.state, row, np.int32(sequence.slot))
-
-    def _progress_of(self, sequence: Running) -> Progress:
-        """What its sampler has come to, as far as its tokens were read."""
-        known = self._progress.get(sequence.request.id)
-        if known is None:
-            progress = self._choices[sequence.request.id].progress
-        else:
-            each, step, row = known
-            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
-        # Tokens that were not drawn, because there was no choice, count all the same.
-        drawn: Any = np.array([len(sequence.tokens) - len(sequence.request.prompt)], np.int32)
-        return progress._replace(drawn=drawn)
 
     def _launch(self, plan: Plan) -> bool:
         """Launches what is planned; whether its tokens will have to be read."""
@@ -291,6 +281,8 @@ class Engine(Device):
             assert sequence.held is not None, "it is planned"
             first = min(sequence.computed, len(sequence.tokens) - 1)
             self.scheduler.blocks.slide(sequence.held, first)
+        if self.speculator is not None and self.speculator.launch(self, plan):
+            return True
         guided = any(sequence.guided for sequence in plan.decoding)
         return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
 
@@ -309,7 +301,7 @@ class Engine(Device):
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
         if any(sequence.guided for sequence in chosen):
-            self._guides.computed = logits, tuple(chosen)
+            self.guides.computed = logits, tuple(chosen)
             return False
         if not chosen:
             return False
@@ -320,7 +312,7 @@ class Engine(Device):
     def _decode(self, plan: Plan) -> bool:
         """Launches a call; not while its program is compiled and there are tokens to give out."""
         count = self.row_count(len(plan.decoding))
-        shape = Shape("decode", count, stages=self.stages_of(plan.decoding))
+        shape = Shape("decode", count, stages=self.samplers.stages(plan.decoding))
         if self._launched and not self.programs.ready(shape):
             return False
         rows = np.full(count, -1, np.int32)
@@ -364,22 +356,30 @@ class Engine(Device):
                 continue  # it has ended meanwhile
             count = int(np.count_nonzero(tokens[:, row] >= 0))
             if count:
-                self._progress[sequence.request.id] = (launched.chosen.progress, count - 1, row)
-            new = self._take(sequence, launched.chosen, row, count)
+                self.samplers.note(sequence.request.id, launched, count - 1, row)
+            origins: list[str] = []
+            if self.speculator is not None:
+                ids = tokens[:count, row].tolist()
+                origins = self.speculator.read(self, launched, sequence, ids)
+            new = self._take(
+                sequence, launched.chosen, row, origins + [""] * (count - len(origins))
+            )
             if not sequence.guided:
                 yield from new
                 continue
-            yield from self._guides.take(sequence, list(new))
+            yield from self.guides.take(sequence, list(new))
             if sequence.in_prompt:
                 self.enter(sequence)
 
-    def _take(self, sequence: Running, chosen: Chosen, row: int, count: int) -> Iterator[Token]:
-        """The first `count` new tokens of a sequence, which it has from now on."""
-        for step in range(count):
+    def _take(
+        self, sequence: Running, chosen: Chosen, row: int, origins: Sequence[str]
+    ) -> Iterator[Token]:
+        """The first new tokens of a sequence, as many as have origins; it has them from now on."""
+        for step, origin in enumerate(origins):
             token = token_of(chosen, step, row, sequence.request)
             sequence.tokens.append(token.id)
-            yield token
-        if count and not sequence.unread:
+            yield replace(token, origin=origin) if origin else token
+        if origins and not sequence.unread:
             before = sequence.computed // BLOCK
             sequence.computed = len(sequence.tokens) - 1
             if sequence.computed // BLOCK > before:

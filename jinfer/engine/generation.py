@@ -38,6 +38,7 @@ class Usage:
         prefill_seconds: from the request's start to its first token, compilation left out.
         decode_seconds: from its first token to its last.
         queue_seconds: from the request's start to its slot; a part of `prefill_seconds`.
+        drafted_tokens, accepted_tokens: that were drafted, and those of them that are its answer's.
     """
 
     prompt_tokens: int
@@ -46,6 +47,8 @@ class Usage:
     decode_seconds: float
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_rate(self) -> float:
@@ -73,12 +76,14 @@ class Chunk:
         token_ids: new tokens.
         logprobs: of the new tokens, where asked for.
         finish_reason: on the last chunk: "stop" (end of sequence, stop text or id) or "length".
+        origin: who drafted its tokens; "": nobody.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class Generation:
         count: new tokens.
         cached: tokens of the prompt that were in the cache already.
         admitted: when it was given a slot, if it was.
+        drafted, accepted: as in `Usage`.
     """
 
     request: Request
@@ -130,6 +136,8 @@ class Generation:
     count: int = 0
     cached: int = 0
     admitted: float | None = None
+    drafted: int = 0
+    accepted: int = 0
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -173,7 +181,8 @@ class Generation:
         if self.finish_reason is not None:
             text += self._rest()
         logprobs = (self._logprob(token),) if token.logprob is not None else ()
-        self.chunks.append(Chunk(text, (token.id,), logprobs, self.finish_reason))
+        chunk = Chunk(text, (token.id,), logprobs, self.finish_reason, token.origin)
+        self.chunks.append(chunk)
         return self.ended
 
     def _rest(self) -> str:
@@ -202,6 +211,8 @@ class Generation:
             max(0.0, self.last - self.first),
             self.cached,
             max(0.0, self.admitted - self.begun) if self.admitted else 0.0,
+            self.drafted,
+            self.accepted,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,22 +44,25 @@ class Shape:
 
     Attributes:
         kind: the function of `jinfer.engine.steps`, or "admit" of `jinfer.engine.state`.
-        tokens: of a flat batch; sequences of "decode" and "beam"; of a text, padded.
-        chosen: tokens of a flat batch after which one is chosen, at most.
-        rows: sequences of a flat batch without a state, or texts.
+        tokens: of a flat batch; sequences of "decode", "propose" and "beam"; of a text, padded.
+        chosen: tokens of a flat batch after which one is chosen, at most; trees of "verify".
+        rows: sequences of a flat batch without a state, or texts; places of "verify", 0 where
+            each token has one.
         want: the result of "forward" and "encode".
-        stages: of sampling, that "choose" and "decode" have.
+        stages: of sampling, that "choose", "decode", "propose" and "verify" have.
+        masked: whether "verify" is given masks.
     """
 
     kind: Literal[
         "logits", "choose", "decode", "forward", "score", "beam", "contrast",
-        "fill", "encode", "copy", "admit",
+        "fill", "encode", "copy", "admit", "verify", "propose",
     ]  # fmt: skip
     tokens: int = 0
     chosen: int = 0
     rows: int = 0
     want: Want = "logits"
     stages: tuple[str, ...] = ()
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,9 @@ class Programs:
         """The function of a program, which arguments it is given to keep, and their shapes."""
         # Here: a start that finds its programs made needs none of this.
         from jinfer.engine import steps
+        from jinfer.engine.propose import propose
+        from jinfer.engine.verify import Nodes, verify
+        from jinfer.nn.step import Copies
 
         self.model.modules.make()
         tokens, chosen, rows = shape.tokens, shape.chosen, shape.rows
@@ -237,10 +243,20 @@ class Programs:
                 function: Any = partial(steps.choose, self.model, shape.stages)
                 flag = jax.ShapeDtypeStruct((), jnp.bool_)
                 return function, 0, (state, *out, words, flag)
-            case "decode":
+            case "decode" | "propose":
                 arguments = (_int32(tokens), self.tables(self.sizes.slots), _int32())
-                function = self._of(steps.decode, shape.stages)
+                of = steps.decode if shape.kind == "decode" else propose
+                function = self._of(of, shape.stages)
                 return function, (1, 2), (leaves, cache, state, *arguments)
+            case "verify":
+                place, each, root = (cast("Any", _int32(n)) for n in (rows, tokens, chosen))
+                copies = Copies(place, place, place, each) if rows else None
+                nodes = Nodes(each, each, each, each, each, root, copies)
+                arguments = (leaves, cache, state, nodes, self.tables(tokens))
+                if shape.masked:
+                    words = jax.ShapeDtypeStruct((tokens, self.words), jnp.uint32)
+                    arguments = (*arguments, words)
+                return self._of(verify, shape.stages), (1, 2), arguments
             case "forward":
                 arguments = (leaves, cache, *given, _int32(rows))
                 return self._of(steps.forward, shape.want), 1, arguments

@@ -81,6 +81,7 @@ class Token:
     Attributes:
         logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
         last: why no other token will come, where that is known already.
+        origin: who drafted it; "": nobody.
     """
 
     request: int
@@ -88,6 +89,7 @@ class Token:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     last: FinishReason | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True)

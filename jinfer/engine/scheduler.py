@@ -39,6 +39,7 @@ class Running:
         guided: it has a grammar, so the host has to know each token before the next is chosen.
         ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
+        drafted, accepted: tokens that were drafted for it, and those of them that were right.
         admitted: when it was first given a slot, in seconds of `time.perf_counter`.
     """
 
@@ -55,6 +56,8 @@ class Running:
     guided: bool = False
     ended: bool = False
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
     admitted: float | None = None
 
     @property

@@ -80,7 +80,7 @@ def choose(
     every = jnp.arange(logits.shape[0], dtype=jnp.int32)
     guided = partial(penalties.masked, logits, mask, every, every >= 0)
     left = lax.cond(masked, guided, lambda: logits)
-    state, chosen = _choose(model, stages, state, left, rows)
+    state, chosen = choose_next(model, stages, state, left, rows)
     return state, jax.tree.map(lambda one: one[None], chosen)
 
 
@@ -116,7 +116,7 @@ def decode(
         state = state._replace(lengths=lengths)
         given = (rows, newest, tables, every)
         cache, out, chooses = logits(model, parts, cache, state, *given)
-        state, chosen = _choose(model, stages, state, out, chooses)
+        state, chosen = choose_next(model, stages, state, out, chooses)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
@@ -127,13 +127,13 @@ def decode(
         return (i < steps) & jnp.any(going(state, rows))
 
     none = jax.tree.map(
-        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), _nothing(state, count)
+        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), nothing(state, count)
     )
     _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
     return cache, state, chosen
 
 
-def _choose(
+def choose_next(
     model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
@@ -155,7 +155,7 @@ def _choose(
     )
     tokens = sampled.tokens
     wanted = jnp.any(state.logprobs[rows])
-    empty = _nothing(state, rows.shape[0])
+    empty = nothing(state, rows.shape[0])
     of_tokens = lax.cond(
         wanted,
         lambda: log_probabilities(logits, tokens),
@@ -173,7 +173,7 @@ def _choose(
     )
 
 
-def _nothing(state: State, count: int) -> Chosen:
+def nothing(state: State, count: int) -> Chosen:
     """Rows in which nothing was chosen."""
     top = (count, MAX_LOGPROBS)
     none, zeros = jnp.full(count, -1, jnp.int32), jnp.zeros(count, jnp.float32)

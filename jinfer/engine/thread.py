@@ -53,6 +53,8 @@ class Stats:
         preemptions: so far.
         prompt_tokens, cached_tokens, new_tokens: so far; cached ones were not computed again.
         compilations: programs compiled, or taken from the persistent cache.
+        drafts, draft_tokens, accepted_tokens: trees that were verified so far, their tokens, and
+            those of them that were right.
     """
 
     running: int
@@ -64,6 +66,9 @@ class Stats:
     cached_tokens: int
     new_tokens: int
     compilations: int
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineThread:
@@ -269,7 +274,9 @@ class _Loop:
             return
         generation = known[0]
         generation.cached = (sequence and sequence.cached) or 0
-        generation.admitted = None if sequence is None else sequence.admitted
+        if sequence is not None:
+            generation.admitted = sequence.admitted
+            generation.drafted, generation.accepted = sequence.drafted, sequence.accepted
         self.prompt_tokens += len(generation.request.prompt)
         self.cached_tokens += generation.cached
         if (owner := self.owner()) is not None:
@@ -343,6 +350,7 @@ class _Loop:
         """What goes on; read from another thread, so that the figures may be a step apart."""
         scheduler = self.engine.scheduler
         pools = [*scheduler.blocks.pools.values()]
+        counts = self.engine.drafted
         return Stats(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
@@ -353,4 +361,7 @@ class _Loop:
             cached_tokens=self.cached_tokens,
             new_tokens=self.new_tokens,
             compilations=self.engine.programs.compilations,
+            drafts=counts.drafts,
+            draft_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
         )

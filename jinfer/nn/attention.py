@@ -17,8 +17,8 @@ from jinfer.nn.parameter import parameter
 from jinfer.nn.position import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.split import SplitAlibi, own_slopes
 from jinfer.nn.step import Step, split
-from jinfer.ops.attention import attend, attend_text, extend
-from jinfer.ops.cache import ENCODER, LayerCache, Placement, cache_group, write
+from jinfer.ops.attention import attend, attend_text
+from jinfer.ops.cache import ENCODER, LayerCache, Placement, write
 from jinfer.ops.score_rules import Bias, ScoreRules
 from jinfer.spec import blocks
 
@@ -58,8 +58,7 @@ class Attention(nnx.Module):
             assert step.lengths is not None, "whole texts need lengths"
             out = attend_text(q, k, v, step.lengths, rules)
         else:
-            at = step.placement(cache_group(self.block.window))
-            flat, cache = extend(q[0], k[0], v[0], cache, at, rules)
+            flat, cache = step.extend(q[0], k[0], v[0], cache, self.block.window, rules)
             out = flat[None]
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 

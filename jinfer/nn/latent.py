@@ -19,8 +19,7 @@ from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
 from jinfer.nn.step import Step, split
-from jinfer.ops.attention import extend
-from jinfer.ops.cache import LayerCache, cache_group
+from jinfer.ops.cache import LayerCache
 from jinfer.ops.dense import by_head
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.spec import blocks
@@ -69,8 +68,7 @@ class LatentAttention(nnx.Module):
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
         shared_key = self.rope(kv[:, :, None, block.latent_rank :], cos_sin)
         keys = jnp.concatenate([latent, shared_key], axis=-1)
-        at = step.placement(cache_group(None))
-        out, cache = extend(q[0], keys[0], None, cache, at, self._rules())
+        out, cache = step.extend(q[0], keys[0], None, cache, None, self._rules())
         out = by_head(out[..., : block.latent_rank], unfold, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 

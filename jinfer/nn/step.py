@@ -10,7 +10,24 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.nn.position import CosSin, Rotary
-from jinfer.ops.cache import Placement
+from jinfer.ops.attention import extend
+from jinfer.ops.cache import LayerCache, Placement, cache_group
+from jinfer.ops.score_rules import ScoreRules
+
+
+class Copies(NamedTuple):
+    """A flat batch whose tokens may stand in several rows of the tables: branches of a tree.
+
+    Attributes:
+        sources: the token of each place.
+        rows, positions: of each place, as those of a flat batch.
+        places: one place of each token, whose result is the token's.
+    """
+
+    sources: Int[Array, " places"]
+    rows: Int[Array, " places"]
+    positions: Int[Array, " places"]
+    places: Int[Array, " tokens"]
 
 
 class Step(NamedTuple):
@@ -28,6 +45,7 @@ class Step(NamedTuple):
         tables: ...and where the blocks of each sequence are, by group of attentions.
         encoded: tokens of the encoder's output that each sequence may see, where there is one.
         cos_sin: of rotary embeddings, where it is known already, by `str` of their block.
+        copies: of a flat batch: where tokens are that stand in several rows.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -37,6 +55,7 @@ class Step(NamedTuple):
     tables: Mapping[str, Int[Array, "rows blocks"]] | None = None
     encoded: Int[Array, " rows"] | None = None
     cos_sin: dict[str, CosSin] | None = None
+    copies: Copies | None = None
 
     @classmethod
     def of_texts(cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]) -> Step:
@@ -67,6 +86,25 @@ class Step(NamedTuple):
         assert self.rows is not None, "whole texts have no cache"
         assert self.tables is not None, "whole texts have no cache"
         return Placement(self.rows, self.positions[0], self.tables[group])
+
+    def extend(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads value_dim"] | None,
+        cache: LayerCache,
+        window: int | None,
+        rules: ScoreRules,
+    ) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
+        """`jinfer.ops.attention.extend` for a flat batch, in the group that looks back so far."""
+        at, copies = self.placement(cache_group(window)), self.copies
+        if copies is None:
+            return extend(q, k, v, cache, at, rules)
+        q, k = q[copies.sources], k[copies.sources]
+        v = v if v is None else v[copies.sources]
+        at = at._replace(rows=copies.rows, positions=copies.positions)
+        out, cache = extend(q, k, v, cache, at, rules)
+        return out[copies.places], cache
 
     def encoded_last(self) -> Int[Array, " tokens"]:
         """The last position of the encoder's output that each token sees."""

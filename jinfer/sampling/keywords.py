@@ -66,6 +66,7 @@ class Sampling(TypedDict, total=False):
     include_stop: bool
     skip_special: bool
     logprobs: int | None
+    speculation: bool
     json_schema: str | Mapping[str, Any] | bool | None
     regex: str | None
     choice: tuple[str, ...] | list[str] | None

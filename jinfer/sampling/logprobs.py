@@ -14,7 +14,10 @@ def log_probabilities(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
     """The log-probability of each token; the likeliest ids and theirs, likeliest first."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logits = logits.astype(jnp.float32)
+    # A row at a time: XLA adds up in an order that depends on how many there are.
+    totals = lax.map(jax.nn.logsumexp, logits)
+    logprobs = logits - totals[:, None]
     count = min(MAX_LOGPROBS, logits.shape[-1])
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     top, ids = lax.optimization_barrier(lax.top_k(logprobs, count))

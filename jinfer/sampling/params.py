@@ -97,6 +97,8 @@ class SamplingParams:
         include_stop: what ends the answer, a stop text or an end's own text, is part of it.
         skip_special: special tokens are not part of the answer's text.
         logprobs: also give the log-probability of each token, and of so many likeliest ones.
+        speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
+            same.
         json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
 
     Raises:
@@ -156,6 +158,7 @@ class SamplingParams:
     include_stop: bool = False
     skip_special: bool = True
     logprobs: int | None = None
+    speculation: bool = True
     json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
@@ -219,7 +222,7 @@ class SamplingParams:
         stops = self.stop_token_ids
         few = len(stops) <= MAX_STOP_IDS and _ids(stops)
         yield "stop_token_ids", few, f"at most {MAX_STOP_IDS} token ids"
-        for name in ("ignore_eos", "include_stop", "skip_special"):
+        for name in ("ignore_eos", "include_stop", "skip_special", "speculation"):
             yield name, isinstance(getattr(self, name), bool), "true or false"
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
         low = float("-inf")

@@ -102,7 +102,7 @@ def sample(
     draws = sampler.whole("draws") > 0
     tokens = lax.cond(
         jnp.any(draws),
-        lambda: argmax(_noisy(left, sampler, progress, draws)),
+        lambda: argmax(noisy(left, sampler, progress)),
         lambda: argmax(left),
     )
     mu = lax.cond(
@@ -159,8 +159,11 @@ def ends(tokens: Int[Array, " rows"], sampler: Sampler) -> Bool[Array, " rows"]:
     return known & (sampler.whole("ignore_eos") == 0)
 
 
-def _noisy(left: Array, sampler: Sampler, progress: Progress, draws: Array) -> Array:
-    """Draws with the Gumbel-max trick, in the rows that draw."""
+def noisy(
+    left: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress
+) -> Float[Array, "rows vocab"]:
+    """What is left, with noise in the rows that draw: the greatest is the token (Gumbel-max)."""
+    draws = sampler.whole("draws") > 0
     gumbel = noise(sampler.key, progress.drawn, left.shape[-1])
     return jnp.where(draws[:, None], left + gumbel, left)
 

@@ -20,7 +20,14 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
         number += len(job.prepared)
     nothing = bool(jobs) and jobs[0].asked.nothing
     new = 0 if nothing else sum(one.completion_tokens for one in usages.values())
-    return tokens(prompt, new, cached)
+    found = tokens(prompt, new, cached)
+    if drafted := sum(one.drafted_tokens for one in usages.values()):
+        accepted = sum(one.accepted_tokens for one in usages.values())
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return found
 
 
 def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:

@@ -47,6 +47,12 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "prompt_tokens": ("tokens of prompts", lambda s: s.prompt_tokens),
     "generation_tokens": ("new tokens", lambda s: s.new_tokens),
     "num_preemptions": ("requests that gave their blocks back", lambda s: s.preemptions),
+    "spec_decode_num_drafts": ("drafts that were verified", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens": ("tokens of drafts", lambda s: s.draft_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "tokens of drafts that were right",
+        lambda s: s.accepted_tokens,
+    ),
     "compilations": ("programs compiled, or found on disk", lambda s: s.compilations),
 }
 

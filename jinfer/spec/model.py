@@ -11,6 +11,7 @@ from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
 from jinfer.spec.partition import PartitionSpec
 from jinfer.spec.quantization import QuantizationSpec
+from jinfer.spec.speculation import SpeculationSpec
 from jinfer.spec.tensors import TensorMap
 
 
@@ -125,6 +126,7 @@ class ModelSpec:
     engine: EngineSpec = EngineSpec()
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
     partition: PartitionSpec = field(default_factory=PartitionSpec)
+    speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -16,6 +16,7 @@ from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
 from jinfer.spec.partition import read_partition
 from jinfer.spec.quantization import read_quantization
 from jinfer.spec.reader import fields, read
+from jinfer.spec.speculation import read_speculation
 from jinfer.spec.stacks import check_called, check_tied, read_shared, read_stack, used
 from jinfer.spec.tables import (
     as_table,
@@ -32,7 +33,7 @@ from jinfer.spec.values import KEY, Missing, Values, no_rows
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
-_SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "generation")
+_SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
 _TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
@@ -118,6 +119,7 @@ def resolve(
         engine=engine,
         quantization=read_quantization(whole.get("quantization", {}), values),
         partition=read_partition(whole.get("partition", {}), values),
+        speculation=read_speculation(whole.get("speculation", {}), values),
         generation=whole.get("generation", {}),
     )
     check_leftovers(lost, whole, spec, values)

@@ -35,13 +35,15 @@ _NEVER = (
     _Never("ids", ("raw",), "token ids are continued as they are"),
     _Never("ids", ("system",), "token ids are continued as they are"),
     _Never("raw", ("system",), "the system message is a part of the chat template"),
+    _Never("json", ("explain_speculation",), "JSON has no colours"),
+    _Never("explain_speculation", ("n", "best_of"), "one answer is explained"),
     _Never("greedy", ("strategy",), "both say how tokens are chosen"),
     _Never("greedy", ("temperature", "seed", *_FILTERS), "nothing is left to chance"),
     _Never("json_schema", ("regex", "choice", "grammar"), "an answer keeps to one of them"),
     _Never("regex", ("choice", "grammar"), "an answer keeps to one of them"),
     _Never("choice", ("grammar",), "an answer keeps to one of them"),
 )
-_CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of")
+_CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
 # What a parameter does something with: one of some strategies, or another parameter that is on.
 _STRATEGIES = {
     **dict.fromkeys(("beams", "length_penalty", "early_stopping"), ("beam",)),

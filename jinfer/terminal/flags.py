@@ -46,6 +46,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="the system message")
     _switch(add, "--chat", "a conversation; a --prompt is its first message")
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
+    _switch(
+        add,
+        "--explain-speculation",
+        "colour tokens by who drafted them, and print how often drafts were right",
+    )
     _switch(add, "--json", "print one JSON object with text, ids and timings")
     add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
     add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))

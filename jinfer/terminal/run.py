@@ -21,6 +21,7 @@ from jinfer.spec.resolve import merge
 from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
 from jinfer.terminal.conflicts import FlagError, check, check_effects
+from jinfer.terminal.explain import explain
 from jinfer.terminal.flags import sampling
 
 MAX_PROMPT = 64 << 20  # bytes
@@ -61,7 +62,10 @@ def _run(options: argparse.Namespace) -> int:
         print(llm.frontend.cache_report(), file=sys.stderr)
     if chat:
         return Chat(llm).run(prompt if isinstance(prompt, str) else None)
-    return _answer(llm, _asked(llm, prompt or "", options), options.json)
+    ids = _asked(llm, prompt or "", options)
+    if options.explain_speculation:
+        return explain(llm, ids)
+    return _answer(llm, ids, options.json)
 
 
 def _prompt(options: argparse.Namespace) -> str | list[int]:

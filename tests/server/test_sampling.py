@@ -48,6 +48,7 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("allowed_token_ids", [5], "allowed_token_ids", (5,)),
     ("include_stop_str_in_output", True, "include_stop", True),
     ("skip_special_tokens", False, "skip_special", False),
+    ("speculation", False, "speculation", False),
     ("use_beam_search", True, "strategy", "beam"),
     ("use_beam_search", False, "strategy", "auto"),
     ("length_penalty", 0.5, "length_penalty", 0.5),

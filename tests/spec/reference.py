@@ -14,6 +14,7 @@ from jinfer.spec.model import EngineSpec, PromptSpec
 from jinfer.spec.partition import MeshSpec, PartitionSpec
 from jinfer.spec.quantization import QuantizationSpec, RuleSpec
 from jinfer.spec.reader import fields, union
+from jinfer.spec.speculation import DraftSpec, SpeculationSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
 _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole number"}
@@ -32,6 +33,8 @@ def reference() -> dict[str, str]:
         "rules": _table(RuleSpec),
         "partition": _table(PartitionSpec),
         "mesh": _table(MeshSpec),
+        "speculation": _table(SpeculationSpec),
+        "draft": _table(DraftSpec),
         "activations": ", ".join(
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),

@@ -104,6 +104,7 @@ class Sampling(Strict):
     strategy: str | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    speculation: bool | None = Field(None, description="false: no tokens are drafted")
     tfs_z: float | None = None
     top_a: float | None = None
     penalty_last_n: int | None = None

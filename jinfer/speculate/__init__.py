@@ -1,0 +1,1 @@
+"""Speculation: drafted tokens are verified together, and never change what comes out."""

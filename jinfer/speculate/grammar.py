@@ -1,0 +1,59 @@
+"""Drafts of answers that have to match a grammar: what it allows, and the masks after tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import UInt
+
+from jinfer.sampling.errors import ConstraintError
+from jinfer.speculate.tree import ROOT, Tree
+
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
+
+EVERYTHING = np.uint32(0xFFFFFFFF)
+
+
+def allowed(
+    matcher: Matcher, tree: Tree, words: int, *, forcing: bool
+) -> tuple[Tree, list[UInt[np.ndarray, " words"]]]:
+    """The nodes of a chain after which the grammar leaves a choice; masks of the root and of these.
+
+    A token that the grammar ends with, or after which it forces others, is not drafted: whoever
+    reads it has something to do before the next one.
+
+    Args:
+        words: of a mask.
+        forcing: whether forced tokens are not chosen.
+
+    Raises:
+        ConstraintError: nothing goes on from here.
+    """
+    mask = np.zeros(words, np.uint32)
+    matcher.mask(mask)
+    masks, kept, state = [mask], list[int](), matcher.fork()
+    last = ROOT
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if parent != last or not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
+            break
+        state.advance(token)
+        if _ended(state) or (forcing and state.forced()):
+            break
+        after = np.zeros(words, np.uint32)
+        try:
+            state.mask(after)
+        except ConstraintError:
+            break
+        if _ended(state):
+            break
+        masks.append(after)
+        kept.append(node)
+        last = node
+    return tree.only(kept), masks
+
+
+def _ended(state: Matcher) -> bool:
+    """Whether only an end may come, as far as is known: a mask may show it."""
+    return state.finished

@@ -1,0 +1,82 @@
+"""An answer whose tokens are coloured by who drafted them, and how often drafts were right."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from jinfer.engine.generation import Chunk
+from jinfer.llm import LLM
+from jinfer.speculate.speculation import Speculation
+from jinfer.terminal import INTERRUPTED, answer
+from jinfer.terminal.conflicts import FlagError
+
+_COLOURS = ("32", "36", "35", "33", "34", "31")  # of letters, as terminals number them
+_PLAIN = "0"
+
+
+def explain(llm: LLM, ids: list[int]) -> int:
+    """Answers; returns the exit status. Raises `FlagError` where nobody drafts."""
+    speculator = llm.frontend.engine.speculator
+    params = llm.params()
+    if not isinstance(speculator, Speculation) or not params.speculation:
+        raise FlagError(
+            "--explain-speculation: nobody drafts; say who, such as --set speculation.draft=ngram"
+        )
+    if params.strategy == "beam":
+        raise FlagError("--explain-speculation: nothing is drafted for a beam search")
+    colours, chunks = Colours(), list[Chunk]()
+    with contextlib.closing(llm.stream(ids, params)) as stream, answer.ctrl_c() as pressed:
+        for chunk in stream:
+            chunks.append(chunk)
+            text = answer.shown(llm, chunk.text, chunk.token_ids)
+            answer.show(colours.paint(text, chunk.origin))
+            if pressed():
+                break
+    interrupted = chunks[-1].finish_reason is None
+    usage = answer.usage_of(llm, interrupted)
+    print()
+    accepted, drafted = usage.accepted_tokens, usage.drafted_tokens
+    steps = max(1, usage.completion_tokens - accepted)
+    print(
+        f"{drafted} tokens drafted, {accepted} of them right; "
+        f"{usage.completion_tokens / steps:.2f} tokens a step",
+        *table(speculator.control.tried()),
+        f"colours: {colours.legend()}",
+        answer.timings(llm, usage),
+        sep="\n",
+        file=sys.stderr,
+    )
+    return INTERRUPTED if interrupted else 0
+
+
+class Colours:
+    """One for each source, in the order they come."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def paint(self, text: str, origin: str) -> str:
+        """A text in the colour of its source; as it is where nobody drafted it."""
+        if not origin or not text:
+            return text
+        colour = self._of.setdefault(origin, _COLOURS[len(self._of) % len(_COLOURS)])
+        return f"\x1b[{colour}m{text}\x1b[{_PLAIN}m"
+
+    def legend(self) -> str:
+        """Which colour is whose."""
+        return ", ".join(self.paint(origin, origin) for origin in self._of) or "none"
+
+
+def table(tried: Mapping[tuple[str, int, int], tuple[int, int]]) -> Sequence[str]:
+    """A line for each source: how often tokens were right whose parents were, by depth."""
+    by_source: dict[str, dict[int, tuple[int, int]]] = {}
+    for (source, depth, _), (right, count) in tried.items():
+        known = by_source.setdefault(source, {}).get(depth, (0, 0))
+        by_source[source][depth] = (known[0] + right, known[1] + count)
+    lines = []
+    for source, depths in sorted(by_source.items()):
+        each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
+        lines.append(f"{source}, right by depth: {' '.join(each)}")
+    return lines

@@ -1,0 +1,133 @@
+"""Speculation as users see it: settings, usage, counts, colours; and that nothing compiles late."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from jinfer import LLM, SamplingParams
+from jinfer.generate import main
+from jinfer.server.metrics import Metrics
+from jinfer.speculate.control import Control
+from jinfer.speculate.replay import Replay
+from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
+from tests.speculate.drafts import alone, ids, known, same, speculating
+
+KEYS: dict[str, Any] = {"engine.context": 256, "engine.slots": 2, "speculation.nodes": 8}
+DRAFTS: dict[str, Any] = {"speculation.draft": ["ngram", "suffix"]}
+# A text that repeats itself, so that lookups find something.
+PROMPT = [5, 6, 7, 8, 9, 10] * 6
+LONG = SamplingParams(max_tokens=150, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM(STORIES, **KEYS, **DRAFTS) as llm:
+        yield llm
+
+
+def test_usage_and_stats(llm: LLM) -> None:
+    before = llm.stats()
+    (answer,) = llm.generate([PROMPT], LONG)
+    after, usage = llm.stats(), answer.usage
+    assert 0 < usage.accepted_tokens <= usage.drafted_tokens
+    assert after.accepted_tokens - before.accepted_tokens == usage.accepted_tokens
+    assert after.draft_tokens - before.draft_tokens == usage.drafted_tokens
+    assert after.drafts > before.drafts
+
+
+def test_a_request_may_do_without(llm: LLM) -> None:
+    before = llm.stats().drafts
+    (plain,) = llm.generate([PROMPT], LONG, speculation=False)
+    assert plain.usage.drafted_tokens == 0
+    assert llm.stats().drafts == before
+    same(llm.generate([PROMPT], LONG), [plain])
+    # Beside one another, each as it asked.
+    both = [SamplingParams(max_tokens=150, ignore_eos=True, speculation=on) for on in (True, False)]
+    first, second = llm.generate([PROMPT, PROMPT[1:]], both)
+    assert first.usage.drafted_tokens
+    assert not second.usage.drafted_tokens
+
+
+def test_origins_of_tokens(llm: LLM) -> None:
+    chunks = list(llm.stream(PROMPT, LONG))
+    origins = [chunk.origin for chunk in chunks]
+    sources = {source.rstrip("234") for origin in origins for source in origin.split("+")}
+    assert sources <= {"", "ngram", "suffix"}
+    assert sum(map(bool, origins)) == llm.last_usage.accepted_tokens
+
+
+def test_figures_for_prometheus(llm: LLM) -> None:
+    metrics = Metrics()
+    metrics.stats = lambda: {"m": llm.stats()}
+    text = metrics.text().decode()
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f'jinfer:spec_decode_num_{name}_total{{model_name="m"}}' in text
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_grammars(logprobs: int | None) -> None:
+    """Drafts that are right, and those that are often wrong, beside answers without a grammar."""
+    keys = {**KEYS, "engine.slots": 4, "tokenizer": str(GOLDENS / "tok_llama2c")}
+    base = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "logprobs": logprobs}
+    with LLM(STORIES, **keys) as llm:
+        prompts = [PROMPT, PROMPT[2:], PROMPT[4:]]
+        for grammar in GRAMMARS[:5]:
+            params = [
+                SamplingParams(**{**base, **kind}) for kind in (grammar, {}, {"temperature": 0.7})
+            ]
+            plain = llm.generate(prompts, params)
+            for accuracy in (1.0, 0.7):
+                replay = Replay(known(prompts, plain), accuracy, 512)
+                with speculating(llm, replay, nodes=6) as drafted:
+                    same(llm.generate(prompts, params), plain)
+                    assert drafted.accepted
+                    same(llm.generate(prompts[:1], params[:1]), plain[:1])
+        (mixed,) = alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]}))
+        with speculating(llm, Replay(known(prompts[:1], [mixed]), 1.0, 512)) as drafted:
+            same(alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]})), [mixed])
+        assert drafted.accepted == drafted.drafted > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    keys = {**KEYS, "engine.slots": 3, "engine.kv_tokens": 640, "engine.prefill_chunk": 64}
+    common = ids(512, 100)[0]
+    asked = [request(rng, 512, 200, common, STRATEGIES[:18]) for _ in range(12)]
+    with LLM(STORIES, **keys) as plain:
+        for one in asked:
+            one.expected = alone(plain, [one.prompt], one.params)[0].token_ids
+    with LLM(STORIES, **keys, **DRAFTS) as llm:
+        check(llm, seed, asked, rng)
+
+
+def test_nothing_compiles_after_start_while_sizes_change() -> None:
+    keys: dict[str, Any] = {"engine.warm_up": True, "engine.context": 128, "engine.slots": 1}
+    keys |= {"engine.mixed_chunk": 8, "engine.prefill_chunk": 16}
+    keys |= {"speculation.draft": ["ngram", {"skip": [3]}]}
+    with LLM(STORIES, **keys) as llm:
+        speculation: Any = llm.frontend.engine.speculator
+        programs = [llm.frontend.engine.programs, speculation.drafters[1].programs]
+        made = [one.compilations for one in programs]
+        for nodes in (2, 3, 5, 8, 13, 16, None):
+            speculation.control = Control(nodes)
+            for temperature in (0.0, 1.0):
+                llm.generate([PROMPT], max_tokens=30, temperature=temperature)
+        assert [one.compilations for one in programs] == made
+        assert llm.stats().drafts
+
+
+def test_explained(capfd: Any) -> None:
+    asked = [str(STORIES), "--ids", " ".join(map(str, PROMPT)), "--max-tokens", "60"]
+    settings = ["--set", "speculation.draft=ngram", "--set", "speculation.nodes=8"]
+    assert main([*asked, "--ignore-eos", *settings, "--explain-speculation"]) == 0
+    out, err = capfd.readouterr()
+    assert "\x1b[32m" in out
+    assert "tokens drafted" in err
+    assert "right by depth: " in err
+    assert main([*asked, "--explain-speculation"]) == 2
+    assert "nobody drafts" in capfd.readouterr().err
+    assert main([*asked, "--json", "--explain-speculation"]) == 2

@@ -1,0 +1,27 @@
+"""The benchmark of drafts, on a tiny model: it runs, and what it counts is right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import bench_speculate
+
+STORIES = Path(__file__).parents[1] / "goldens" / "stories260K"
+
+
+def test_it_measures(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.json"
+    arguments = ["--accuracy", "0", "1", "--nodes", "4", "0", "--tokens", "61", "--rounds", "1"]
+    assert bench_speculate.main([str(STORIES), *arguments, "--json", str(file)]) == 0
+    assert "| replay, 1.0, 4 nodes | 1 | 4.00 | 4.00 | 1.00 |" in capsys.readouterr().out
+    wrong, _, right, _ = json.loads(file.read_text())
+    assert (wrong["accepted"], right["accepted"]) == (0, 45)
+    assert wrong["formula"] == pytest.approx(1.0)
+    assert len(right["ratios"]) == 1
+
+
+def test_a_source_that_is_not_there(capsys: Any) -> None:
+    assert bench_speculate.main(["nowhere.toml"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,185 @@
+"""What drafts of tokens gain: `python -m tools.bench_speculate SOURCE [--json FILE]`.
+
+Every figure is a ratio to plain decoding, taken in turns with it on one engine:
+
+- a plain run is recorded and replayed as drafts, each token of which is right with a given chance:
+  tokens a call beside what the formula says, and speed, over chances, sizes of drafts and streams;
+- prompt lookup on a prompt whose answer copies it, and on one whose answer edits it.
+
+The answers are compared: a token that differs ends the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinfer import LLM, Completion, SamplingParams
+from jinfer.commands.program import program
+from jinfer.engine.requests import RequestError
+from jinfer.spec.files import parse_override
+from jinfer.spec.resolve import merge
+from jinfer.speculate.control import Control
+from jinfer.speculate.lookup import Lookup
+from jinfer.speculate.replay import Replay
+from jinfer.speculate.speculation import Speculation
+
+from .command import run
+
+_PASSAGE = (
+    "The harbour master keeps three ledgers. In the first he writes the name of every ship, the "
+    "hour at which it came, and the flag that it flew. In the second he writes what it carried: "
+    "barrels of salted fish, bales of wool, timber from the north, and now and then a crate of "
+    "oranges. In the third ledger he writes what nobody asks him for: the colour of the sky."
+)
+_PROMPTS = {
+    "copying": f"Repeat this text exactly, word for word:\n\n{_PASSAGE}",
+    "editing": f"Repeat this text exactly, but write 'fleet' instead of 'ship':\n\n{_PASSAGE}",
+}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A way of drafting beside none.
+
+    Attributes:
+        name: what drafted.
+        streams: answers at a time.
+        ratios: seconds without drafts over seconds with them, of each round.
+        calls, tokens: of one round: tokens beyond the first of each answer.
+        accepted, drafted: tokens of drafts.
+        formula: tokens a call, as they should be; none: nobody knows.
+    """
+
+    name: str
+    streams: int
+    ratios: list[float]
+    calls: float
+    tokens: int
+    accepted: int
+    drafted: int
+    formula: float | None = None
+
+    def line(self) -> str:
+        """A row of the table."""
+        right = f"{self.accepted / self.drafted:.2f}" if self.drafted else ""
+        formula = "" if self.formula is None else f"{self.formula:.2f}"
+        middle, least, most = statistics.median(self.ratios), min(self.ratios), max(self.ratios)
+        rate, gain = self.tokens / self.calls, f"{middle:.2f} ({least:.2f}-{most:.2f})"
+        return f"| {self.name} | {self.streams} | {rate:.2f} | {formula} | {right} | {gain} |"
+
+
+class Turns:
+    """Prompts that are answered without drafts and with them in turn."""
+
+    def __init__(self, llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> None:
+        self.llm, self.prompts, self.rounds = llm, prompts, rounds
+        self.params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        self.answers = self._answers(None)[1]
+
+    def _answers(self, speculation: Speculation | None) -> tuple[float, list[Completion]]:
+        """Seconds of decoding, and the answers."""
+        self.llm.frontend.engine.speculator = speculation
+        begun = time.perf_counter()
+        answers = self.llm.generate(self.prompts, self.params)
+        whole = time.perf_counter() - begun
+        # A stream's own time has no prompt in it; several overlap.
+        return answers[0].usage.decode_seconds if len(answers) == 1 else whole, answers
+
+    def gain(self, name: str, speculation: Speculation, formula: float | None = None) -> Gain:
+        """Measures; the first round is left out."""
+        for future in speculation.announce(self.llm.frontend.engine):
+            future.result()
+        ratios = []
+        for _ in range(self.rounds + 1):
+            plain, _ = self._answers(None)
+            drafted, answers = self._answers(speculation)
+            if [one.token_ids for one in answers] != [one.token_ids for one in self.answers]:
+                raise RequestError(f"{name}: the answer is another one than without drafts")
+            ratios.append(plain / drafted)
+        self.llm.frontend.engine.speculator = None
+        uses = [one.usage for one in answers]
+        new = sum(one.completion_tokens - 1 for one in uses)
+        accepted = sum(one.accepted_tokens for one in uses)
+        return Gain(
+            name,
+            len(answers),
+            ratios[1:],
+            max(1, new - accepted),
+            new,
+            accepted,
+            sum(one.drafted_tokens for one in uses),
+            formula,
+        )
+
+
+def replayed(turns: Turns, accuracy: float, nodes: int | None) -> Gain:
+    """Drafts that are right with a given chance."""
+    prompts = [tuple(prompt) for prompt in turns.prompts]
+    answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
+    replay = Replay(answers, accuracy, turns.llm.spec.dims["vocab"])
+    name = f"replay, {accuracy:.1f}, {nodes or 'auto'} nodes"
+    formula = None
+    if nodes is not None:
+        formula = (1 - accuracy**nodes) / (1 - accuracy) if accuracy < 1 else float(nodes)
+    return turns.gain(name, Speculation([replay], Control(nodes), branched=False), formula)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Prints the measurements."""
+    overrides: dict[str, Any] = {}
+    for text in options.set or ():
+        overrides = merge(overrides, parse_override(text))
+    most = max(options.streams)
+    found: list[Gain] = []
+    print("| drafts | streams | tokens a call | formula | right | times plain decoding |")
+    print("|---|---|---|---|---|---|")
+    with LLM(options.source, progress=True, **merge({"engine": {"slots": most}}, overrides)) as llm:
+        vocab = llm.spec.dims["vocab"]
+        for streams in options.streams:
+            prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(most)]
+            turns = Turns(llm, prompts[:streams], options.tokens, options.rounds)
+            for accuracy in options.accuracy:
+                for nodes in options.nodes:
+                    found.append(replayed(turns, accuracy, nodes or None))
+                    print(found[-1].line(), flush=True)
+        if llm.can_chat:
+            for name, text in _PROMPTS.items():
+                turns = Turns(llm, [llm.encode_chat(text)], options.tokens, options.rounds)
+                speculation = Speculation([Lookup(branches=2)])
+                found.append(turns.gain(f"lookup, {name}", speculation))
+                print(found[-1].line(), flush=True)
+    if options.json:
+        record = json.dumps([asdict(gain) for gain in found], indent=1)
+        Path(options.json).write_text(record, encoding="utf-8")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name), description="Measures what drafts of tokens gain."
+    )
+    add = parser.add_argument
+    add("source", help="a model, as everywhere")
+    chances = [0.0, 0.6, 0.7, 0.8, 0.9]
+    add("--accuracy", type=float, nargs="+", metavar="A", default=chances, help="of each token")
+    counts: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
+    add("--nodes", **counts, default=[4, 8, 0], help="of a draft; 0: as it pays")
+    add("--streams", **counts, default=[1], help="answers at a time")
+    add("--tokens", type=int, default=128, help="of an answer")
+    add("--rounds", type=int, default=5)
+    add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
+    add("--json", metavar="FILE", help="also write all figures there")
+    return run(measure, parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
