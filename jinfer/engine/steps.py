@@ -5,7 +5,7 @@ Pure functions of flat parameters, a cache and a state that are given away, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,32 +104,56 @@ def decode(
     Returns:
         What was chosen has a leading axis of `MAX_STEPS`.
     """
+    chooses = partial(choose_next, model, stages)
+    none = nothing(state, rows.shape[0])
+    return repeat(model, chooses, none, leaves, cache, state, rows, tables, steps)
+
+
+def repeat[One](
+    model: AbstractModel,
+    chooses: Callable[[State, Array, Array], tuple[State, One]],
+    none: One,
+    leaves: Leaves,
+    cache: Cache,
+    state: State,
+    rows: Int[Array, " sequences"],
+    tables: Tables,
+    steps: Int[Array, ""],
+) -> tuple[Cache, State, One]:
+    """Steps one after the other, each of which takes the token that the one before has chosen.
+
+    Args:
+        chooses: from a state, logits, and the rows they are of, what is chosen, and the state after
+            it.
+        none: what a step gives that is not made has its shapes, and is -1.
+        rows, tables, steps: see `decode`.
+
+    Returns:
+        What was chosen has a leading axis of `MAX_STEPS`.
+    """
     count = rows.shape[0]
     every = jnp.arange(count, dtype=jnp.int32)
     newest = jnp.full(count, -1, jnp.int32)
 
-    def one_more(carry: tuple[Array, Cache, State, Chosen]) -> tuple[Array, Cache, State, Chosen]:
+    def one_more(carry: tuple[Array, Cache, State, One]) -> tuple[Array, Cache, State, One]:
         i, cache, state, so_far = carry
         # Without the barrier XLA takes what depends on weights alone out of the loop, and with it
         # memory for all weights, unpacked.
         parts, lengths = lax.optimization_barrier((leaves, state.lengths))
         state = state._replace(lengths=lengths)
-        given = (rows, newest, tables, every)
-        cache, out, chooses = logits(model, parts, cache, state, *given)
-        state, chosen = choose_next(model, stages, state, out, chooses)
+        cache, out, which = logits(model, parts, cache, state, rows, newest, tables, every)
+        state, chosen = chooses(state, out, which)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
         return i + 1, cache, state, so_far
 
-    def more(carry: tuple[Array, Cache, State, Chosen]) -> Array:
+    def more(carry: tuple[Array, Cache, State, One]) -> Array:
         i, _, state, _ = carry
         return (i < steps) & jnp.any(going(state, rows))
 
-    none = jax.tree.map(
-        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), nothing(state, count)
-    )
-    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
+    empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
+    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
     return cache, state, chosen
 
 
