@@ -21,6 +21,7 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
 from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
@@ -93,20 +94,22 @@ def decode(
     rows: Int[Array, " sequences"],
     tables: Tables,
     steps: Int[Array, ""],
+    flag: Int[Array, ""],
 ) -> tuple[Cache, State, Chosen]:
-    """The next tokens of sequences, until all of them have ended.
+    """The next tokens of sequences, until all of them have ended or the host interrupts.
 
     Args:
         stages: of sampling, that these sequences may need.
         rows: their slots; -1: none.
         steps: tokens of each, at most; not above `MAX_STEPS`.
+        flag: with which the host says that it has something else to do.
 
     Returns:
         What was chosen has a leading axis of `MAX_STEPS`.
     """
     chooses = partial(choose_next, model, stages)
     none = nothing(state, rows.shape[0])
-    return repeat(model, chooses, none, leaves, cache, state, rows, tables, steps)
+    return repeat(model, chooses, none, leaves, cache, state, rows, tables, steps, flag)
 
 
 def repeat[One](
@@ -119,6 +122,7 @@ def repeat[One](
     rows: Int[Array, " sequences"],
     tables: Tables,
     steps: Int[Array, ""],
+    flag: Int[Array, ""] | None = None,
 ) -> tuple[Cache, State, One]:
     """Steps one after the other, each of which takes the token that the one before has chosen.
 
@@ -126,7 +130,7 @@ def repeat[One](
         chooses: from a state, logits, and the rows they are of, what is chosen, and the state after
             it.
         none: what a step gives that is not made has its shapes, and is -1.
-        rows, tables, steps: see `decode`.
+        rows, tables, steps, flag: see `decode`; nobody interrupts without a flag.
 
     Returns:
         What was chosen has a leading axis of `MAX_STEPS`.
@@ -150,7 +154,8 @@ def repeat[One](
 
     def more(carry: tuple[Array, Cache, State, One]) -> Array:
         i, _, state, _ = carry
-        return (i < steps) & jnp.any(going(state, rows))
+        goes_on = (i < steps) & jnp.any(going(state, rows))
+        return goes_on if flag is None else goes_on & ~interrupted(flag, i)
 
     empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
     _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
