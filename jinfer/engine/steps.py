@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from jinfer.engine.searches import allowed, best_beams, best_candidate
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
-from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.ops import blocks
+from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
@@ -348,24 +348,10 @@ def copy_blocks(
     count: Int[Array, ""],
 ) -> Cache:
     """The cache with some blocks of each group copied."""
-
-    def one(i: Array, cache: Cache) -> Cache:
-        def copied(group: str, pool: Any) -> Any:
-            return jax.tree.map(
-                lambda array: lax.dynamic_update_index_in_dim(
-                    array,
-                    lax.dynamic_index_in_dim(array, sources[group][i], keepdims=False),
-                    targets[group][i],
-                    0,
-                ),
-                pool,
-            )
-
-        return {
-            name: LayerCache(*(copied(model.caches[name].group, part) for part in layer))
-            if model.caches[name].group in sources
-            else layer
-            for name, layer in cache.items()
-        }
-
-    return lax.fori_loop(0, count, one, cache)
+    copied = dict(cache)
+    for group in sources:
+        own = {name: cache[name] for name in cache if model.caches[name].group == group}
+        arrays, tree = jax.tree.flatten(own)
+        changed = blocks.copy_blocks(arrays, sources[group], targets[group], count)
+        copied |= jax.tree.unflatten(tree, changed)
+    return copied
