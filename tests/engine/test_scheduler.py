@@ -120,7 +120,7 @@ def test_shares() -> None:
 
 
 def test_prompts_that_come_together_are_done_one_after_the_other() -> None:
-    wanted = {name: 94 for name in "abcd"}
+    wanted = dict.fromkeys("abcd", 94)
     done = []
     for step in range(7):
         for name, count in shares(list(wanted.items()), 64):
