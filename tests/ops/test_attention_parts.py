@@ -91,7 +91,9 @@ def compare(
 
 
 def test_nothing_seen_is_zeros() -> None:
-    nothing = Part(jnp.zeros((1, 2, 3)), jnp.stack([jnp.full((1, 2), -jnp.inf), jnp.zeros((1, 2))], -1))
-    np.testing.assert_array_equal(joined([nothing, nothing], None, jnp.float32), np.zeros((1, 2, 3)))
-
-
+    nothing = Part(
+        jnp.zeros((1, 2, 3)), jnp.stack([jnp.full((1, 2), -jnp.inf), jnp.zeros((1, 2))], -1)
+    )
+    np.testing.assert_array_equal(
+        joined([nothing, nothing], None, jnp.float32), np.zeros((1, 2, 3))
+    )
