@@ -20,6 +20,7 @@ from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
+from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
     dtype = jnp.dtype(opened.dtype)
     plan = plan_of(spec, model, context, dtype, kind)
     memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))
+    if memory.problem:
+        raise SpecError(spec.path, "partition", memory.problem)
     return StagedPrograms(
         model=model,
         sizes=_sizes(opened, dict(memory.blocks.total)),

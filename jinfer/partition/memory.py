@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.typing import DTypeLike
 
 from jinfer.model import AbstractModel
+from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.partition.pieces import spread
 from jinfer.partition.placing import (
     check_host_cache,
@@ -18,7 +19,6 @@ from jinfer.partition.placing import (
 from jinfer.partition.plan import Plan
 from jinfer.partition.room import HOST, Blocks, Holding, Place, holding, places, sized, too_full
 from jinfer.quant.kind import Kind
-from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.sizes import bytes_text
 
@@ -32,10 +32,12 @@ class MemoryPlan:
     Attributes:
         places: memories, and what is in each.
         blocks: of the cache.
+        problem: why it does not fit, and what would; "" where it does.
     """
 
     places: tuple[Place, ...]
     blocks: Blocks
+    problem: str = ""
 
     def __str__(self) -> str:
         """A table, a row for each memory."""
@@ -45,9 +47,21 @@ class MemoryPlan:
         for place in self.places:
             parts = place.weights, place.tables, place.streamed, place.cache, place.together
             there = bytes_text(place.free) if place.free < float("inf") else "-"
-            lines.append((place.name, *(bytes_text(part) for part in parts), there))
+            lines.append((_name(place), *(bytes_text(part) for part in parts), there))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([*rows, *self._room()])
+
+    def _room(self) -> list[str]:
+        """What the cache has room for."""
+        own = {group: count for group, count in self.blocks.total.items() if group != ENCODER}
+        if not own:
+            return []
+        # Attentions that look back a window alone have blocks for that.
+        most = max(own, key=lambda group: own[group])
+        apart = self.blocks.hosted.get(most, 0)
+        there = f", {apart * BLOCK:,} of them on the host" if apart else ""
+        return [f"room for {own[most] * BLOCK:,} tokens in the cache{there}"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ def memory_plan(
         free: bytes of a device's memory, by its name in the plan, and of `HOST`.
 
     Raises:
-        SpecError: it does not fit: says what would.
+        SpecError: what it asks for cannot be, whatever there is of memory.
     """
     check_host_cache(plan, spec)
     main, streamed = main_stack(spec), streamed_layers(plan, spec)
@@ -102,15 +116,13 @@ def memory_plan(
     )
     sizing = _Sizing(spec, kind, context, free, holdings)
     found = sizing.plan(spec.partition.host_kv_cache, streamed)
-    if (lacking := too_full(found.places)) is not None:
-        raise SpecError(spec.path, "partition", _refusal(sizing, lacking))
-    return found
+    lacking = too_full(found.places)
+    return found if lacking is None else replace(found, problem=_refusal(sizing, lacking))
 
 
 def _refusal(sizing: _Sizing, lacking: Place) -> str:
-    name = lacking.name if lacking.name == HOST else f"device {lacking.name}"
     reason = (
-        f"{name} would hold {bytes_text(lacking.together)} (weights "
+        f"{_name(lacking)} would hold {bytes_text(lacking.together)} (weights "
         f"{bytes_text(lacking.weights + lacking.tables + lacking.streamed)}, cache "
         f"{bytes_text(lacking.cache)}) but has {bytes_text(lacking.free)}"
     )
@@ -120,6 +132,10 @@ def _refusal(sizing: _Sizing, lacking: Place) -> str:
         "engine.kv_tokens lower, or take more devices"
     )
     return f"{reason}; {f'set {settings}' if settings else otherwise}"
+
+
+def _name(place: Place) -> str:
+    return place.name if place.name == HOST else f"device {place.name}"
 
 
 def _remedy(sizing: _Sizing) -> Sequence[str]:

@@ -26,32 +26,43 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["custom call", "XLA"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "XLA":
-        monkeypatch.setattr(attention, "_route", lambda *_: "xla")
-
-
 def divided(tables: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
     """Tables of a pool of the first blocks, and of one of the others."""
     here, there = np.where(tables < first, tables, -1), np.where(tables < first, -1, tables - first)
     return here.astype(np.int32), there.astype(np.int32)
 
 
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("kind", ["f32", "q8", "q3.5"])
-@pytest.mark.parametrize("few", [True, False])
-def test_two_pools_are_one(name: str, kind: str, few: bool) -> None:
-    rules = ScoreRules(SCALE, **RULES[name])
+@pytest.mark.parametrize(
+    ("form", "name", "kind", "few"),
+    [
+        *(("custom call", name, "f32", False) for name in RULES),
+        ("custom call", "plain", "q3.5", True),
+        *(("XLA", name, "f32", True) for name in ("distances", "sinks")),
+        ("XLA", "alibi", "q8", False),
+    ],
+)
+def test_two_pools_are_one(
+    form: str, name: str, kind: str, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen(form, monkeypatch)
+    rules: dict[str, Any] = {
+        key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        for key, value in RULES[name].items()
+    }
     runs = RUNS if few else [*RUNS, Run(0, 0, 40)]
-    compare(rules, kind, runs, heads=4, kv_heads=2, dim=32)
+    compare(ScoreRules(SCALE, **rules), kind, runs, heads=4, kv_heads=2, dim=32)
 
 
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("kind", ["f32", "q8"])
-def test_keys_that_are_values(kind: str) -> None:
-    compare(ScoreRules(SCALE), kind, RUNS, heads=4, kv_heads=1, dim=48, latent=True)
+@pytest.mark.parametrize("form", ["custom call", "XLA"])
+def test_keys_that_are_values(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(form, monkeypatch)
+    compare(ScoreRules(SCALE), "q8", RUNS, heads=4, kv_heads=1, dim=48, latent=True)
+
+
+def chosen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets XLA compute it, if that is the form."""
+    if form == "XLA":
+        monkeypatch.setattr(attention, "_route", lambda *_: "xla")
 
 
 def compare(

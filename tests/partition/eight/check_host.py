@@ -1,5 +1,6 @@
 """A part of the cache, and weights, in host memory: the answers of one device."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,15 @@ from jinfer.ops.cache import BLOCK
 from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.sites import HOST_MEMORY
 from jinfer.partition.streaming import Stream
+from jinfer.spec.partition import PartitionSpec
+from jinfer.weights.sizes import bytes_text
 from tests.partition.eight.check_engine import asked, made_up, nothing_held, tokens
-from tests.partition.eight.models import Answers, opened
+from tests.partition.eight.models import Answers, alone, answers, distance, opened
 from tools.bench_models import LlamaShape
 
 KEYS: dict[str, Any] = {"engine.slots": 6, "engine.context": 256}
-GREEDY = {"temperature": 0}
-SEEDED = {"temperature": 1.0, "seed": 7}
+GREEDY: dict[str, Any] = {"temperature": 0}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 
 
 @contextmanager
@@ -63,10 +66,10 @@ def long_answers(llm: LLM) -> Answers:
     return Answers(logits, found)
 
 
-def same(golden: str, share: float, **more: Any) -> None:
+def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
     crosses = golden == "m2m100"
     context = 128 if crosses else 256
-    keys = {**more, "engine.slots": 2, "engine.context": context}
+    keys = {**more, "engine.slots": 2, "engine.context": context, "engine.prefill_chunk": 64}
     with opened(golden, **keys) as llm:
         whole = long_answers(llm)
     # Four blocks in all, so that a long sequence holds them all.
@@ -76,12 +79,12 @@ def same(golden: str, share: float, **more: Any) -> None:
         assert nothing_held(llm)
     assert found.tokens == whole.tokens
     for one, other in zip(found.logits, whole.logits, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(one, other, rtol=0, atol=most)
     assert any(both) == (share < 1)
 
 
 SHARES = (0.25, 0.5, 1.0)
-USUAL = {("llama2", 0.5), ("deepseek_v2", 0.25), ("bloom", 0.5), ("m2m100", 0.5)}
+USUAL = {("deepseek_v2", 0.25), ("m2m100", 0.5)}
 GOLDENS = ("llama2", "mixtral", "deepseek_v2", "falcon7b", "bloom", "m2m100")
 
 
@@ -102,7 +105,7 @@ def test_a_share_of_the_cache(golden: str, share: float) -> None:
     [
         pytest.param("gemma2", marks=pytest.mark.soak),  # soft-caps, a window in turn
         pytest.param("mistral", marks=pytest.mark.soak),  # a window
-        "gpt_oss",  # sinks, a window in turn
+        pytest.param("gpt_oss", marks=pytest.mark.soak),  # sinks, a window in turn
         pytest.param("flan_t5", marks=pytest.mark.soak),  # relative biases
     ],
 )
@@ -112,7 +115,7 @@ def test_other_attentions(golden: str) -> None:
         requests = [
             (prompt, SamplingParams(max_tokens=90, ignore_eos=True)) for prompt, _ in requests
         ]
-    keys = {"engine.slots": 2, "engine.context": 192}
+    keys: dict[str, Any] = {"engine.slots": 2, "engine.context": 192}
     with opened(golden, **keys) as llm:
         wanted = tokens(llm, requests)
     with opened(golden, host_kv_cache=0.5, **keys, **{"engine.kv_tokens": 192}) as llm:
@@ -120,40 +123,46 @@ def test_other_attentions(golden: str) -> None:
         assert nothing_held(llm)
 
 
-@pytest.mark.parametrize("kind", ["q8", pytest.param("q3.5", marks=pytest.mark.soak)])
-def test_quantized_caches(kind: str) -> None:
-    same("llama2", 0.5, **{"quantization.kv_cache": kind})
+@pytest.mark.parametrize(
+    ("kind", "most"), [("q8", 1e-3), pytest.param("q3.5", 0.05, marks=pytest.mark.soak)]
+)
+def test_quantized_caches(kind: str, most: float) -> None:
+    """A sum's last bit may turn a code of the next layer into its neighbour."""
+    same("llama2", 0.5, most, **{"quantization.kv_cache": kind})
 
 
-def test_eight_at_a_time_and_again() -> None:
+# With few blocks sequences are preempted and begin again.
+@pytest.mark.parametrize("blocks", [5, pytest.param(16, marks=pytest.mark.soak)])
+def test_eight_at_a_time_and_again(blocks: int) -> None:
     requests = asked(8)
-    with opened("llama2", **KEYS, **{"engine.kv_tokens": 2048}) as llm:
+    keys = {**KEYS, "engine.context": 160, "engine.prefill_chunk": 64}
+    with opened("llama2", **keys, **{"engine.kv_tokens": 2048}) as llm:
         wanted = tokens(llm, requests)
-    # Room for some of them: sequences are preempted and begin again.
-    for blocks in (16, 5):
-        keys = {**KEYS, "engine.context": 160, "engine.kv_tokens": blocks * BLOCK}
-        with opened("llama2", host_kv_cache=0.5, **keys) as llm:
-            assert tokens(llm, requests) == wanted
-            assert nothing_held(llm)
-            # Again, with what the first time left in the cache.
-            assert tokens(llm, requests) == wanted
-            assert nothing_held(llm)
+    keys["engine.kv_tokens"] = blocks * BLOCK
+    with opened("llama2", host_kv_cache=0.5, **keys) as llm:
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
+        # Again, with what the first time left in the cache.
+        assert tokens(llm, requests) == wanted
+        assert nothing_held(llm)
 
 
-def test_a_common_beginning() -> None:
+@pytest.mark.parametrize("searched", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_common_beginning(searched: bool) -> None:
     """Held by several, and copied in part from one place to the other."""
     rng = np.random.default_rng(6)
     common = rng.integers(3, 320, 150).tolist()
     prompts = [common + rng.integers(3, 320, n).tolist() for n in (9, 20, 33)]
     params = SamplingParams(**GREEDY, max_tokens=6, ignore_eos=True)
     beams = SamplingParams(strategy="beam", beams=3, max_tokens=6, ignore_eos=True)
-    keys = {"engine.slots": 3, "engine.kv_tokens": 1024}
+    keys: dict[str, Any] = {"engine.slots": 3, "engine.kv_tokens": 1024, "engine.prefill_chunk": 64}
 
     def three(llm: LLM) -> list[list[int]]:
         found = [list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts]
-        several = llm.generate(prompts, params)
-        best = llm.generate(prompts[:1], beams)
-        return [*found, *(list(each.token_ids) for each in (*several, *best))]
+        found += [list(each.token_ids) for each in llm.generate(prompts, params)]
+        if searched:
+            found += [list(each.token_ids) for each in llm.generate(prompts[:1], beams)]
+        return found
 
     with opened("llama2", **keys) as llm:
         wanted = three(llm)
@@ -199,7 +208,8 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return own
 
     monkeypatch.setattr(Stream, "take", take)
-    with LLM(model, **keys, **{"partition.devices": "0", "partition.streamed_layers": 8}) as llm:
+    plan: dict[str, Any] = {"partition.devices": "0", "partition.streamed_layers": 8}
+    with LLM(model, **keys, **plan) as llm:
         programs: Any = llm.frontend.engine.programs
         before = on_device("device")
         again, others = given(llm)
@@ -210,33 +220,43 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ]
         cache = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.frontend.engine.cache))
         assert on_device("host") == sum(streamed)
-        device, host = (line.split("  ") for line in programs.memory.splitlines()[1:])
-        said = [[word.strip() for word in line if word.strip()] for line in (device, host)]
+        said = re.search(r"^host +0 B +0 B +(.+?)  ", programs.memory, re.MULTILINE)
     assert again == found
     for one, other in zip(others, logits, strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(streamed) == 8
     rest = whole - sum(streamed)
     assert rest <= before
-    # Beside what stays there, and some vectors, there are two layers at most, and at times there are.
+    # Beside what stays there, and some vectors: two layers at most, and at times there are.
     held = max(seen) - cache - rest
     assert 2 * max(streamed) <= held <= 2 * max(streamed) + (2 << 20)
-    assert said[1][3] == f"{sum(streamed) / 2**20:.2f} MiB"
+    assert said is not None
+    assert said[1] == bytes_text(sum(streamed))
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("golden", ["llama2", "deepseek_v2", "falcon7b", "bloom", "m2m100", "bert"])
+@pytest.mark.parametrize("golden", ["llama2", "deepseek_v2", "falcon7b", "bloom", "bert"])
 @pytest.mark.parametrize("devices", ["0", "0&1"])
 @pytest.mark.parametrize("weights", ["auto", "q3.5"])
 def test_streamed_goldens(golden: str, devices: str, weights: str) -> None:
-    from tests.partition.eight.models import alone, answers, distance
-
     whole = alone(golden, weights)
-    keys = {"quantization.weights": weights}
+    keys: dict[str, Any] = {"quantization.weights": weights}
     with opened(golden, devices=devices, streamed_layers=3, **keys) as llm:
         found = answers(llm)
     assert found.tokens == whole.tokens
     assert distance(found, whole) <= (0 if devices == "0" else 1e-4)
+
+
+@pytest.mark.soak
+def test_streamed_layers_beside_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights also give what the cache keeps of an encoder's output."""
+    # The goldens that translate have two layers, of which nobody would stream both.
+    monkeypatch.setattr(PartitionSpec, "check", lambda _: None)
+    whole = alone("m2m100")
+    with opened("m2m100", devices="0", streamed_layers=2, host_kv_cache=1.0) as llm:
+        found = answers(llm)
+    assert found.tokens == whole.tokens
+    assert distance(found, whole) <= 1e-4
 
 
 @pytest.mark.soak
