@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jinfer.cpu import attention as custom
-from jinfer.ops.attention_gpu import attend_gpu, serves
+from jinfer.ops.attention_gpu import attend_gpu, attend_part_gpu, serves
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.attention_xla import (
     as_computed,
@@ -86,11 +86,15 @@ def extend_part(
     """
     assert rules.sinks is None, "sinks take part once, where parts are joined"
     values = None if v is None else cache.values
-    if _route(q, cache.keys, values, rules) == "cpu":
+    route = _route(q, cache.keys, values, rules)
+    if route == "cpu":
         new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
         found = _call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
         return Part(*found[0]), _after(cache, v, found[1:])
     cache = write(cache, k, k[..., :0] if v is None else v, at)
+    if route == "gpu":
+        written = None if v is None else cache.values
+        return attend_part_gpu(q, cache.keys, written, at, at.positions, rules), cache
     own = cache.keys if v is None else cache.values
     return attend_part_xla(q, cache.keys, own, at, at.positions, rules), cache
 
