@@ -143,4 +143,4 @@ def test_no_tokens_are_none() -> None:
     for name in ("q", "rows", "positions", "last"):
         given[name] = given[name][:0]
     given["new"] = tuple(x[:0] for x in given["new"])
-    assert call(given)[0].shape == (0, HEADS, DIM)
+    assert call(given)[0][0].shape == (0, HEADS, DIM)
