@@ -41,7 +41,7 @@ def divided(tables: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         *(("XLA", name, "f32", True) for name in ("distances", "sinks")),
         ("XLA", "alibi", "q8", False),
         ("kernel", "sinks", "f32", True),
-        ("kernel", "alibi", "q8", True),
+        pytest.param("kernel", "alibi", "q8", True, marks=pytest.mark.soak),
     ],
 )
 def test_two_pools_are_one(

@@ -84,7 +84,7 @@ def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
 
 
 SHARES = (0.25, 0.5, 1.0)
-USUAL = {("deepseek_v2", 0.25), ("m2m100", 0.5)}
+USUAL = {("deepseek_v2", 0.25)}
 GOLDENS = ("llama2", "mixtral", "deepseek_v2", "falcon7b", "bloom", "m2m100")
 
 
@@ -185,17 +185,19 @@ def on_device(memory: str) -> int:
 
 def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the same, and of their weights the device has two layers' at most."""
-    model = made_up(tmp_path, LlamaShape(10, 256, 4, 2, 512, context=256))
-    keys: dict[str, Any] = {"dtype": "float32", "engine.slots": 2, "engine.kv_tokens": 256}
-    prompts = [list(range(5, 60)), list(range(90, 99))]
+    model = made_up(tmp_path, LlamaShape(10, 256, 4, 2, 3072, context=256))
+    keys: dict[str, Any] = {
+        "dtype": "float32",
+        "engine.slots": 1,
+        "engine.kv_tokens": 256,
+        "engine.prefill_chunk": 16,
+    }
+    prompts = [list(range(5, 40))]
 
-    def given(llm: LLM) -> tuple[Any, Any]:
-        params = SamplingParams(**SEEDED, max_tokens=6, ignore_eos=True)
-        found = [list(each.token_ids) for each in llm.generate(prompts, params)]
-        return found, llm.logits(prompts)
-
+    params = SamplingParams(**GREEDY, max_tokens=6, ignore_eos=True)
     with LLM(model, **keys) as llm:
-        found, logits = given(llm)
+        (answer,) = llm.generate(prompts, params)
+        logits = llm.logits(prompts)
         leaves = llm.frontend.engine.leaves
         whole = sum(leaf.nbytes for leaf in leaves)
     del leaves
@@ -212,24 +214,25 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with LLM(model, **keys, **plan) as llm:
         programs: Any = llm.frontend.engine.programs
         before = on_device("device")
-        again, others = given(llm)
+        (again,) = llm.generate(prompts, params)
+        most, engine = max(seen), llm.frontend.engine
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.cache, engine.state)))
+        others = llm.logits(prompts)
         streamed = [
             sum(leaf.nbytes for leaf in llm.frontend.engine.leaves[stage.leaves])
             for stage in programs.stages
             if stage.streamed
         ]
-        cache = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.frontend.engine.cache))
         assert on_device("host") == sum(streamed)
         said = re.search(r"^host +0 B +0 B +(.+?)  ", programs.memory, re.MULTILINE)
-    assert again == found
+    assert again.token_ids == answer.token_ids
     for one, other in zip(others, logits, strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(streamed) == 8
     rest = whole - sum(streamed)
     assert rest <= before
-    # Beside what stays there, and some vectors: two layers at most, and at times there are.
-    held = max(seen) - cache - rest
-    assert 2 * max(streamed) <= held <= 2 * max(streamed) + (2 << 20)
+    # Beside what stays there two layers, and vectors of less than half a one.
+    assert 2 <= (most - kept - rest) / max(streamed) < 2.5
     assert said is not None
     assert said[1] == bytes_text(sum(streamed))
 
