@@ -221,6 +221,8 @@ def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
     reason = ""
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
+    elif all(CPU in row.devices for row in plan.rows):
+        reason = "all stages are on the host, and so is all of the cache; leave it out"
     elif any(len(row.devices) > 1 for row in plan.rows):
         reason = "a stage of several devices has its cache on them; take stages of one device"
     if spec.partition.host_kv_cache and reason:

@@ -84,6 +84,7 @@ def test_the_least_change_that_fits() -> None:
         ("llama2", {"streamed_layers": 2}, "2 saves nothing: a device keeps room for two"),
         ("llama2", {"streamed_layers": 4}, "4 are more than the 3 layers on devices"),
         ("bert", {"host_kv_cache": 0.5}, "an encoder keeps no cache"),
+        ("llama2", {"host_kv_cache": 0.5, "devices": "cpu"}, "so is all of the cache"),
     ],
 )
 def test_refusals(golden: str, keys: dict[str, Any], reason: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.ops.cache import BLOCK
+from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.sites import HOST_MEMORY
 from jinfer.partition.streaming import Stream
@@ -66,6 +66,14 @@ def long_answers(llm: LLM) -> Answers:
     return Answers(logits, found)
 
 
+def bytes_on_host(llm: LLM) -> float:
+    """The share of the cache's bytes that are not on the first device."""
+    sizes = {True: 0, False: 0}
+    for leaf in jax.tree.leaves(llm.frontend.engine.cache):
+        sizes[leaf.sharding.device_set == {jax.devices()[0]}] += leaf.nbytes
+    return sizes[False] / sum(sizes.values())
+
+
 def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
     crosses = golden == "m2m100"
     context = 128 if crosses else 256
@@ -77,6 +85,8 @@ def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
     with opened(golden, host_kv_cache=share, **small) as llm, watched(llm) as both:
         found = long_answers(llm)
         assert nothing_held(llm)
+        if ENCODER not in llm.frontend.engine.programs.sizes.blocks:
+            assert bytes_on_host(llm) == share
     assert found.tokens == whole.tokens
     for one, other in zip(found.logits, whole.logits, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=most)
