@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
+from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
 
 if TYPE_CHECKING:
@@ -54,12 +56,15 @@ def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -
 
 def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
     """Gives an engine its weights, on the devices where they are to be."""
-    stages = getattr(engine.programs, "stages", None)
+    programs: Any = engine.programs
+    stages = getattr(programs, "stages", None)
     if stages is None:
         engine.parameters = weights.load(progress)
         return
     from jinfer.partition.loading import load_stages
 
+    if progress:
+        print(programs.memory, file=sys.stderr)
     engine.leaves = load_stages(weights, stages, progress=progress)
 
 
@@ -85,23 +90,24 @@ def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tupl
 def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.partition.lanes import Lanes
-    from jinfer.partition.placing import make_stages, plan_of, staged_blocks
+    from jinfer.partition.memory import memory_plan
+    from jinfer.partition.placing import free_of, make_stages, plan_of
     from jinfer.partition.programs import StagedPrograms
 
     spec, context, kind = opened.spec, opened.context, opened.kv_cache
     dtype = jnp.dtype(opened.dtype)
     plan = plan_of(spec, model, context, dtype, kind)
-    stages = make_stages(plan, spec, model, dtype)
-    blocks = staged_blocks(
-        stages,
-        kind,
-        slots=spec.engine.slots,
-        context=context,
-        chunk=spec.engine.prefill_chunk,
-        tokens=spec.engine.kv_tokens,
+    memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))
+    if memory.problem:
+        raise SpecError(spec.path, "partition", memory.problem)
+    return StagedPrograms(
+        model=model,
+        sizes=_sizes(opened, dict(memory.blocks.total)),
+        stages=make_stages(plan, spec, model, dtype),
+        lanes=Lanes(plan.lanes, spec.engine.slots),
+        hosted=memory.blocks.hosted,
+        memory=str(memory),
     )
-    lanes = Lanes(plan.lanes, spec.engine.slots)
-    return StagedPrograms(model=model, sizes=_sizes(opened, blocks), stages=stages, lanes=lanes)
 
 
 def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:

@@ -82,17 +82,47 @@ def attend(
         backend: "xla" gathers and decodes all that the tables name; so does "triton" where rows are
             of no width that tensor cores take (`Kept.tiled`).
     """
+    queries = _checked(queries, keys)
+    tiled = keys.tiled and (values is None or values.tiled)
+    if backend == "triton" and tiled:
+        return _triton(q, keys, values, queries, scores, interpret)[0]
+    return _plain(q, keys, values, queries, scores)
+
+
+def attend_part(
+    q: Float[Array, "tokens heads key_dim"],
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Attention over the blocks that are here, by the kernel; entries of the tables may be -1.
+
+    Args:
+        keys, values: of a width that it takes.
+        scores: without sinks.
+
+    Returns:
+        Float32: sums of weighted values [tokens, heads, value_dim], not divided; of each query
+        [tokens, heads] the highest score, -inf where it saw none, and the sum of weights.
+    """
+    out, highest, total = _triton(
+        q, keys, values, _checked(queries, keys), scores, interpret, partial=True
+    )
+    return out, jnp.where(total == 0, -jnp.inf, highest), total
+
+
+def _checked(queries: Queries, keys: Kept) -> Queries:
+    """With padding for rows that are not there, and nothing to see beyond the tables."""
     if keys.data.shape[2] != TOKENS:
         raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
     limit = queries.tables.shape[1] * TOKENS - 1
     rows, positions, low, last = (part.astype(jnp.int32) for part in queries[:4])
     rows = jnp.where(rows < queries.tables.shape[0], rows, -1)
     last = jnp.where(rows >= 0, jnp.minimum(last, limit), -1)
-    queries = Queries(rows, positions, low, last, queries.tables.astype(jnp.int32))
-    tiled = keys.tiled and (values is None or values.tiled)
-    if backend == "triton" and tiled:
-        return _triton(q, keys, values, queries, scores, interpret)
-    return _plain(q, keys, values, queries, scores)
+    return Queries(rows, positions, low, last, queries.tables.astype(jnp.int32))
 
 
 def _triton(
@@ -102,8 +132,10 @@ def _triton(
     queries: Queries,
     scores: Scores,
     interpret: bool,
-) -> Array:
-    """By the kernels."""
+    *,
+    partial: bool = False,
+) -> tuple[Array, ...]:
+    """By the kernels: results, or the sums that they are made from."""
     count, heads, _ = q.shape
     kv_heads = keys.data.shape[1]
     least = pieces.least_span(keys, values, heads // kv_heads)
@@ -114,12 +146,12 @@ def _triton(
     # Of a window that begins before the sequence, splits are those of a whole one.
     power = pieces.powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
-    dtype, numbers = q.dtype, keys.arranged(q)
+    dtype, numbers = jnp.float32 if partial else q.dtype, keys.arranged(q)
     factors, numbers = _factored(numbers, keys.tile_type)
     changes = Changes(factors, _f32(scores.slopes), _f32(scores.by_distance))
     launches = pieces.launches(shape, keys, values, least)
     short = runs.length <= launches[0].most
-    out: Any = None
+    outs: list[Any] = []
     for index, launch in enumerate(launches):
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
         tokens = Tokens(
@@ -140,6 +172,7 @@ def _triton(
             launch=launch,
             splits=pieces.splits(shape, least),
             asm=not interpret,
+            partial=partial,
         )
         given = Given(
             pieces.firsts(runs, chosen, launch),
@@ -152,9 +185,12 @@ def _triton(
             None if values is None else values.operands(),
         )
         these = attend_pieces(given, static, dtype, interpret=interpret)
-        before = jnp.zeros((), dtype) if out is None else out
-        out = jnp.where(chosen[:, None, None], these, before)
-    return (keys if values is None else values).restored(out)
+        before = outs or [jnp.zeros((), one.dtype) for one in these]
+        outs = [
+            jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(these, before, strict=True)
+        ]
+    return (keys if values is None else values).restored(outs[0]), *outs[1:]
 
 
 def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: Scores) -> Array:

@@ -70,7 +70,10 @@ class Given(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for; of keys and values their form."""
+    """What a kernel is compiled for; of keys and values their form.
+
+    With `partial` a block may be -1, which nobody sees, and results are sums.
+    """
 
     keys: Kept
     values: Kept | None
@@ -81,6 +84,7 @@ class Static(NamedTuple):
     launch: Launch
     splits: int
     asm: bool
+    partial: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -100,26 +104,33 @@ class Sums(NamedTuple):
     highest: Any
 
 
-def attend_pieces(given: Given, static: Static, dtype: Any, *, interpret: bool) -> Array:
-    """Attention of each token of the pieces, [tokens, heads, padded]; of the others anything."""
+def attend_pieces(
+    given: Given, static: Static, dtype: Any, *, interpret: bool
+) -> tuple[Array, ...]:
+    """Attention of each token of the pieces, [tokens, heads, padded]; of the others anything.
+
+    Where it is partial: float32 sums of weighted values, highest scores, sums of weights.
+    """
     launch = static.launch
     count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
     width = sum(numbers for _, numbers in static.spans)
-    result = jax.ShapeDtypeStruct((count * static.heads, width), dtype)
+    result = [jax.ShapeDtypeStruct((count * static.heads, width), dtype)]
+    if static.partial:
+        result += 2 * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
     lines = launch.tokens * static.splits * static.heads
     per_line = jax.ShapeDtypeStruct((lines,), jnp.float32)
     sums = [jax.ShapeDtypeStruct((lines, width), jnp.float32), per_line, per_line]
     out = pl.pallas_call(
         functools.partial(_pieces_kernel, static=static),
-        out_shape=[result] if launch.parts == 1 else sums,
+        out_shape=result if launch.parts == 1 else sums,
         grid=(launch.pieces * launch.tiles, kv_heads, launch.parts),
         compiler_params=plt.CompilerParams(num_warps=launch.tile.warps, num_stages=2),
         interpret=interpret,
         name="decode_attention",
     )(given)
     if launch.parts > 1:
-        out = [_merge_splits(given.tokens, given.sinks, out, static, result, interpret=interpret)]
-    return jnp.reshape(out[0], (count, static.heads, width))
+        out = _merge_splits(given.tokens, given.sinks, out, static, result, interpret=interpret)
+    return tuple(jnp.reshape(one, (count, static.heads, *one.shape[1:])) for one in out)
 
 
 def _merge_splits(
@@ -127,12 +138,12 @@ def _merge_splits(
     sinks: Any,
     sums: Any,
     static: Static,
-    result: jax.ShapeDtypeStruct,
+    result: list[jax.ShapeDtypeStruct],
     *,
     interpret: bool,
-) -> Array:
+) -> list[Array]:
     """The results from the sums of the splits."""
-    most = max(1, _MERGED // result.shape[1])
+    most = max(1, _MERGED // result[0].shape[1])
     rows = min(1 << (most.bit_length() - 1), 1 << (static.heads - 1).bit_length())
     return pl.pallas_call(
         functools.partial(_merge_kernel, static=static, rows=rows),
@@ -187,16 +198,16 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
         # Splits that a row does not see would overwrite others of it.
         mine = inside & (index >= low >> power) & (index <= last >> power)
         at = (place * static.splits + index % static.splits) * heads + query_head
-        _store(outs[0], at, static, sums.outs[:-1], mine)
-        at = jnp.where(mine, at, outs[1].shape[0])
-        plt.store(outs[1].at[at], sums.highest, mask=mine)
-        plt.store(outs[2].at[at], sums.outs[-1], mask=mine)
+        _store_sums(outs, at, static, sums, mine)
 
     def step(i: Array, state: tuple[Sums, Sums | None, Array]) -> tuple[Sums, Sums | None, Array]:
         sums, whole, block = state
         start = begin + i * size
         places = start + lax.iota(jnp.int32, size)
         there = (places >= lowest) & (places < end)
+        if static.partial:
+            there &= block >= 0
+            block = jnp.maximum(block, 0)
         offset = 0 if size == TOKENS else start % TOKENS
         where = (block, head, pl.ds(offset, size))
         k = load(static.keys, given.keys, where, there, asm=static.asm)
@@ -207,6 +218,8 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
         for left, right in zip(q, k, strict=True):
             scores += _dot(left, right, trans_b=True)
         sees = (places[None, :] >= low[:, None]) & (places[None, :] <= last[:, None])
+        if static.partial:
+            sees &= there[None, :]
         scores = jnp.where(sees, change(scores, places, sees), np.float32(_NEVER))
         fresh = (start & within) == 0
         highest = jnp.where(fresh, np.float32(_NEVER), sums.highest)
@@ -236,11 +249,11 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     whole = lax.fori_loop(0, steps, step, state)[1]
     if whole is not None:
         sinks = None if given.sinks is None else _at(given.sinks, query_head, inside, 0.0)
-        _store(outs[0], line, static, _finished(_summed(whole), sinks), inside)
+        _store_results(outs, line, static, _summed(whole), sinks, inside)
 
 
 def _merge_kernel(
-    tokens: Tokens, sinks_ref: Any, sums_refs: Any, out_ref: Any, *, static: Static, rows: int
+    tokens: Tokens, sinks_ref: Any, sums_refs: Any, *outs: Any, static: Static, rows: int
 ) -> None:
     outs_ref, highest_ref, total_ref = sums_refs
     token = pl.program_id(0)
@@ -259,7 +272,7 @@ def _merge_kernel(
     splits = jnp.where(last >= low, (last >> power) + 1 - before, 0)
     sums = lax.fori_loop(0, splits, step, _summed(_nothing(rows, static)))
     sinks = None if sinks_ref is None else _at(sinks_ref, head, real, 0.0)
-    _store(out_ref, token * static.heads + head, static, _finished(sums, sinks), real)
+    _store_results(outs, token * static.heads + head, static, sums, sinks, real)
 
 
 def _changing(
@@ -327,6 +340,22 @@ def _finished(sums: Sums, sinks: Array | None) -> tuple[Array, ...]:
         outs = [out * scale[:, None] for out in outs]
     total = jnp.where(total == 0, np.float32(1), total)[:, None]
     return tuple(out / total for out in outs)
+
+
+def _store_results(
+    outs: Any, line: Array, static: Static, sums: Sums, sinks: Array | None, mask: Array
+) -> None:
+    if static.partial:
+        _store_sums(outs, line, static, sums, mask)
+    else:
+        _store(outs[0], line, static, _finished(sums, sinks), mask)
+
+
+def _store_sums(outs: Any, line: Array, static: Static, sums: Sums, mask: Array) -> None:
+    _store(outs[0], line, static, sums.outs[:-1], mask)
+    line = jnp.where(mask, line, outs[1].shape[0])
+    plt.store(outs[1].at[line], sums.highest, mask=mask)
+    plt.store(outs[2].at[line], sums.outs[-1], mask=mask)
 
 
 def _store(ref: Any, line: Array, static: Static, outs: Any, mask: Array) -> None:

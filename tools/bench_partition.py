@@ -33,6 +33,7 @@ from jinfer.spec.resolve import merge
 
 from .command import run
 from .known_shapes import SHAPES
+from .memory_examples import to_text as to_plans
 from .partition import PlanView, view
 
 _PROMPT = 32  # tokens
@@ -80,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
     add("--json", metavar="FILE", help="write the figures as JSON")
     add("--predict", action="store_true", help="ask the cost model; nothing is measured")
+    add("--memory", action="store_true", help="what of 34B and 40B goes where on a card of 24 GB")
+    add("--bits", default="q3.5", help="of the weights of --memory (q3.5)")
     return parser
 
 
@@ -87,8 +90,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.predict:
         print("\n\n".join(predictions()))
         return 0
+    if options.memory:
+        print(to_plans(options.bits))
+        return 0
     if options.source is None:
-        print("error: a source is needed, or --predict", file=sys.stderr)
+        print("error: a source is needed, or --predict or --memory", file=sys.stderr)
         return 2
     overrides: dict[str, Any] = {}
     for text in options.set:

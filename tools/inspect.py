@@ -84,6 +84,8 @@ def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     print(to_table(plan))
     if options.svg:
         Path(options.svg).write_text(to_svg(plan), encoding="utf-8")
+    if plan.memory.problem:
+        raise SpecError(options.source, "partition", plan.memory.problem)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -22,14 +22,18 @@ from jinfer.ops.cache import BLOCK, ENCODER, empty
 from jinfer.partition import passes
 from jinfer.partition.cost import MACHINES, Estimate, estimate
 from jinfer.partition.divide import AXIS
+from jinfer.partition.memory import MemoryPlan, memory_plan
 from jinfer.partition.placing import plan_of, stage_models, work_of
+from jinfer.partition.room import HOST
 from jinfer.partition.stages import StageModel
 from jinfer.partition.weighing import nbytes, weigh
 from jinfer.spec.drawing import CHARACTER
+from jinfer.spec.partition import CPU
 from jinfer.spec.tables import merge
 from jinfer.weights.find import find_weights
 from jinfer.weights.sizes import bytes_text
 
+_FREE = 0.9  # of a device's memory; programs and vectors on their way need some
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}
 
 
@@ -60,6 +64,7 @@ class PlanView:
         moved: bytes of a token's vector, which stages pass on.
         context: tokens of a sequence.
         machine: that the estimate is for.
+        memory: what goes where, if devices have as much of it as the machine's.
     """
 
     stages: tuple[StageView, ...]
@@ -67,6 +72,7 @@ class PlanView:
     context: int
     machine: str
     estimate: Estimate
+    memory: MemoryPlan
 
 
 def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) -> PlanView:
@@ -89,9 +95,17 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     views = tuple(
         _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.rows, strict=True)
     )
+    kind, context = opened.kv_cache, opened.context
+    memory = memory_plan(plan, opened.spec, model, dtype, kind, context, free_of(machine))
     tensor = max(len(row.devices) for row in plan.rows)
     found = estimate(work, MACHINES[machine], len(plan.rows), tensor, context=opened.context)
-    return PlanView(views, int(work.hidden), opened.context, machine, found)
+    return PlanView(views, int(work.hidden), opened.context, machine, found, memory)
+
+
+def free_of(machine: str) -> Callable[[str], float]:
+    """Bytes that the weights and the cache may take of a device, by its name; of the host any."""
+    most = _FREE * MACHINES[machine].memory
+    return lambda name: float("inf") if name in (CPU, HOST) else most
 
 
 def _stage(stage: StageModel, devices: tuple[str, ...], opened: Opened) -> StageView:
@@ -171,7 +185,7 @@ def to_text(plan: PlanView) -> str:
         lines += [(name, *cells) for name in stage.devices]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([*rows, "", *_notes(plan)])
+    return "\n".join([*rows, "", str(plan.memory), "", *_notes(plan)])
 
 
 def _exchanged(stage: StageView) -> str:

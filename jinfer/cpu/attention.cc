@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -63,12 +64,16 @@ void write(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
 // Tiles of tokens that stand next to each other; those of padding have none, and get zeros.
 std::vector<Tile> tiles_of(const Call& call) {
   const int64_t group = call.group(), most = std::max<int64_t>(1, ROWS / group);
-  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.kind);
+  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_kind());
   std::vector<Tile> tiles;
   for (int64_t token = 0, count; token < call.tokens; token += count) {
     count = 1;
     if (call.rows[token] < 0) {
       memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
+      for (int64_t head = 0; call.sums && head < call.heads; ++head) {
+        float* sums = call.sums + 2 * (token * call.heads + head);
+        sums[0] = -INFINITY, sums[1] = 0;
+      }
       continue;
     }
     int first, end;
@@ -137,12 +142,12 @@ void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
 
 // Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, which may
 // be empty; keys and values of the new tokens where they are to be written; the cache's parts: codes
-// and numbers, or the vectors, of the keys, then, unless shared, of the values. Results: attention's,
-// then, where they are written, the cache's parts.
+// and numbers, or the vectors, of the keys, then, unless shared, of the values. Results: attention's;
+// its sums where it is partial; then, where they are written, the cache's parts.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
                      bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
-                     bool symmetric, int32_t dim, int32_t value_dim) {
+                     bool symmetric, int32_t dim, int32_t value_dim, bool partial) {
   const Codes codes{bits, levels, per_code, symmetric};
   Buffers buffers;
   Call call{};
@@ -151,7 +156,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   call.keys.codes = call.values.codes = codes;
   call.keys.dim = dim, call.values.dim = shared ? dim : value_dim;
   if (ffi::Error error = buffers.take(args, rets); error.failure()) return error;
-  if (ffi::Error error = buffers.fill(call, written); error.failure()) return error;
+  if (ffi::Error error = buffers.fill(call, written, partial); error.failure()) return error;
   if (ffi::Error error = check_places(call); error.failure()) return error;
   if (call.rules.by_distance)
     call.rules.by_distance =
@@ -184,4 +189,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_attention, jinfer::attention,
                                   .Attr<int32_t>("per_code")
                                   .Attr<bool>("symmetric")
                                   .Attr<int32_t>("dim")
-                                  .Attr<int32_t>("value_dim"));
+                                  .Attr<int32_t>("value_dim")
+                                  .Attr<bool>("partial"));

@@ -37,6 +37,7 @@ struct Kept {
 
 constexpr int ROWS = 192;  // of a tile, at most
 constexpr int KEYS = 64;   // of a block
+constexpr int32_t ELSEWHERE = -1;  // in a table: a block of another pool
 constexpr int PART = 512;  // keys whose softmax is taken together, then merged with the others'
 
 // As ScoreRules of jinfer/ops/score_rules.py.
@@ -65,6 +66,9 @@ struct Call {
   const void *q, *k, *v;  // k is null where nothing is to be written
   const int32_t *rows, *positions, *last, *tables;
   void* out;
+  // Of attention over the blocks that are here alone, where a block may be ELSEWHERE: highest score
+  // and sum of weights of each query; `out` is then float32, and not divided by the sum. Else null.
+  float* sums;
   Kept keys, values;
   bool shared;  // values are the keys
   Rules rules;
@@ -73,6 +77,8 @@ struct Call {
   int64_t width;         // entries of a row of the tables
 
   int64_t group() const { return heads / kv_heads; }
+
+  Kind out_kind() const { return sums ? Kind::f32 : kind; }
 
   // Which of the queries [tokens, heads] is row r of a tile.
   int64_t row_of(const Tile& tile, int r) const {

@@ -67,7 +67,9 @@ def attention(
     coding: Coding | None,
     scores: Scores,
     new: tuple[Array, ...] | None = None,
-) -> tuple[Float[Array, "tokens heads value_dim"], tuple[Array, ...], tuple[Array, ...]]:
+    *,
+    partial: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
     """Attention's output, and the arrays of keys and values.
 
     A call with a token or a block that is not in the tables or the pool fails.
@@ -82,6 +84,12 @@ def attention(
         new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, which are first
             put into the pool. The pool's arrays are then changed in place: they must not be used
             afterwards.
+        partial: entries of the tables may be -1, of which nothing is written or seen. The output is
+            then float32, not divided by the sum of the weights, and beside it are, in one array,
+            each query's highest score and that sum.
+
+    Returns:
+        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others.
     """
     cached = (*keys.arrays, *(values.arrays if values is not None else ()))
     numbers = (
@@ -92,13 +100,17 @@ def attention(
     where = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
     given = (q, *where, *numbers, *(new or ()))
     value_dim = keys.dim if values is None else values.dim
-    result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
+    results = [jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)]
+    if partial:
+        sizes = ((*q.shape[:2], value_dim), (*q.shape[:2], 2))
+        results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     kept = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
     bits, levels, per_code, symmetric = coding or Coding(0, 0, 1, True)
-    out, *changed = jax.ffi.ffi_call(
+    count, width = len(results), len(keys.arrays)
+    found = jax.ffi.ffi_call(
         _SYMBOL,
-        [result, *kept],
-        input_output_aliases={len(given) + i: 1 + i for i in range(len(kept))},
+        [*results, *kept],
+        input_output_aliases={len(given) + i: count + i for i in range(len(kept))},
     )(
         *given,
         *cached,
@@ -115,10 +127,10 @@ def attention(
         symmetric=symmetric,
         dim=np.int32(keys.dim),
         value_dim=np.int32(value_dim),
+        partial=partial,
     )
-    after: Sequence[Array] = changed or cached
-    count = len(keys.arrays)
-    return out, tuple(after[:count]), tuple(after[count:])
+    after: Sequence[Array] = found[count:] or cached
+    return tuple(found[:count]), tuple(after[:width]), tuple(after[width:])
 
 
 def _f32(numbers: Array) -> Array:

@@ -71,13 +71,14 @@ struct Buffers {
   }
 
   // Fills in a call, whose attributes are set.
-  ffi::Error fill(Call& call, bool written) {
+  ffi::Error fill(Call& call, bool written, bool partial) {
     using Type = ffi::DataType;
     const Codes& codes = call.keys.codes;
     const bool coded = codes.bits > 0;
     const size_t each = coded ? 2 : 1, parts = (call.shared ? 1 : 2) * each;
     const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
-    if (in.size() != given + parts || out.size() != 1 + (written ? parts : 0))
+    const size_t results = partial ? 2 : 1;
+    if (in.size() != given + parts || out.size() != results + (written ? parts : 0))
       return wrong("another number of arguments or results");
     if (coded && !known(codes)) return wrong("no such codes");
     if (call.keys.dim < 1 || call.values.dim < 1) return wrong("vectors without numbers");
@@ -133,9 +134,11 @@ struct Buffers {
       call.values = call.keys;
     else
       kept(call.values, "values", given + each);
-    call.out = data("result", out[0], type, {call.tokens, call.heads, call.values.dim});
-    for (size_t i = 1; i < out.size(); ++i) {
-      const ffi::AnyBuffer& before = in[given + i - 1];
+    call.out = data("result", out[0], partial ? Type::F32 : type,
+                    {call.tokens, call.heads, call.values.dim});
+    if (partial) call.sums = data<float>("sums", out[1], Type::F32, {call.tokens, call.heads, 2});
+    for (size_t i = results; i < out.size(); ++i) {
+      const ffi::AnyBuffer& before = in[given + i - results];
       if (out[i].untyped_data() != before.untyped_data() ||
           out[i].size_bytes() != before.size_bytes())
         return wrong("a cache that is not in place");
@@ -157,7 +160,7 @@ struct Buffers {
 inline ffi::Error check_places(const Call& call) {
   auto within = [&](int64_t row, int64_t entry) {
     const int32_t block = call.tables[row * call.width + entry];
-    return block >= 0 && block < call.blocks;
+    return (block >= 0 && block < call.blocks) || (call.sums && block == ELSEWHERE);
   };
   auto outside = [](int64_t t, const char* what) {
     return wrong("token " + std::to_string(t) + " " + what);

@@ -262,8 +262,10 @@ void walk_part(const Call& call, const Tile& tile, int part, float* q, float* pa
       if (walk.first[r] < std::min(walk.end[r], start + KEYS) && walk.end[r] > start)
         count = std::max(count, std::min(walk.end[r] - start, KEYS));
     if (count == 0) continue;
+    if (call.block(sequence, start) == ELSEWHERE) continue;
     const int64_t vector = call.vector(sequence, tile.head, start);
-    const bool more = start + KEYS < stop;
+    const bool more =
+        start + KEYS < stop && call.block(sequence, start + KEYS) != ELSEWHERE;
     const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
     // Many rows compute longer than the next block takes to come; few fetch what is in place.
     const bool waits = rows <= FEW ? call.keys.kind == Kind::codes : rows <= 4 * FEW;
@@ -317,7 +319,7 @@ void finish(const Call& call, const Tile& tile, float* sums) {
   for (int r = 0; r < tile.rows; ++r) {
     float* row = sums + r * partial_floats(call);
     const float highest = row[0], total = row[1];
-    float factor = total == 0 ? 1 : 1 / total;
+    float factor = total == 0 || call.sums ? 1 : 1 / total;
     if (call.rules.sinks) {
       const float sink = call.rules.sinks[tile.head * group + r % group];
       const float base = finite(std::max(highest, sink));
@@ -326,8 +328,10 @@ void finish(const Call& call, const Tile& tile, float* sums) {
       factor = all == 0 ? 0 : mine / all;
     }
     for (int d = 0; d < dim; ++d) row[16 + d] *= factor;
-    const int64_t at = call.row_of(tile, r) * dim;
-    from_floats(call.kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(call.kind));
+    const int64_t query = call.row_of(tile, r), at = query * dim;
+    if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
+    const Kind kind = call.out_kind();
+    from_floats(kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(kind));
   }
 }
 
@@ -354,6 +358,7 @@ void run_whole(const Call& call, const Tile& tile, float* scratch) {
 
 // A token's keys and values into its place.
 void write_token(const Call& call, int64_t token, float* x) {
+  if (call.block(call.rows[token], call.positions[token]) == ELSEWHERE) return;
   auto put = [&](const Kept& kept, const void* from, int64_t head) {
     const int64_t at = (token * call.kv_heads + head) * kept.dim;
     to_floats(call.kind, static_cast<const char*>(from) + at * bytes_of(call.kind), kept.dim, x);

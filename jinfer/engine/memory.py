@@ -13,7 +13,7 @@ import jax
 from jinfer.ops.cache import BLOCK, ENCODER, CacheShape, empty
 from jinfer.quant.kind import Kind
 
-_SHARE = 0.4  # of the memory that is free
+SHARE = 0.4  # of the memory that is free
 _SEQUENCES = 4  # of the whole context, that there is room for even with one slot: beams
 
 
@@ -68,7 +68,7 @@ def cache_blocks(
             most = -(-tokens // BLOCK)
         else:
             free = free_memory() if free is None else free
-            fits = int(_SHARE * max(0, free - used) - fixed) // each
+            fits = int(SHARE * max(0, free - used) - fixed) // each
             most = max(whole + 1, min(most, fits))
         blocks |= dict.fromkeys((group for group in windows if group not in blocks), most)
     return blocks
@@ -85,6 +85,11 @@ def free_memory(device: jax.Device | None = None) -> int:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
             return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes that are free of the machine's memory, or of what its container leaves."""
     return min(_machine(), _container())
 
 

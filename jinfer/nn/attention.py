@@ -16,7 +16,7 @@ from jinfer.nn.norm import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.position import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.split import SplitAlibi, own_slopes
-from jinfer.nn.step import Step, split
+from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.attention import attend, attend_text
 from jinfer.ops.cache import ENCODER, LayerCache, Placement, write
 from jinfer.ops.score_rules import Bias, ScoreRules
@@ -46,8 +46,8 @@ class Attention(nnx.Module):
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache | None
-    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache | None]:
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept | None
+    ) -> tuple[Float[Array, "batch tokens hidden"], Kept | None]:
         """The block's output, and the cache with the new tokens' keys and values in it.
 
         Without a cache the batch is whole texts, in which every token sees every other.

@@ -18,8 +18,7 @@ from jaxtyping import Float
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
 from jinfer.nn.position import Rotary
-from jinfer.nn.step import Step, split
-from jinfer.ops.cache import LayerCache
+from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.dense import by_head
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.spec import blocks
@@ -50,8 +49,8 @@ class LatentAttention(nnx.Module):
         self.rope = Rotary(block.position, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
-    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept
+    ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
         """The block's output, and the cache with the new tokens' latents in it."""
         block = self.block
         unfold = self.kv_b.weight[...].reshape(

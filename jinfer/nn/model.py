@@ -118,11 +118,27 @@ class Stack(nnx.Module):
         for i, layer in enumerate(self.layers):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
-            definition, state = nnx.split((layer, used))
+            definition, state = nnx.split((layer, _used(layer, shared)))
             x, own = _run_layer(backend(), definition, state, x, tokens, step, own)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
+
+    def run_layer(
+        self,
+        x: Array,
+        tokens: Array,
+        step: Step,
+        cache: Mapping[str, Any],
+        shared: nnx.Dict,
+    ) -> Float[Array, "batch tokens hidden"]:
+        """The one layer of a stack that has one, whose attention may be computed elsewhere.
+
+        Args:
+            cache: by the names of the layer's modules.
+        """
+        (layer,) = self.layers
+        step = step.with_cos_sin(self._ropes())
+        return layer(x, tokens, step, dict(cache), _used(layer, shared))[0]
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -153,6 +169,11 @@ class Stack(nnx.Module):
 
     def _module(self, name: str, shared: nnx.Dict) -> Any:
         return self.modules[name] if name in self.modules else shared[name]
+
+
+def _used(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
+    """Modules outside of the layer that it calls."""
+    return {name: shared[name] for name in layer.wiring.calls if name not in layer.modules}
 
 
 class Model(nnx.Module):

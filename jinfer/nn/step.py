@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -28,6 +28,24 @@ class Copies(NamedTuple):
     rows: Int[Array, " places"]
     positions: Int[Array, " places"]
     places: Int[Array, " tokens"]
+
+
+class Elsewhere(Protocol):
+    """What stands for a cache whose attention is computed by other programs."""
+
+    def extend(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        k: Float[Array, "tokens kv_heads head_dim"],
+        v: Float[Array, "tokens kv_heads value_dim"] | None,
+        at: Placement,
+        rules: ScoreRules,
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """Attention's output, as `jinfer.ops.attention.extend` gives it."""
+        ...
+
+
+type Kept = LayerCache | Elsewhere
 
 
 class Step(NamedTuple):
@@ -92,12 +110,14 @@ class Step(NamedTuple):
         q: Float[Array, "tokens heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads value_dim"] | None,
-        cache: LayerCache,
+        cache: Kept,
         window: int | None,
         rules: ScoreRules,
-    ) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
+    ) -> tuple[Float[Array, "tokens heads value_dim"], Kept]:
         """`jinfer.ops.attention.extend` for a flat batch, in the group that looks back so far."""
         at, copies = self.placement(cache_group(window)), self.copies
+        if not isinstance(cache, LayerCache):
+            return cache.extend(q, k, v, at, rules), cache
         if copies is None:
             return extend(q, k, v, cache, at, rules)
         q, k = q[copies.sources], k[copies.sources]

@@ -12,6 +12,7 @@ of its blocks or the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -20,8 +21,15 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jinfer.cpu import attention as custom
-from jinfer.ops.attention_gpu import attend_gpu, serves
-from jinfer.ops.attention_xla import as_computed, attend_text_xla, attend_xla, extend_xla
+from jinfer.ops.attention_gpu import attend_gpu, attend_part_gpu, serves
+from jinfer.ops.attention_parts import Part
+from jinfer.ops.attention_xla import (
+    as_computed,
+    attend_part_xla,
+    attend_text_xla,
+    attend_xla,
+    extend_xla,
+)
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
 from jinfer.ops.score_rules import ScoreRules, changed, seen
@@ -57,9 +65,44 @@ def extend(
         return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
     values = None if v is None else cache.values
-    out, *kept = _call(q, cache.keys, values, at, at.positions, rules, new)
-    after = LayerCache(_with_parts(cache.keys, kept[0]), cache.values)
-    return out, after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
+    (out,), *kept = _call(q, cache.keys, values, at, at.positions, rules, new)
+    return out, _after(cache, v, kept)
+
+
+def extend_part(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    at: Placement,
+    rules: ScoreRules,
+) -> tuple[Part, LayerCache]:
+    """As `extend`, where the cache has some of a sequence's blocks and another pool the others.
+
+    Entries of the tables are -1 for the others: nothing of them is written or seen.
+
+    Args:
+        rules: without sinks, which are for the whole.
+    """
+    assert rules.sinks is None, "sinks take part once, where parts are joined"
+    values = None if v is None else cache.values
+    route = _route(q, cache.keys, values, rules)
+    if route == "cpu":
+        new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
+        found = _call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
+        return Part(*found[0]), _after(cache, v, found[1:])
+    cache = write(cache, k, k[..., :0] if v is None else v, at)
+    if route == "gpu":
+        written = None if v is None else cache.values
+        return attend_part_gpu(q, cache.keys, written, at, at.positions, rules), cache
+    own = cache.keys if v is None else cache.values
+    return attend_part_xla(q, cache.keys, own, at, at.positions, rules), cache
+
+
+def _after(cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
+    """The cache as the custom call has left it."""
+    after = cache._replace(keys=_with_parts(cache.keys, kept[0]))
+    return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
 
 
 def attend(
@@ -81,7 +124,7 @@ def attend(
     """
     route = _route(q, keys, values, rules)
     if route == "cpu":
-        return _call(q, keys, values, at, last, rules)[0]
+        return _call(q, keys, values, at, last, rules)[0][0]
     form = attend_gpu if route == "gpu" else attend_xla
     return form(q, keys, values, at, last, rules)
 
@@ -107,7 +150,7 @@ def attend_text(
     # Each text is a block, where it stands.
     at, last = _of_texts(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
     flat = q.reshape(-1, *q.shape[2:])
-    return _call(flat, k, v, at, last, rules)[0].reshape(*q.shape[:3], -1)
+    return _call(flat, k, v, at, last, rules)[0][0].reshape(*q.shape[:3], -1)
 
 
 def _attend_text_in_blocks(
@@ -231,8 +274,10 @@ def _call(
     last: Array,
     rules: ScoreRules,
     new: tuple[Array, ...] | None = None,
-) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-    """The custom call's result, and the arrays of keys and of values."""
+    *,
+    partial: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """The custom call's results, and the arrays of keys and of values."""
     coding = None
     if isinstance(keys, QuantizedVectors):
         format = keys.format
@@ -248,7 +293,8 @@ def _call(
         rules.lowest,
     )
     parts = _parts(keys), None if values is None else _parts(values)
-    return custom.attention(q, *at[:2], last, at.tables, *parts, coding, scores, new)
+    places = (*at[:2], last, at.tables)
+    return custom.attention(q, *places, *parts, coding, scores, new, partial=partial)
 
 
 def _parts(rows: Rows) -> custom.Parts:

@@ -9,11 +9,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jinfer.ops import switches
+from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import Placement, Rows
 from jinfer.quant.vectors import QuantizedVectors
 
 if TYPE_CHECKING:
     from jinfer.ops.score_rules import ScoreRules
+    from kernels_pallas.attention import Queries, Scores
     from kernels_pallas.kept import Kept
 
 
@@ -40,14 +42,41 @@ def attend_gpu(
         interpret: runs the kernel without a GPU, slowly.
     """
     # Imported here: half a second, which only those pay who have a GPU.
-    from kernels_pallas.attention import Queries, Scores, attend
+    from kernels_pallas.attention import attend
+
+    return attend(*_given(q, keys, values, at, last, rules), interpret=interpret)
+
+
+def attend_part_gpu(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows | None,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+    *,
+    interpret: bool = False,
+) -> Part:
+    """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
+    from kernels_pallas.attention import attend_part
+
+    given = _given(q, keys, values, at, last, rules)
+    out, highest, total = attend_part(*given, interpret=interpret)
+    return Part(out, jnp.stack([highest, total], axis=-1))
+
+
+def _given(
+    q: Array, keys: Rows, values: Rows | None, at: Placement, last: Array, rules: ScoreRules
+) -> tuple[Array, Kept, Kept | None, Queries, Scores]:
+    """What the kernel is given."""
+    from kernels_pallas.attention import Queries, Scores
 
     low = jnp.zeros_like(at.positions)
     if rules.window is not None:
         low = at.positions - jnp.int32(rules.window - 1)
     if rules.ahead is not None:
         last = jnp.minimum(last, at.positions + jnp.int32(rules.ahead - 1))
-    return attend(
+    return (
         q,
         _kept(keys),
         None if values is None else _kept(values),
@@ -60,7 +89,6 @@ def attend_gpu(
             rules.slopes,
             rules.sinks,
         ),
-        interpret=interpret,
     )
 
 

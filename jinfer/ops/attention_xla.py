@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import LayerCache, Placement, Rows, write
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.vectors import QuantizedVectors
@@ -68,6 +69,29 @@ def attend_xla(
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
     """`jinfer.ops.attention.attend` by XLA's operations."""
+    done, shaped = _walked(q, keys, values, at, last, rules)
+    return _finish(done, shaped).reshape(*q.shape[:2], -1)
+
+
+def attend_part_xla(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+) -> Part:
+    """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
+    done, shaped = _walked(q, keys, values, at, last, rules)
+    sums = jnp.stack([done.highest, done.total], axis=-1)
+    out, sums = (_by_token(part, shaped).reshape(*q.shape[:2], -1) for part in (done.out, sums))
+    return Part(out, sums)
+
+
+def _walked(
+    q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
+) -> tuple[Partial, Array]:
+    """Attention over all blocks, and the queries in the form that it is of."""
     # What padding sees is nothing, and a place beyond the table is none.
     last = jnp.minimum(last, at.tables.shape[1] * keys.shape[2] - 1)
     at = at._replace(rows=jnp.where(at.rows < at.tables.shape[0], at.rows, -1))
@@ -104,7 +128,7 @@ def attend_text_xla(
 
 def _token_by_token(
     q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
-) -> Array:
+) -> tuple[Partial, Array]:
     """A batch of tokens, each of which fetches its sequence's blocks one after the other."""
     size, alone = keys.shape[2], q[:, None]
     positions, last = at.positions[:, None], last[:, None]
@@ -114,16 +138,17 @@ def _token_by_token(
         ids = lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
         k, v = (as_computed(_taken(part, ids), q) for part in (keys, values))
         here = (index * size + lax.iota(jnp.int32, size))[None]
-        return merge(so_far, _partial(alone, k, v, positions, last, here, jnp.bool_(True), rules))
+        shown = (ids >= 0)[:, None, None]
+        return merge(so_far, _partial(alone, k, v, positions, last, here, shown, rules))
 
     first, count = _bounds(positions, last, last >= 0, size, rules)
     before = _before(alone, keys.shape[1], values.shape[3], rules)
-    return _finish(lax.fori_loop(first, count, walk, before), alone)[:, 0]
+    return lax.fori_loop(first, count, walk, before), alone
 
 
 def _sequence_by_sequence(
     q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
-) -> Array:
+) -> tuple[Partial, Array]:
     """All tokens look at the blocks of one sequence after the other, and see those of their own."""
     size, whole = keys.shape[2], q[None]
     wide = max(1, STEP // size)
@@ -137,13 +162,14 @@ def _sequence_by_sequence(
             ids = table.at[index * wide + lax.iota(jnp.int32, wide)].get(mode="clip")
             k, v = (_side_by_side(as_computed(_taken(x, ids), q)) for x in (keys, values))
             here = (index * wide * size + lax.iota(jnp.int32, wide * size))[None]
-            part = _partial(whole, k, v, positions, last, here, mine[:, :, None], rules)
+            shown = mine[:, :, None] & jnp.repeat(ids >= 0, size)[None, None]
+            part = _partial(whole, k, v, positions, last, here, shown, rules)
             return merge(so_far, part)
 
         return lax.fori_loop(*_bounds(positions, last, mine, wide * size, rules), walk, so_far)
 
     before = _before(whole, keys.shape[1], values.shape[3], rules)
-    return _finish(lax.fori_loop(0, at.tables.shape[0], sequence, before), whole)[0]
+    return lax.fori_loop(0, at.tables.shape[0], sequence, before), whole
 
 
 def _bounds(
@@ -234,12 +260,16 @@ def _before(q: Array, kv_heads: int, value_dim: int, rules: ScoreRules) -> Parti
 
 def _finish(done: Partial, q: Array) -> Array:
     """Divided by the sum of the weights; what saw no key is 0."""
-    batch, tokens, heads, _ = q.shape
     out = done.out / jnp.where(done.total == 0, 1.0, done.total)[..., None]
-    kv_heads, value_dim = out.shape[1], out.shape[3]
-    grouped = out.reshape(batch, kv_heads, heads // kv_heads, tokens, value_dim)
-    whole = grouped.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim)
-    return whole.astype(q.dtype)
+    return _by_token(out, q).astype(q.dtype)
+
+
+def _by_token(rows: Float[Array, "batch kv_heads rows dim"], q: Array) -> Array:
+    """[batch, tokens, heads, dim], as the queries stand: what `_rows` does, undone."""
+    batch, tokens, heads, _ = q.shape
+    kv_heads, dim = rows.shape[1], rows.shape[3]
+    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, tokens, dim)
+    return grouped.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, dim)
 
 
 def _rows(q: Array, kv_heads: int) -> Array:

@@ -93,7 +93,8 @@ def write(
     index = at.positions // size
     here = (at.rows >= 0) & (at.positions >= 0)
     block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
-    block, offset = jnp.where(here, block, blocks), at.positions % size
+    # A block below 0 is in another pool.
+    block, offset = jnp.where(here & (block >= 0), block, blocks), at.positions % size
 
     def into(old: Array, rows: Array) -> Array:
         return old.at[block, :, offset].set(rows, mode="drop")

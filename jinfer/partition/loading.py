@@ -11,6 +11,7 @@ from jax import Array
 from jinfer.ops.backend import target
 from jinfer.partition.cutting import as_here, cut, once
 from jinfer.partition.making import Stage
+from jinfer.partition.sites import HOST_MEMORY
 from jinfer.partition.stages import Source
 from jinfer.weights.find import Weights
 
@@ -60,4 +61,5 @@ def _placed(stage: Stage, source: Source, values: Any) -> Any:
     parts = [cut(values, source.shares, device) for device in range(len(site.devices))]
     if source.once:
         parts = [once(part, device) for device, part in enumerate(parts)]
-    return jax.tree.map(lambda *each: site.joined(each), *parts)
+    memory = HOST_MEMORY if stage.streamed else None
+    return jax.tree.map(lambda *each: site.joined(each, memory), *parts)

@@ -7,7 +7,7 @@ the last one, on the device that has the state.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from jinfer.engine.places import Places, placed
 from jinfer.engine.programs import Sizes
 from jinfer.model import AbstractModel, Want
 from jinfer.ops.backend import target
-from jinfer.ops.cache import Cache, empty
+from jinfer.ops.cache import empty
 from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.sites import Site
@@ -36,11 +36,21 @@ class Stage:
 
     Attributes:
         leaves: which of all stages' parameters in their parts are its own.
+        streamed: whether they stay in host memory until they are needed.
+        host: where a part of its cache is, if it is one layer that has such.
     """
 
     model: StageModel
     site: Site
     leaves: slice
+    streamed: bool = False
+    host: Site | None = None
+
+    @cached_property
+    def kind(self) -> str:
+        """Equal for stages that have the same programs."""
+        part, where = self.model.part, (self.site.devices, self.host)
+        return repr((where, part.first, part.last, self.model.model.described()))
 
     @property
     def last(self) -> bool:
@@ -101,12 +111,9 @@ class Making:
         made = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
         return self.home.of_same(jax.eval_shape(made))
 
-    def empty_cache(self, stage: Stage) -> Cache:
+    def empty_cache(self, stage: Stage) -> Any:
         """A stage's pools, which nobody has written to."""
-        like = self._cache(stage)
-        shardings = jax.tree.map(lambda array: array.sharding, like)
-        made = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), like)
-        return jax.jit(made, out_shardings=shardings)()
+        return zeros_like(self._cache(stage))
 
     def begin(self, tokens: int, chosen: int) -> Made:
         """`placed`, at home."""
@@ -133,10 +140,10 @@ class Making:
             rows: of the tables, and how many are known the lengths of.
         """
         made, x = list[Made](), None
-        for number, stage in enumerate(self.stages):
+        for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
             make = partial(self._flow, stage, x, tokens, rows, which, named)
-            made.append(self.once(("flow", number, tokens, rows, which, named), make))
+            made.append(self.once(("flow", stage.kind, tokens, rows, which, named), make))
             x = made[-1].out[1]
         return tuple(made)
 
@@ -149,56 +156,66 @@ class Making:
         chosen: int | None,
         wants: tuple[Want, ...],
     ) -> Made:
-        function = _with_parts(stage, partial(passes.flow, stage.model, wants))
+        function = with_parts(stage, partial(passes.flow, stage.model, wants))
         shared = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
-        ints, known = int32(tokens), int32(rows[1])
-        places = Places(ints, ints, ints, known, known)
-        last = None if chosen is None else int32(chosen)
-        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
-        given = stage.site.of_same((x, places, tables, last))
-        return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
+        given = stage.site.of_same((x, *self.flat(tokens, rows, chosen)))
+        return self.lowered(shared, 1, (leaves_of(stage), self._cache(stage), *given), stage.site)
 
-    def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made, ...]:
-        """`passes.read` of each stage."""
-        made, x = list[Made](), None
-        for number, stage in enumerate(self.stages):
+    def flat(self, tokens: int, rows: tuple[int, int], chosen: int | None) -> tuple[Any, Any, Any]:
+        """Abstract places, tables and choices of a flat batch; arguments as of `flow`."""
+        ints, known = int32(tokens), int32(rows[1])
+        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
+        last = None if chosen is None else int32(chosen)
+        return Places(ints, ints, ints, known, known), tables, last
+
+    def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
+        """`passes.read` of each stage; None of those that have nothing of the encoder."""
+        made, x = list[Made | None](), None
+        for stage in self.stages:
+            part = stage.model.part
+            if not (part.first or part.last or part.layers["encoder"]):
+                made.append(None)
+                continue
             named = wants if stage.last else ()
             make = partial(self._read, stage, x, rows, tokens, named)
-            made.append(self.once(("read", number, rows, tokens, named), make))
-            x = made[-1].out
+            own = self.once(("read", stage.kind, rows, tokens, named), make)
+            made.append(own)
+            x = own.out
         return tuple(made)
 
     def _read(self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]) -> Made:
-        function = _with_parts(stage, partial(passes.read, stage.model, wants))
+        function = with_parts(stage, partial(passes.read, stage.model, wants))
         shared = stage.site.shared(function, (True, *(False,) * 4), False)
         texts = int32(rows, tokens)
         given = stage.site.of_same((x, texts, texts, int32(rows)))
-        return self.lowered(shared, (), (_leaves(stage), *given), stage.site)
+        return self.lowered(shared, (), (leaves_of(stage), *given), stage.site)
 
     def fill(self, number: int, encoded: Any) -> Made:
         """`passes.fill` of a stage."""
+        stage = self.stages[number]
 
         def make() -> Made:
-            stage = self.stages[number]
-            function = _with_parts(stage, partial(passes.fill, stage.model))
+            function = with_parts(stage, partial(passes.fill, stage.model))
             shared = stage.site.shared(function, (True, True, *(False,) * 3), True)
             given = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
-            return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
+            return self.lowered(
+                shared, 1, (leaves_of(stage), self._cache(stage), *given), stage.site
+            )
 
-        return self.once(("fill", number, encoded.shape), make)
+        return self.once(("fill", stage.kind, encoded.shape), make)
 
     def copy(self, number: int) -> Made:
         """`steps.copy_blocks` of a stage."""
+        stage = self.stages[number]
 
         def make() -> Made:
-            stage = self.stages[number]
             which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
             shared = stage.site.shared(function, (True, *(False,) * 3), True)
             given = stage.site.of_same((which, which, int32()))
             return self.lowered(shared, 0, (self._cache(stage), *given), stage.site)
 
-        return self.once(("copy", number), make)
+        return self.once(("copy", stage.kind), make)
 
     def admit(self) -> Made:
         """`states.admit`, at home."""
@@ -239,13 +256,24 @@ class Making:
 
     def _cache(self, stage: Stage) -> Any:
         """The abstract pools of all of a stage's devices."""
-        shapes = stage.model.model.caches
-        blocks = {name: self.sizes.blocks[shape.group] for name, shape in shapes.items()}
-        pools = jax.eval_shape(lambda: empty(shapes, blocks, self.sizes.kv_cache))
-        return stage.site.of_parts(pools)
+        return self.pools(stage, self.sizes.blocks)
+
+    def pools(self, stage: Stage, blocks: Mapping[str, int], site: Site | None = None) -> Any:
+        """The abstract pools of a stage with so many blocks of each group, where there are any."""
+        shapes = {n: s for n, s in stage.model.model.caches.items() if blocks.get(s.group)}
+        counts = {name: blocks[shape.group] for name, shape in shapes.items()}
+        pools = jax.eval_shape(lambda: empty(shapes, counts, self.sizes.kv_cache))
+        return (site or stage.site).of_parts(pools)
 
 
-def _with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+def zeros_like(abstract: Any) -> Any:
+    """Zeros of these shapes, where they are to be."""
+    shardings = jax.tree.map(lambda array: array.sharding, abstract)
+    made = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), abstract)
+    return jax.jit(made, out_shardings=shardings)()
+
+
+def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, given a stage's parameters in their parts."""
     tree = jax.tree.structure(stage.model.model.parameters)
 
@@ -255,7 +283,8 @@ def _with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any
     return with_parts
 
 
-def _leaves(stage: Stage) -> Any:
+def leaves_of(stage: Stage) -> Any:
+    """The abstract parameters of a stage, in their parts."""
     return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
 
 

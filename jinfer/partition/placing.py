@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jinfer.engine.memory import block_bytes, cache_blocks, free_memory
+from jinfer.engine.memory import block_bytes, free_memory, host_memory
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.partition.cost import Machine, Work, best
 from jinfer.partition.divide import whole_of
 from jinfer.partition.making import Stage
+from jinfer.partition.pieces import pieces, spread
 from jinfer.partition.plan import Groups, Plan, Weight, make_plan
 from jinfer.partition.shares import ShareError
 from jinfer.partition.sites import Site
@@ -145,17 +146,21 @@ def _share_read(spec: ModelSpec, name: str) -> float:
 def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
     """The devices of each stage. Raises `SpecError` where JAX was told to know no CPU."""
     there = jax.devices()
-    named = {name for row in plan.rows for name in row.devices}
-    host = there[0]
-    if CPU in named:
-        used = {there[int(name)] for name in named - {CPU}}
-        # Where the host's are all the devices that there are, one that no other stage has.
-        free = [device for device in _host(path) if device not in used]
-        host = free[0] if free else _host(path)[0]
+    on_host = any(CPU in row.devices for row in plan.rows)
+    host = host_device(plan, path) if on_host else there[0]
     return tuple(
         tuple(host if name == CPU else there[int(name)] for name in row.devices)
         for row in plan.rows
     )
+
+
+def host_device(plan: Plan, path: object) -> jax.Device:
+    """The host's device. Raises `SpecError`, as above."""
+    named = {name for row in plan.rows for name in row.devices} - {CPU}
+    used = {jax.devices()[int(name)] for name in named}
+    # Where the host's are all the devices that there are, one that no other stage has.
+    free = [device for device in _host(path) if device not in used]
+    return free[0] if free else _host(path)[0]
 
 
 def _host(path: object) -> list[jax.Device]:
@@ -181,41 +186,60 @@ def make_stages(
     plan: Plan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
 ) -> tuple[Stage, ...]:
     """The stages on their devices. Raises `SpecError`, as above."""
-    stages, begin = list[Stage](), 0
-    for own, devices in zip(
-        stage_models(plan, spec, model, dtype), devices_of(plan, spec.path), strict=True
-    ):
-        end = begin + len(jax.tree.leaves(own.model.parameters))
-        stages.append(Stage(own, Site(devices), slice(begin, end)))
-        begin = end
+    stages, begin, host = list[Stage](), 0, None
+    if spec.partition.host_kv_cache:
+        host = Site((host_device(plan, spec.path),))
+    main, streamed = main_stack(spec), streamed_layers(plan, spec)
+    for row, devices in zip(plan.rows, devices_of(plan, spec.path), strict=True):
+        hosted = host is not None and CPU not in row.devices
+        for piece in pieces(row.part, main, streamed, hosted=hosted):
+            own = stage_model(spec, model, piece.part, len(devices), dtype)
+            end = begin + len(jax.tree.leaves(own.model.parameters))
+            where = host if piece.hosted else None
+            stages.append(Stage(own, Site(devices), slice(begin, end), piece.streamed, where))
+            begin = end
     return tuple(stages)
 
 
-def staged_blocks(
-    stages: Sequence[Stage],
-    kind: Kind,
-    *,
-    slots: int,
-    context: int,
-    chunk: int,
-    tokens: int | None,
-) -> dict[str, int]:
-    """Blocks of each group that every stage has room for: tables are the same for all of them."""
-    blocks: dict[str, int] = {}
-    hosts = sum(d.platform == "cpu" for stage in stages for d in stage.site.devices)
-    for stage in stages:
-        device, model = stage.site.devices[0], stage.model.model
-        free = free_memory(device) // (hosts if device.platform == "cpu" else 1)
-        own = cache_blocks(
-            model.caches,
-            kind,
-            slots=slots,
-            context=context,
-            chunk=chunk,
-            tokens=tokens,
-            used=nbytes(model.parameters),
-            free=free,
-        )
-        for group, count in own.items():
-            blocks[group] = min(count, blocks.get(group, count))
-    return blocks
+def streamed_layers(plan: Plan, spec: ModelSpec) -> frozenset[int]:
+    """Layers whose weights stay in host memory. Raises `SpecError`: there are not so many."""
+    count, main = spec.partition.streamed_layers, main_stack(spec)
+    there = [i for row in plan.rows if CPU not in row.devices for i in row.part.layers[main]]
+    if count > len(there):
+        reason = f"{count} are more than the {len(there)} layers on devices; take at most these"
+        raise SpecError(spec.path, "partition.streamed_layers", reason)
+    return spread(there, count) if count else frozenset()
+
+
+def main_stack(spec: ModelSpec) -> str:
+    """The stack whose layers are divided as `[partition]` says."""
+    return "decoder" if spec.decoder is not None else spec.stacks[0].name
+
+
+def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
+    """Raises `SpecError` where a part of the cache cannot be on the host."""
+    reason = ""
+    if spec.decoder is None:
+        reason = "an encoder keeps no cache; leave it out"
+    elif all(CPU in row.devices for row in plan.rows):
+        reason = "all stages are on the host, and so is all of the cache; leave it out"
+    elif any(len(row.devices) > 1 for row in plan.rows):
+        reason = "a stage of several devices has its cache on them; take stages of one device"
+    if spec.partition.host_kv_cache and reason:
+        raise SpecError(spec.path, "partition.host_kv_cache", reason)
+
+
+def free_of(plan: Plan, spec: ModelSpec) -> Callable[[str], float]:
+    """How many bytes of memory a plan's devices have, and the host."""
+    devices = devices_of(plan, spec.path)
+    named = {
+        name: device
+        for row, own in zip(plan.rows, devices, strict=True)
+        for name, device in zip(row.devices, own, strict=True)
+    }
+    # Devices of the host have its memory together, with what it keeps for others.
+    hosts = {device for device in named.values() if device.platform == CPU}
+    known = {name: free_memory(device) for name, device in named.items() if device not in hosts}
+    count = len(hosts) + (spec.partition.host_kv_cache > 0 or spec.partition.streamed_layers > 0)
+    machine = host_memory() / max(1, count)
+    return lambda name: known.get(name, machine)

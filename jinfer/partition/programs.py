@@ -9,7 +9,7 @@ waits for what the one before gives, the host for nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,11 @@ from jinfer.engine.requests import EngineError
 from jinfer.model import Want
 from jinfer.ops.cache import ENCODER
 from jinfer.partition.dispatch import Launcher
+from jinfer.partition.hosted import HostedMaking
 from jinfer.partition.lanes import LaneRows, Lanes, LaneStates
 from jinfer.partition.making import Made, Making, Stage, float32, int32
-from jinfer.partition.sites import first_copy
+from jinfer.partition.sites import Site, first_copy
+from jinfer.partition.streaming import Stream
 from jinfer.partition.timeline import Timeline
 from jinfer.sampling.logprobs import log_probabilities
 
@@ -43,17 +45,44 @@ class StagedPrograms(Programs):
         stages: in their order.
         lanes: how slots are divided.
         timeline: notes when stages are busy, if it is there.
+        hosted: blocks of each group that are in host memory, where a stage's cache is divided.
+        memory: what goes where, for people.
     """
 
     stages: tuple[Stage, ...]
     lanes: Lanes
     timeline: Timeline | None = None
+    hosted: Mapping[str, int] = field(default_factory=dict)
+    memory: str = ""
     most_steps: int = 1
 
     @cached_property
     def making(self) -> Making:
         """Makes the stages' programs."""
-        return Making(self.model, self.sizes, self.stages, self.lanes, self._tracing)
+        given = self.model, self.sizes, self.stages, self.lanes, self._tracing
+        if not self.hosted:
+            return Making(*given)
+        return HostedMaking(*given, hosted=self.hosted, launch=self.launch)
+
+    @cached_property
+    def streams(self) -> dict[int, Stream]:
+        """What brings the weights of stages that stay in host memory."""
+        found: dict[int, Stream] = {}
+        for site in dict.fromkeys(stage.site for stage in self.stages if stage.streamed):
+            turns = tuple(
+                n for n, each in enumerate(self.stages) if each.streamed and each.site == site
+            )
+            found |= dict.fromkeys(turns, Stream(site, turns))
+        return found
+
+    def leaves_of(self, number: int, leaves: Any) -> Any:
+        """A stage's parameters, where its programs need them."""
+        own = leaves[self.stages[number].leaves]
+        if number not in self.streams:
+            return own
+        return self.streams[number].take(
+            number, {n: leaves[self.stages[n].leaves] for n in self.streams[number].turns}
+        )
 
     @cached_property
     def width(self) -> int:
@@ -65,13 +94,15 @@ class StagedPrograms(Programs):
     def launch(self) -> Launcher:
         """Launches the stages' programs, and those at home."""
         on_cpu = any(stage.site.platform == "cpu" for stage in self.stages)
-        return Launcher(on_cpu and len(self.stages) > 1)
+        return Launcher(on_cpu and (len(self.stages) > 1 or bool(self.hosted)))
 
     def release(self) -> None:
         """As `Programs.release`."""
         super().release()
         self.making.forget()
         self.launch.close()
+        for stream in self.streams.values():
+            stream.forget()
 
     def empty_cache(self) -> Any:
         """The pools of each stage, which nobody has written to."""
@@ -202,8 +233,10 @@ class StagedPrograms(Programs):
 
     def _fill(self, shape: Shape) -> Program:
         made = self.making.read(1, shape.tokens, ("hidden",))
+        assert made[-1] is not None, "the last stage gives what an encoder gives"
+        given = made[-1].out["hidden"]
         fills = {
-            number: self.making.fill(number, made[-1].out["hidden"]).program
+            number: self.making.fill(number, given).program
             for number, stage in enumerate(self.stages)
             if any(kept.group == ENCODER for kept in stage.model.model.caches.values())
         }
@@ -214,8 +247,11 @@ class StagedPrograms(Programs):
             for number, fill in fills.items():
                 stage = self.stages[number]
                 given = stage.site.take(encoded), lengths, table
-                arguments = leaves[stage.leaves], caches[number], *given
+                arguments = self.leaves_of(number, leaves), caches[number], *given
                 done[number] = self.launch(f"stage {number}", fill, *arguments)
+                if stage.streamed:
+                    # What it gives is given away to the next step.
+                    jax.block_until_ready(done[number])
             return tuple(done)
 
         return run
@@ -229,12 +265,16 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _read(self, made: tuple[Made, ...], leaves: Any, *texts: Any) -> Any:
+    def _read(self, made: tuple[Made | None, ...], leaves: Any, *texts: Any) -> Any:
         """What the last stage gives of an encoder."""
         x = None
-        for stage, each in zip(self.stages, made, strict=True):
+        for number, (stage, each) in enumerate(zip(self.stages, made, strict=True)):
+            if each is None:
+                continue
             x = None if x is None else stage.site.take(x)
-            x = each.program(leaves[stage.leaves], x, *texts)
+            x = each.program(self.leaves_of(number, leaves), x, *texts)
+            if stage.streamed:
+                self.streams[number].computed(x)
         return x
 
     def _copy(self, shape: Shape) -> Program:
@@ -277,13 +317,25 @@ class _Flow:
     ) -> tuple[Caches, Any]:
         """The caches, and the results at home."""
         done, x = list[Any](), None
-        stages, timeline = self.programs.stages, self.programs.timeline
-        for number, (stage, made) in enumerate(zip(stages, self.made, strict=True)):
-            given, here = jax.tree.map(stage.site.take, (x, places))
-            which = last if stage.last else None
-            arguments = leaves[stage.leaves], caches[number], given, here, tables, which
-            cache, x = self.programs.launch(f"stage {number}", made.program, *arguments)
+        programs, timeline = self.programs, self.programs.timeline
+        known: dict[Site, tuple[Places, Any]] = {}
+
+        def at(site: Site) -> tuple[Places, Any]:
+            if site not in known:
+                known[site] = site.taken((places, tables))
+            return known[site]
+
+        for number, (stage, made) in enumerate(zip(programs.stages, self.made, strict=True)):
+            given, here = stage.site.taken(x), at(stage.site)
+            own = programs.leaves_of(number, leaves)
+            arguments = own, caches[number], given, *here, last if stage.last else None
+            more = () if stage.host is None else (at(stage.host),)
+            cache, x = programs.launch(f"stage {number}", made.program, *arguments, *more)
+            # The device lets them go when it has computed.
+            del own, arguments
+            if stage.streamed:
+                programs.streams[number].computed(x)
             done.append(cache)
             if timeline is not None:
-                timeline.note(number, lane, here.tokens if given is None else given, x)
+                timeline.note(number, lane, here[0].tokens if given is None else given, x)
         return tuple(done), jax.tree.map(first_copy, x)

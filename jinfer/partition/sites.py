@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jinfer.partition.divide import AXIS
 
+HOST_MEMORY = "pinned_host"  # the host's, from which a device reads at the link's speed
+
 
 @dataclass(frozen=True)
 class Site:
@@ -66,16 +68,26 @@ class Site:
             return copies[0]
         return jax.make_array_from_single_device_arrays(array.shape, self.same, copies)
 
-    def joined(self, parts: Sequence[Any]) -> Array:
-        """The parts of the devices, from the host, as one array."""
+    def taken(self, tree: Any) -> Any:
+        """`take` of each array of a tree."""
+        return jax.tree.map(self.take, tree)
+
+    def joined(self, parts: Sequence[Any], memory: str | None = None) -> Array:
+        """The parts of the devices, from the host, as one array.
+
+        Args:
+            memory: where it is to be; None: in the devices' own.
+        """
         arrays = [
-            jax.device_put(part, device) for part, device in zip(parts, self.devices, strict=True)
+            jax.device_put(part, SingleDeviceSharding(device, memory_kind=memory))
+            for part, device in zip(parts, self.devices, strict=True)
         ]
         if len(arrays) == 1:
             return arrays[0]
         first, *rest = arrays[0].shape
         shape = (len(arrays) * first, *rest)
-        return jax.make_array_from_single_device_arrays(shape, self.parts, arrays)
+        sharding = self.parts if memory is None else self.parts.with_memory_kind(memory)
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def of_parts(self, tree: Any) -> Any:
         """The abstract arrays of all devices, of which one has these."""

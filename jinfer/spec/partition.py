@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinfer.spec.bounds import Count, Size
+from jinfer.spec.bounds import Count, Share, Size
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read
 from jinfer.spec.tables import as_table
@@ -41,6 +41,10 @@ class PartitionSpec:
         layers: of each stage; none: so that the stages have about equally many bytes.
         cpu_layers: the first layers that a stage on the host has, before all others.
         host_embeddings: whether the host keeps the table of embeddings and gives its vectors.
+        host_kv_cache: the share of the cache's blocks that are in host memory, and attended to
+            there.
+        streamed_layers: layers whose weights stay in host memory and are copied to their device
+            while the layers before them compute; it keeps room for two of them.
         lanes: groups of sequences that are on their way through the stages at a time; none: as
             many as there are stages.
     """
@@ -50,19 +54,25 @@ class PartitionSpec:
     layers: tuple[Count, ...] | None = None
     cpu_layers: Count = 0
     host_embeddings: bool = False
+    host_kv_cache: Share = 0.0
+    streamed_layers: Count = 0
     lanes: Size | None = None
 
     def check(self) -> tuple[str, str] | None:
         """The first value that is wrong: its key and the reason."""
         if self.devices is not None and self.mesh is not None:
             return "mesh", "and devices say the same thing; give one of them"
+        if 0 < self.streamed_layers < 3:
+            reason = f"{self.streamed_layers} saves nothing: a device keeps room for two; take 0"
+            return "streamed_layers", f"{reason}, or 3 and more"
         return None
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is divided."""
         named = self.devices is not None or self.mesh is not None
-        return not (named or self.cpu_layers or self.host_embeddings)
+        on_host = self.cpu_layers or self.host_embeddings
+        return not (named or on_host or self.host_kv_cache or self.streamed_layers)
 
 
 def read_partition(written: Any, values: Values) -> PartitionSpec:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
-from kernels_pallas.attention import Queries, Scores, attend
+from kernels_pallas.attention import Queries, Scores, attend, attend_part
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
@@ -92,6 +92,7 @@ def attention(
     rows: int = 16,
     changed: bool = False,
     shared: bool = False,
+    part: bool = False,
     name: str = "",
     **options: Any,
 ) -> Target:
@@ -102,6 +103,7 @@ def attention(
         rows: sequences that there are at most.
         changed: scores are changed in every way that there is.
         shared: the keys are the values too.
+        part: of the keys in one place, without sinks.
         options: of `Scores`.
     """
     lead = (rows * 128, heads[1], 64)
@@ -121,6 +123,8 @@ def attention(
 
     def function(q: Any, keys: Any, values: Any, queries: Any, per_head: Any, table: Any) -> Any:
         scores = Scores(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
+        if part:
+            return attend_part(q, keys, values, queries, scores._replace(sinks=None))
         return attend(q, keys, values, queries, scores)
 
     return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, args)

@@ -29,6 +29,8 @@ TARGETS = [
     attention("q3", tokens=200, dim=192),
     attention("q3.5", dim=40),
     attention("q6", dim=576, heads=(128, 1), shared=True, name="latent"),
+    attention("bf16", part=True, name="part"),
+    attention("q8", tokens=200, changed=True, part=True, name="part of many"),
 ]
 
 

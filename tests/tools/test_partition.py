@@ -22,7 +22,9 @@ def test_a_plan_for_devices_that_are_not_there(
 ) -> None:
     picture = tmp_path / "plan.svg"
     out = printed(capsys, GOLDENS / "llama2", "--partition", "0&1;2&3", "--svg", picture)
-    rows = re.findall(r"^(device \d) +(.+?)  +[\d.]+ KiB +[\d.]+ KiB +(.+)$", out, re.MULTILINE)
+    told, memory = out.split("\nmemory")
+    rows = re.findall(r"^(device \d) +(.+?)  +[\d.]+ KiB +[\d.]+ KiB +(.+)$", told, re.MULTILINE)
+    assert re.findall(r"^device \d", memory, re.MULTILINE) == [row[0] for row in rows]
     assert [row[0] for row in rows] == ["device 0", "device 1", "device 2", "device 3"]
     assert rows[0][1:] == rows[1][1:] == ("embedding + decoder 0-1", "5 sums")
     assert rows[2][1:] == ("decoder 2 + head", "2 sums, 1 gather")
@@ -72,4 +74,4 @@ def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_partition.main([]) == 2
-    assert capsys.readouterr().err == "error: a source is needed, or --predict\n"
+    assert capsys.readouterr().err == "error: a source is needed, or --predict or --memory\n"

@@ -1,0 +1,46 @@
+"""Attention whose keys are in several places: each gives a part, and parts are joined exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys, float32.
+
+    Attributes:
+        out: weighted sum of values, not divided by the sum of weights.
+        sums: of each query the highest score, -inf where it saw no key, and the sum of
+            exp(score - highest).
+    """
+
+    out: Float[Array, "tokens heads value_dim"]
+    sums: Float[Array, "tokens heads 2"]
+
+
+def joined(
+    parts: Sequence[Part], sinks: Float[Array, " heads"] | None, dtype: DTypeLike
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attention over the keys of all parts; what saw no key is 0.
+
+    Args:
+        sinks: a score per head that takes part in the softmax and has no value.
+    """
+    outs = jnp.stack([part.out for part in parts])
+    highest, totals = (jnp.stack([part.sums[..., i] for part in parts]) for i in (0, 1))
+    most = jnp.max(highest, axis=0)
+    if sinks is not None:
+        most = jnp.maximum(most, sinks.astype(jnp.float32)[None])
+    base = jnp.where(jnp.isfinite(most), most, 0.0)
+    scales = jnp.exp(highest - base[None])
+    total = jnp.sum(totals * scales, axis=0)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32)[None] - base)
+    whole = jnp.sum(outs * scales[..., None], axis=0)
+    return (whole / jnp.where(total == 0, 1.0, total)[..., None]).astype(dtype)

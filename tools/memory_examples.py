@@ -1,0 +1,83 @@
+"""Memory plans of well-known models, from their published sizes alone: no weights are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.model import AbstractModel, build
+from jinfer.ops.backend import target
+from jinfer.partition.memory import MemoryPlan, memory_plan
+from jinfer.partition.placing import plan_of
+from jinfer.spec.files import find_family, format_table, with_families
+from jinfer.spec.model import ModelSpec
+from jinfer.spec.partition import PartitionSpec
+from jinfer.spec.resolve import Facts, resolve
+from jinfer.spec.tables import nested
+from jinfer.spec.values import lookup_in
+from jinfer.weights.storage import choose_storages, stored
+
+from .known_shapes import SHAPES
+from .partition import free_of
+
+_MACHINE, _CONTEXT, _TYPE = "rtx4090", 4096, jnp.dtype(jnp.bfloat16)
+# What is set, one after the other, and what the plan then is.
+_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "Yi-34B": ({}, {"host_kv_cache": 0.5}, {"host_kv_cache": 0.5, "host_embeddings": True}),
+    "Falcon-40B": ({}, {"host_kv_cache": 1.0}, {"streamed_layers": 15}, {"cpu_layers": 15}),
+}
+
+
+def _config(name: str) -> dict[str, Any]:
+    """What a model's config.json says."""
+    shape = SHAPES[name]
+    common = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": _CONTEXT,
+    }
+    if name.startswith("Falcon"):
+        own = {"new_decoder_architecture": True, "num_kv_heads": shape.kv_heads}
+        return {**common, **own, "architectures": ["FalconForCausalLM"]}
+    own = {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.inner}
+    activated = {"hidden_act": "silu", "rms_norm_eps": 1e-5}
+    return {**common, **own, **activated, "architectures": ["LlamaForCausalLM"]}
+
+
+def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
+    """The model as it would be stored for a GPU."""
+    config = _config(name)
+    facts = Facts("safetensors", lookup_in(config), source=name)
+    family = find_family(facts, config["architectures"], Path(name)).stem
+    tables = with_families({"family": family, **nested("quantization.weights", bits)}, Path(name))
+    spec = resolve(tables, name, facts, format_table("safetensors"))
+    model = build(spec, jnp.bfloat16)
+    with target("gpu"):
+        return spec, stored(model, choose_storages(model, spec.quantization, {}, "float", name))
+
+
+def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], MemoryPlan]]:
+    """(model, keys of `[partition]`, plan) on one card of 24 GB, its cache as of 16 bits."""
+    for name, settings in _SETTINGS.items():
+        spec, model = _model(name, bits)
+        for keys in settings:
+            own = replace(spec, partition=PartitionSpec(**keys))
+            plan = plan_of(own, model, _CONTEXT, _TYPE, _TYPE, imagined=True)
+            free = free_of(_MACHINE)
+            yield name, keys, memory_plan(plan, own, model, _TYPE, _TYPE, _CONTEXT, free)
+
+
+def to_text(bits: str) -> str:
+    """All of them."""
+    parts = []
+    for name, keys, plan in plans(bits):
+        said = ", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items())
+        title = f"{name}, {bits}, {said or 'all on the card'}:"
+        parts.append("\n".join([title, "", str(plan), *([plan.problem] if plan.problem else [])]))
+    return "\n\n".join(parts)
