@@ -84,8 +84,12 @@ def test_small_matrices_stay() -> None:
 def test_a_quantized_model_computes_with_its_quantized_weights(
     source: Path, weights: str, activations: str
 ) -> None:
-    keys: dict[str, Any] = {f"quantization.{key}": value for key, value in
-            {"weights": weights, "threshold": 0, "activations": activations}.items()}  # fmt: skip
+    keys: dict[str, Any] = {
+        "quantization.weights": weights,
+        "quantization.threshold": 0,
+        "quantization.activations": activations,
+        "quantization.kv_cache": "f32",
+    }
     quantized = LLM(source, **keys)
     whole: dict[str, Any] = {"dtype": "float32", "quantization.weights": "plain"}
     plain = LLM(source, **whole)
