@@ -21,7 +21,7 @@ from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.driver import Driver
-from jinfer.engine.memory import block_bytes, trim
+from jinfer.engine.memory import block_bytes, free_memory, trim
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
@@ -86,6 +86,7 @@ class Frontend:
             opened.spec,
             opened.checkpoint,
             opened.activations,
+            free_memory,
         )
         self.engine = assemble(weights.model, opened)
         self.thread = EngineThread(self.engine, opened.tokenizer)

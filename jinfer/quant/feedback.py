@@ -22,6 +22,7 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import search
 
+VERSION = 1  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
 _WHOLE = 64  # rows of a triangle that is inverted at once
 

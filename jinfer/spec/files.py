@@ -120,7 +120,10 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
     ]
     if len(found) == 1:
         return found[0]
-    what = ", ".join(name[:100] for name in architectures[:5]) or f"a {facts.format} file without an architecture"
+    what = (
+        ", ".join(name[:100] for name in architectures[:5])
+        or f"a {facts.format} file without an architecture"
+    )
     if not found:
         raise SpecError(
             source, "", f"no family is known for {what}; write a specification (docs/specs.md)"

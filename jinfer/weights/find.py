@@ -13,7 +13,9 @@ from jinfer.ops.dense import reads_as_stored
 from jinfer.quant.tensor import Activations
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.converted import check_settings, load_converted, stored_as
+from jinfer.weights.fed import Fed
 from jinfer.weights.load import find_origins, load
+from jinfer.weights.methods import fed_names, with_feedback
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
 
 
@@ -31,7 +33,11 @@ class Weights:
 
 
 def find_weights(
-    model: AbstractModel, spec: ModelSpec, checkpoint: Checkpoint, activations: Activations
+    model: AbstractModel,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    activations: Activations,
+    free_memory: Callable[[], int] | None = None,
 ) -> Weights:
     """Finds the parameters of a model in its checkpoint.
 
@@ -39,6 +45,7 @@ def find_weights(
         model: as `build` gives it, all its parameters plain.
         spec, checkpoint: how it is built, and from what.
         activations: of products with quantized weights on a CPU.
+        free_memory: gives the bytes that are free; None: as many as it takes.
 
     Raises:
         LoadError: checkpoint and specification do not fit each other.
@@ -55,10 +62,12 @@ def find_weights(
     origins = find_origins(model, checkpoint, spec.tensors)
     model = _typed(model, kept_types(model, spec.quantization, origins))
     storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
-    return Weights(
-        stored(model, storages),
-        lambda progress: load(model, origins, storages, progress=progress),
-    )
+    storages = with_feedback(model, spec, origins, storages)
+    whole = stored(model, storages)
+    if fed_names(storages):
+        fed = Fed(model, spec, checkpoint, origins, storages, activations, free_memory)
+        return Weights(whole, fed.load)
+    return Weights(whole, lambda progress: load(model, origins, storages, progress=progress))
 
 
 def _typed(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
