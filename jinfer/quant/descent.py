@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jinfer.quant.feedback import few_rows
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks
 
@@ -40,10 +41,31 @@ def descend(
     Returns:
         As they are given.
     """
-    outputs, inputs = values.shape
+    inputs = values.shape[1]
     H = hessian / np.diag(hessian).mean()
     H[np.diag_indices(inputs)] += damping
     H = H.astype(np.float32)
+    parts = []
+    for rows in few_rows(len(values)):
+        numbers = (scale[rows], None if base is None else base[rows])
+        exact = None if kept is None else kept[rows]
+        parts.append(_some(values[rows], H, codes[rows], *numbers, format, exact))
+    codes_of, scale_of, base_of = zip(*parts, strict=True)
+    bases = None if base is None else np.concatenate(base_of)
+    return np.concatenate(codes_of), np.concatenate(scale_of), bases
+
+
+def _some(
+    values: np.ndarray,
+    H: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray | None,
+    format: QuantFormat,
+    kept: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """`descend` for some rows, with H as it is minimized."""
+    outputs, inputs = values.shape
     whole = decoded(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
     error = whole - values
     free = np.ones(values.shape, np.float32)

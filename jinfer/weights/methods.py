@@ -13,6 +13,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
+from jinfer.weights.texts import AT_ONCE, LENGTH
 
 # Above, it is done only for those who ask: some 10 minutes on four cores.
 MOST_WEIGHTS = 500_000_000
@@ -85,25 +86,30 @@ def obstacle(
             f"error feedback on {weights / 1e9:.1f}B weights takes {minutes:.0f} minutes or more, "
             'once; quantization.method = "feedback" does it, "search" says nothing'
         )
-    needed = _memory(shapes, names, tokens, spec.dims.get("hidden", 0))
+    needed = _memory(model, names, tokens)
     if needed > free:
-        return (
-            f"error feedback needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
-        )
+        has = f"{free / 2**30:.1f} are free"
+        return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
     return None
 
 
-def _memory(
-    shapes: Mapping[str, tuple[int, ...]], names: list[str], tokens: int, hidden: int
-) -> int:
-    """Bytes, about: the largest layer three times, its inputs' products, a factor of the largest of
+def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
+    """Bytes, about: while the model writes, and while its layers are quantized.
+
+    The latter are the largest layer three times, its inputs' products, a factor of the largest of
     them for each of four threads, and the vectors between two layers.
     """
-    layers = Counter[str]()
-    widest = 0
+    shapes = parameter_shapes(model)
+    weights = sum(map(prod, shapes.values()))
+    kept = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
+    layers, widest = Counter[str](), 0
     for name in names:
         *stack, outputs, inputs = shapes[name]
         layer = ".".join(name.split(".")[:2])
         layers[layer] += 4 * prod(stack) * (3 * outputs * inputs + inputs * inputs)
         widest = max(widest, inputs)
-    return max(layers.values(), default=0) + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * hidden
+    largest = max(layers.values(), default=0)
+    return max(
+        weights * 17 // 16 + 2 * kept * AT_ONCE * LENGTH,
+        largest + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * widest,
+    )

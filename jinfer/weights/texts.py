@@ -31,7 +31,7 @@ from jinfer.weights.walk import Texts
 
 TOKENS = 1 << 15  # that are read
 LENGTH = 256  # of a text that the model writes
-_AT_ONCE = 128  # texts
+AT_ONCE = 32  # texts that it writes together
 _GIVEN = 2  # tokens by chance that each begins with
 _CHANCE_LENGTH = 64  # of tokens by chance, between which there is little to attend to
 _BATCH = 1024  # tokens that are computed together
@@ -73,9 +73,11 @@ def own_texts(
     """
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
+    # Not with this machine's activations: the texts would depend on them.
+    floats = {name: replace(each, activations="float") for name, each in storages.items()}
     while_writing = {
         name: each if each.kept else replace(each, format=_WRITES, method="nearest", outliers=0.0)
-        for name, each in storages.items()
+        for name, each in floats.items()
     }
     leaves = load(model, origins, while_writing)
     rng = np.random.default_rng(0)
@@ -85,8 +87,8 @@ def own_texts(
     )
     written = []
     with bar:
-        for begin in range(0, count, _AT_ONCE):
-            some = begins[begin : begin + _AT_ONCE]
+        for begin in range(0, count, AT_ONCE):
+            some = begins[begin : begin + AT_ONCE]
             written.append(_write(model, leaves, some, length, begin, lambda n: bar.update(n)))
     return in_batches(np.concatenate(written))
 
@@ -117,7 +119,7 @@ def _write(
     each = -(-length // cache.BLOCK)
     table = jnp.arange(count * each, dtype=jnp.int32).reshape(count, each)
     tables = {shape.group: table for shape in model.caches.values()}
-    kept = cache.empty(model.caches, count * each, jnp.float32)
+    kept = cache.empty(model.caches, count * each, jnp.float16)
     rows, none = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
     key = jax.random.key(seed)
 

@@ -7,6 +7,7 @@ from jinfer.quant import parse_format
 from jinfer.quant.descent import descend
 from jinfer.quant.feedback import DAMPING, feedback
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes, nearest_numbers
+from jinfer.quant.quantize import quantize
 from tests.quant.test_feedback import INPUTS, correlated
 
 
@@ -80,3 +81,13 @@ def test_constant_weights_stay() -> None:
     start = (nearest_codes(blocks, *numbers, format), *numbers)
     found = descend(weight, np.eye(64) + 0.1, *start, format, damping=DAMPING)
     np.testing.assert_array_equal(decoded(*found, format), blocks)
+
+
+def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    (weight, x), format = correlated(4), parse_format("q4")
+    H = (x.T @ x).astype(np.float64)
+    whole = quantize(weight, format, method="feedback", hessian=H)
+    monkeypatch.setattr("jinfer.quant.feedback._ROWS", 32)
+    parts = quantize(weight, format, method="feedback", hessian=H)
+    np.testing.assert_array_equal(whole.words, parts.words)
+    np.testing.assert_array_equal(whole.scales, parts.scales)
