@@ -77,6 +77,8 @@ def obstacle(
     """
     if len(spec.stacks) != 1:
         return "an encoder-decoder reads two texts at a time"
+    if not model.vocab:
+        return "the model reads no tokens"
     shapes = parameter_shapes(model)
     names = fed_names(storages)
     weights = sum(prod(shapes[name]) for name in names)

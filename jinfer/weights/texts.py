@@ -2,7 +2,7 @@
 
 A decoder writes it: by its own probabilities, from two tokens by chance on, of which it takes the
 first for the beginning whatever it is. Such texts tell more of what the model will meet than tokens
-by chance do, which are what an encoder reads.
+by chance do, which are what an encoder reads, or a decoder without a vocabulary head.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jinfer.model import AbstractModel
 from jinfer.nn.step import Step
 from jinfer.ops import cache
 from jinfer.quant import parse_format
+from jinfer.spec.blocks import Head
 from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import load
@@ -49,7 +50,9 @@ def usual_texts(
 ) -> list[Texts]:
     """What the model of a specification reads where it is given no text, in batches."""
     context = min(spec.dims.get("context", DEFAULT_CONTEXT), DEFAULT_CONTEXT)
-    if spec.decoder is None:
+    own = spec.decoder.modules if spec.decoder else ()
+    heads = [block for _, block in (*spec.shared, *own) if isinstance(block, Head)]
+    if spec.decoder is None or not heads:
         return chance_texts(model.vocab, context, tokens)
     return own_texts(model, origins, storages, context, tokens=tokens, progress=progress)
 

@@ -1,5 +1,6 @@
 """Loading with error feedback: once, then from what was kept; or a search, and why in one line."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,16 @@ def test_texts_that_a_model_writes() -> None:
     own = np.mean([each[1:].mean() for each in llm.score(ids.tolist())])
     chance = np.random.default_rng(1).integers(0, vocab, ids.shape)
     assert own > 0.3 + np.mean([each[1:].mean() for each in llm.score(chance.tolist())])
+
+
+def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "own_texts", lambda *_, **__: "own")
+    for name, writes in (("llama2", True), ("bert", False)):
+        spec = open_model(GOLDENS / name, {"dtype": "float32"}).spec
+        found: Any = texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
+        if writes:
+            assert found == "own"
+            spec = dataclasses.replace(spec, shared=spec.shared[:1])
+            found = texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
+        assert [len(batch) for batch in found] == [16, 16]
+        assert max(batch.max() for batch in found) < spec.dims["vocab"]
