@@ -35,6 +35,10 @@ LENGTH = 256  # of a text that the model writes
 AT_ONCE = 32  # texts that it writes together
 _GIVEN = 2  # tokens by chance that each begins with
 _CHANCE_LENGTH = 64  # of tokens by chance, between which there is little to attend to
+# All later tokens attend to the first one of a text, so what it is made into counts more than its
+# share. In so many tokens, one more is read as a first one: for SmolLM2-135M in 4 and 3 bits this
+# takes 15% and 20% off the divergence, and three times as many do no better.
+_FIRST = 64
 _BATCH = 1024  # tokens that are computed together
 _WRITES = parse_format("q8")  # what the model's weights are in while it writes
 
@@ -93,7 +97,7 @@ def own_texts(
         for begin in range(0, count, AT_ONCE):
             some = begins[begin : begin + AT_ONCE]
             written.append(_write(model, leaves, some, length, begin, lambda n: bar.update(n)))
-    return in_batches(np.concatenate(written))
+    return with_firsts(np.concatenate(written))
 
 
 def chance_texts(vocab: int, context: int, tokens: int = TOKENS) -> list[Texts]:
@@ -101,6 +105,14 @@ def chance_texts(vocab: int, context: int, tokens: int = TOKENS) -> list[Texts]:
     length = min(_CHANCE_LENGTH, context, tokens)
     shape = max(1, tokens // length), length
     return in_batches(np.random.default_rng(0).integers(0, vocab, shape, np.int32))
+
+
+def with_firsts(ids: Texts) -> list[Texts]:
+    """Texts of one length in batches, and some of their tokens once more, as first ones."""
+    batches = in_batches(ids)
+    if ids.shape[1] <= _FIRST:  # the first ones of short texts are enough
+        return batches
+    return [*batches, *in_batches(ids.reshape(-1)[::_FIRST, None])]
 
 
 def in_batches(ids: Texts) -> list[Texts]:

@@ -155,6 +155,9 @@ def test_texts_that_a_model_writes() -> None:
     llm = LLM(MODEL, dtype="float32")
     own = np.mean([each[1:].mean() for each in llm.score(ids.tolist())])
     chance = np.random.default_rng(1).integers(0, vocab, ids.shape)
+    long = texts.own_texts(model, origins, {}, 128, tokens=1024)
+    assert [batch.shape for batch in long] == [(8, 128), (16, 1)]
+    np.testing.assert_array_equal(long[1][:, 0], long[0].reshape(-1)[::64])
     assert own > 0.3 + np.mean([each[1:].mean() for each in llm.score(chance.tolist())])
 
 
