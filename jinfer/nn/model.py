@@ -115,14 +115,21 @@ class Stack(nnx.Module):
         """All layers, with the cache where there is one."""
         cache = dict(cache)
         step = step.with_cos_sin(self._ropes())
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
-            definition, state = nnx.split((layer, used))
-            x, own = _run_layer(backend(), definition, state, x, tokens, step, own)
+            x, own = self.run_layer(i, x, tokens, step, own, shared)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
+
+    def run_layer(
+        self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """One layer, with its attentions' caches by the names of their modules."""
+        layer = self.layers[number]
+        used = {n: shared[n] for n in layer.wiring.calls if n not in layer.modules}
+        definition, state = nnx.split((layer, used))
+        return _run_layer(backend(), definition, state, x, tokens, step, cache)
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
