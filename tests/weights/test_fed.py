@@ -14,7 +14,7 @@ from jinfer.engine.memory import free_memory
 from jinfer.model import build
 from jinfer.opening.settings import open_model
 from jinfer.spec.errors import SpecError
-from jinfer.weights import fed, kept, methods, texts
+from jinfer.weights import fed, kept, methods, sequential, texts
 from jinfer.weights.load import find_origins
 from tests.checkpoint.converting import check_equal, leaves
 
@@ -43,7 +43,7 @@ def test_the_second_start_maps_what_was_kept(
     assert capsys.readouterr().err == f"{ONCE}{cache}\n"
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(fed, "Sequential", stop)
+        patch.setattr(sequential, "Sequential", stop)
         check_equal(leaves(MODEL, **Q3), first)
         check_equal(leaves(MODEL, **Q3, method="feedback"), first)
         assert capsys.readouterr().err == ""
