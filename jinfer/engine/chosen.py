@@ -10,6 +10,10 @@ from jaxtyping import Float, Int
 from jinfer.sampling.rows import Progress
 
 MAX_STEPS = 8  # of a call of `decode`
+# A call takes as many steps as fit into this, in seconds, so that the host has little to do with a
+# small model's short steps. What is new, a request or a wish to stop, interrupts it on a CPU, and
+# waits no longer than two calls elsewhere.
+CALL_SECONDS = 0.02
 MAX_COPIES = 8  # of a call of `copy_blocks`
 
 
@@ -27,3 +31,8 @@ class Chosen(NamedTuple):
     top_ids: Int[Array, "rows top"]
     top_logprobs: Float[Array, "rows top"]
     progress: Progress
+
+
+def fitting(step_seconds: float) -> int:
+    """The steps of a call, each of which takes so long."""
+    return max(1, int(CALL_SECONDS / max(step_seconds, 1e-6)))

@@ -1,8 +1,11 @@
 """Python's search for garbage, which finds none while modules are imported and models are built."""
 
 import gc
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -24,6 +27,33 @@ def imported() -> Iterator[None]:
     The one that would follow at once takes long, and JAX has it call a function in which Ctrl-C is
     not heard.
     """
-    with paused():
+    with paused(), heard():
         yield
         gc.freeze()
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Ctrl-C ends what is inside, even where somebody there catches all exceptions.
+
+    Raises:
+        KeyboardInterrupt: at the end, if it did not come this far by itself.
+    """
+    pressed = False
+
+    def note(*_: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt

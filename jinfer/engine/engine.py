@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jax import Array
 
-from jinfer.engine.chosen import Chosen
+from jinfer.engine.chosen import CALL_SECONDS, Chosen, fitting
 from jinfer.engine.device import Device, token_of
 from jinfer.engine.driver import Driver
 from jinfer.engine.guided import Guides
@@ -28,13 +28,10 @@ from jinfer.engine.scheduler import Plan, Running, Scheduler
 from jinfer.engine.speculator import Drafted, Speculator
 from jinfer.engine.state import Choice
 from jinfer.ops.cache import BLOCK
+from jinfer.ops.interrupt import Flag
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
-
-# A call takes as many steps as fit into this, in seconds: what is new, a request or a wish to stop,
-# waits no longer than two calls, and the host has little to do with a small model's short steps.
-CALL_SECONDS = 0.02
 
 
 @dataclass(kw_only=True)
@@ -46,6 +43,7 @@ class Engine(Device):
         step_seconds: what a step of the last decoding call took.
         speculator: drafts tokens, if there is one.
         drafted: how many.
+        interrupt: ends decoding calls, also those that have not begun; any thread may raise it.
         samplers, guides: how requests' tokens are chosen, and the grammars of some.
     """
 
@@ -53,6 +51,7 @@ class Engine(Device):
     step_seconds: float = CALL_SECONDS
     speculator: Speculator | None = None
     drafted: Drafted = field(default_factory=Drafted)
+    interrupt: Flag = field(default_factory=Flag)
     samplers: Samplers = field(default_factory=Samplers)
     guides: Guides = field(default_factory=Guides)
     _sequences: dict[int, Running] = field(default_factory=dict)
@@ -62,9 +61,11 @@ class Engine(Device):
     _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
+    _flag: np.int32 = field(init=False)
 
     def __post_init__(self) -> None:
         self.scheduler.on_release = self._released
+        self._flag = np.int32(self.interrupt.number)
 
     def runs(self, sequence: Running) -> bool:
         """Whether it was admitted, and its request goes on."""
@@ -227,8 +228,7 @@ class Engine(Device):
         return chosen
 
     def _plan(self) -> Plan:
-        fitting = max(1, int(CALL_SECONDS / max(self.step_seconds, 1e-6)))
-        most = min(self.programs.most_steps, fitting)
+        most = min(self.programs.most_steps, fitting(self.step_seconds))
         return self.scheduler.plan(self.speculator.steps(most) if self.speculator else most)
 
     def recover(self) -> list[int]:
@@ -320,7 +320,7 @@ class Engine(Device):
         program, tables = self.programs.get(shape), self.tables()
         begun = time.perf_counter()
         self._cache, self._state, result = program(
-            self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps)
+            self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps), self._flag
         )
         chosen = tuple(enumerate(plan.decoding))
         self.note(Launched(result, chosen, plan.steps, begun, decodes=True))
@@ -379,7 +379,7 @@ class Engine(Device):
             token = token_of(chosen, step, row, sequence.request)
             sequence.tokens.append(token.id)
             yield replace(token, origin=origin) if origin else token
-        if origins and not sequence.unread:
+        if not sequence.unread:
             before = sequence.computed // BLOCK
             sequence.computed = len(sequence.tokens) - 1
             if sequence.computed // BLOCK > before:
@@ -394,7 +394,7 @@ class Engine(Device):
 
     def _time(self, launched: Launched, tokens: np.ndarray) -> None:
         now = time.perf_counter()
-        steps = max(1, int(np.count_nonzero((tokens >= 0).any(axis=1))))
-        if launched.decodes:
+        steps = int(np.count_nonzero((tokens >= 0).any(axis=1)))
+        if launched.decodes and steps:
             self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
         self._last_read = now

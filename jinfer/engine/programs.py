@@ -244,8 +244,10 @@ class Programs:
                 flag = jax.ShapeDtypeStruct((), jnp.bool_)
                 return function, 0, (state, *out, words, flag)
             case "decode" | "propose":
+                of: Callable[..., Any] = propose
                 arguments = (_int32(tokens), self.tables(self.sizes.slots), _int32())
-                of = steps.decode if shape.kind == "decode" else propose
+                if shape.kind == "decode":
+                    of, arguments = steps.decode, (*arguments, _int32())
                 function = self._of(of, shape.stages)
                 return function, (1, 2), (leaves, cache, state, *arguments)
             case "verify":

@@ -8,16 +8,16 @@ two distributions allow, and the second greatest is the next best guess.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
-from jinfer.engine.chosen import MAX_STEPS
-from jinfer.engine.places import Tables, going
+from jinfer.engine.places import Tables
 from jinfer.engine.state import State
-from jinfer.engine.steps import Leaves, logits
+from jinfer.engine.steps import Leaves, repeat
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.sampling import penalties
@@ -47,27 +47,9 @@ def propose(
     Returns:
         The likeliest tokens of each place first; -1 where there is none.
     """
-    count = rows.shape[0]
-    every = jnp.arange(count, dtype=jnp.int32)
-    newest = jnp.full(count, -1, jnp.int32)
-
-    def one_more(carry: tuple[Array, Cache, State, Array]) -> tuple[Array, Cache, State, Array]:
-        i, cache, state, so_far = carry
-        # See `steps.decode`.
-        parts, lengths = lax.optimization_barrier((leaves, state.lengths))
-        state = state._replace(lengths=lengths)
-        cache, out, which = logits(model, parts, cache, state, rows, newest, tables, every)
-        state, likeliest = _propose(stages, state, out, which)
-        return i + 1, cache, state, lax.dynamic_update_index_in_dim(so_far, likeliest, i, 0)
-
-    def more(carry: tuple[Array, Cache, State, Array]) -> Array:
-        i, _, state, _ = carry
-        return (i < steps) & jnp.any(going(state, rows))
-
-    width = min(WIDTH, model.vocab)
-    none = jnp.full((MAX_STEPS, count, width), -1, jnp.int32)
-    _, cache, state, tokens = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
-    return cache, state, tokens
+    none = jnp.full((rows.shape[0], min(WIDTH, model.vocab)), -1, jnp.int32)
+    proposes = partial(_propose, stages)
+    return repeat(model, proposes, none, leaves, cache, state, rows, tables, steps)
 
 
 def _propose(

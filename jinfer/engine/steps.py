@@ -5,9 +5,8 @@ Pure functions of flat parameters, a cache and a state that are given away, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,9 @@ from jinfer.engine.searches import allowed, best_beams, best_candidate
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
-from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.ops import blocks
+from jinfer.ops.cache import Cache, Placement
+from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
@@ -93,13 +94,43 @@ def decode(
     rows: Int[Array, " sequences"],
     tables: Tables,
     steps: Int[Array, ""],
+    flag: Int[Array, ""],
 ) -> tuple[Cache, State, Chosen]:
-    """The next tokens of sequences, until all of them have ended.
+    """The next tokens of sequences, until all of them have ended or the host interrupts.
 
     Args:
         stages: of sampling, that these sequences may need.
         rows: their slots; -1: none.
         steps: tokens of each, at most; not above `MAX_STEPS`.
+        flag: with which the host says that it has something else to do.
+
+    Returns:
+        What was chosen has a leading axis of `MAX_STEPS`.
+    """
+    chooses = partial(choose_next, model, stages)
+    none = nothing(state, rows.shape[0])
+    return repeat(model, chooses, none, leaves, cache, state, rows, tables, steps, flag)
+
+
+def repeat[One](
+    model: AbstractModel,
+    chooses: Callable[[State, Array, Array], tuple[State, One]],
+    none: One,
+    leaves: Leaves,
+    cache: Cache,
+    state: State,
+    rows: Int[Array, " sequences"],
+    tables: Tables,
+    steps: Int[Array, ""],
+    flag: Int[Array, ""] | None = None,
+) -> tuple[Cache, State, One]:
+    """Steps one after the other, each of which takes the token that the one before has chosen.
+
+    Args:
+        chooses: from a state, logits, and the rows they are of, what is chosen, and the state after
+            it.
+        none: what a step gives that is not made has its shapes, and is -1.
+        rows, tables, steps, flag: see `decode`; nobody interrupts without a flag.
 
     Returns:
         What was chosen has a leading axis of `MAX_STEPS`.
@@ -108,28 +139,26 @@ def decode(
     every = jnp.arange(count, dtype=jnp.int32)
     newest = jnp.full(count, -1, jnp.int32)
 
-    def one_more(carry: tuple[Array, Cache, State, Chosen]) -> tuple[Array, Cache, State, Chosen]:
+    def one_more(carry: tuple[Array, Cache, State, One]) -> tuple[Array, Cache, State, One]:
         i, cache, state, so_far = carry
         # Without the barrier XLA takes what depends on weights alone out of the loop, and with it
         # memory for all weights, unpacked.
         parts, lengths = lax.optimization_barrier((leaves, state.lengths))
         state = state._replace(lengths=lengths)
-        given = (rows, newest, tables, every)
-        cache, out, chooses = logits(model, parts, cache, state, *given)
-        state, chosen = choose_next(model, stages, state, out, chooses)
+        cache, out, which = logits(model, parts, cache, state, rows, newest, tables, every)
+        state, chosen = chooses(state, out, which)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
         return i + 1, cache, state, so_far
 
-    def more(carry: tuple[Array, Cache, State, Chosen]) -> Array:
+    def more(carry: tuple[Array, Cache, State, One]) -> Array:
         i, _, state, _ = carry
-        return (i < steps) & jnp.any(going(state, rows))
+        goes_on = (i < steps) & jnp.any(going(state, rows))
+        return goes_on if flag is None else goes_on & ~interrupted(flag, i)
 
-    none = jax.tree.map(
-        lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), nothing(state, count)
-    )
-    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, none))
+    empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
+    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
     return cache, state, chosen
 
 
@@ -319,24 +348,10 @@ def copy_blocks(
     count: Int[Array, ""],
 ) -> Cache:
     """The cache with some blocks of each group copied."""
-
-    def one(i: Array, cache: Cache) -> Cache:
-        def copied(group: str, pool: Any) -> Any:
-            return jax.tree.map(
-                lambda array: lax.dynamic_update_index_in_dim(
-                    array,
-                    lax.dynamic_index_in_dim(array, sources[group][i], keepdims=False),
-                    targets[group][i],
-                    0,
-                ),
-                pool,
-            )
-
-        return {
-            name: LayerCache(*(copied(model.caches[name].group, part) for part in layer))
-            if model.caches[name].group in sources
-            else layer
-            for name, layer in cache.items()
-        }
-
-    return lax.fori_loop(0, count, one, cache)
+    copied = dict(cache)
+    for group in sources:
+        own = {name: cache[name] for name in cache if model.caches[name].group == group}
+        arrays, tree = jax.tree.flatten(own)
+        changed = blocks.copy_blocks(arrays, sources[group], targets[group], count)
+        copied |= jax.tree.unflatten(tree, changed)
+    return copied

@@ -144,6 +144,7 @@ class EngineThread:
                     _running.add(self)
                     _threads.add(self._thread)
         self._loop.inbox.put(message)
+        self._loop.engine.interrupt.set(True)
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
@@ -239,6 +240,8 @@ class _Loop:
 
     def _receive(self) -> bool:
         """Takes all messages; waits for one where there is nothing to do. False: the end."""
+        # What comes from here on interrupts what is launched after this.
+        self.engine.interrupt.set(False)
         idle = not self.engine.busy and (not self.jobs or isinstance(self.pause, Shape))
         while True:
             try:

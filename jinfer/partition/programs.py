@@ -124,8 +124,8 @@ class StagedPrograms(Programs):
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
         def run(
-            leaves: Any, caches: Caches, states: LaneStates, slots: Any, tables: Any, steps: Any
-        ) -> Any:
+            leaves: Any, caches: Caches, states: LaneStates, slots: Any, tables: Any, *_: Any
+        ) -> Any:  # of one step, which nobody interrupts
             lane, rows = self.lanes.of_slots(slots)
             given = states[lane], rows, newest, every
             places, chooses = self.launch(f"lane {lane}", begin, *given)

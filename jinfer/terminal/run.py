@@ -21,7 +21,6 @@ from jinfer.spec.resolve import merge
 from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
 from jinfer.terminal.conflicts import FlagError, check, check_effects
-from jinfer.terminal.explain import explain
 from jinfer.terminal.flags import sampling
 
 MAX_PROMPT = 64 << 20  # bytes
@@ -64,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
         return Chat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)
     if options.explain_speculation:
+        from jinfer.terminal.explain import explain
+
         return explain(llm, ids)
     return _answer(llm, ids, options.json)
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, EngineError, RequestError, SamplingParams
-from jinfer.engine import engine
+from jinfer.cpu import interrupt as cpu
+from jinfer.engine import chosen
 from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Programs, Shape
@@ -228,12 +229,37 @@ def test_the_first_token_does_not_wait_for_the_second_s_program(
     assert tokens == alone[0][:5]
 
 
+@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
+def test_interrupted_calls(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A raised flag ends a call before its first step; the next one makes up for it."""
+    monkeypatch.setattr(chosen, "CALL_SECONDS", 1000.0)
+    taken: list[int] = []
+    decode, read = Engine._decode, Engine._read
+
+    def decoded(self: Engine, plan: Any) -> bool:
+        self.interrupt.set(len(taken) % 2 == 0)
+        return decode(self, plan)
+
+    def watched(self: Engine, launched: Any) -> Any:
+        if launched.decodes:
+            taken.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
+        return read(self, launched)
+
+    monkeypatch.setattr(Engine, "_decode", decoded)
+    monkeypatch.setattr(Engine, "_read", watched)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == alone
+    assert 0 in taken
+    assert max(taken) > 1
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
 def test_several_steps_a_call(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """The tokens are the same; a call ends with the last of its sequences."""
-    monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+    monkeypatch.setattr(chosen, "CALL_SECONDS", seconds)
     launched = []
     decode = Engine._decode
 

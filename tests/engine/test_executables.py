@@ -58,8 +58,9 @@ def results(
         found: list[Any] = []
         if llm.spec.decoder is not None:
             for name in strategies:
-                answers = llm.generate(TEXTS, EVERY[name])
-                found += [(one.token_ids, one.logprobs) for one in answers]
+                for text in TEXTS:  # together they take turns that differ from time to time
+                    one = llm.generate([text], EVERY[name])[0]
+                    found.append((one.token_ids, one.logprobs))
             # Its first block is copied, as it fits in part.
             found.append(llm.generate([[*PROMPT, 7, 7]], EVERY["greedy"])[0].token_ids)
         if llm.spec.type == "decoder-only" and len(strategies) > 1:

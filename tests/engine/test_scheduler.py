@@ -110,9 +110,25 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_shares() -> None:
-    assert shares([("a", 100), ("b", 5), ("c", 100)], 60) == [("a", 28), ("b", 5), ("c", 27)]
+    assert shares([("a", 100), ("b", 5), ("c", 100)], 60) == [("a", 55), ("b", 5)]
+    assert shares([("a", 100), ("b", 50), ("c", 90)], 60) == [("a", 30), ("b", 30)]
+    assert shares([("a", 20), ("b", 50), ("c", 20)], 60) == [("a", 20), ("b", 20), ("c", 20)]
     assert shares([("a", 1), ("b", 1)], 60) == [("a", 1), ("b", 1)]
-    assert shares([("a", 9), ("b", 9), ("c", 9)], 2) == [("a", 1), ("b", 1)]
+    assert shares([("a", 9), ("b", 9), ("c", 9)], 2) == [("a", 2)]
+    assert shares([("a", 9), ("b", 1)], 1) == [("a", 1)]
+    assert shares([], 60) == []
+
+
+def test_prompts_that_come_together_are_done_one_after_the_other() -> None:
+    wanted = dict.fromkeys("abcd", 94)
+    done = []
+    for step in range(7):
+        for name, count in shares(list(wanted.items()), 64):
+            wanted[name] -= count
+            if not wanted[name]:
+                done.append((name, step))
+                del wanted[name]
+    assert done == [("a", 1), ("b", 2), ("c", 4), ("d", 5)]
 
 
 def test_priorities_then_arrival() -> None:

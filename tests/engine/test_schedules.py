@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.engine import engine
+from jinfer.engine import chosen
 from jinfer.engine.generation import Usage
 from tests.test_smollm2 import ROOT
 
@@ -173,9 +173,9 @@ def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any)
     assert preempted > 0, "the small pools were meant to be too small"
 
 
-@pytest.mark.parametrize("seconds", [0.0, engine.CALL_SECONDS])
+@pytest.mark.parametrize("seconds", [0.0, chosen.CALL_SECONDS])
 def test_stories(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+    monkeypatch.setattr(chosen, "CALL_SECONDS", seconds)
     schedules(STORIES, 256, 2, seed=int(seconds > 0))
 
 

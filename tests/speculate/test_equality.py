@@ -14,6 +14,8 @@ from tests.speculate.drafts import RandomTrees, alone, ids, known, same, specula
 from tests.test_goldens import CAUSAL
 
 # A window, ALiBi, soft caps, latent attention, sinks, a learned table, experts, "dynamic" lengths.
+# Windows, ALiBi, latents, sinks, soft caps, experts; the others are among what takes minutes.
+USUAL = ("llama2", "gemma2", "bloom", "deepseek_v2", "gpt_oss", "mixtral")
 CACHES = [
     *[("llama2", "q8"), ("mistral", "q4"), ("bloom", "q8"), ("gemma2", "f16"), ("gemma2", "q8")],
     *[("deepseek_v2", "q8"), ("gpt_oss", "q3"), ("qwen25_yarn", "bf16"), ("mixtral", "q6")],
@@ -41,7 +43,9 @@ def check_trees(llm: LLM, **sampling: Any) -> None:
     assert llm.stats().blocks_held == 0
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    "name", [*USUAL, *(pytest.param(n, marks=pytest.mark.soak) for n in CAUSAL if n not in USUAL)]
+)
 def test_goldens(name: str) -> None:
     settings: dict[str, Any] = {"engine.slots": 2, "dtype": "float32"}
     with LLM(source(name), **settings) as llm:
@@ -92,7 +96,9 @@ def test_sizes(stories: LLM, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("streams", [1, 3, 8])
+@pytest.mark.parametrize(
+    "streams", [pytest.param(1, marks=pytest.mark.soak), 3, pytest.param(8, marks=pytest.mark.soak)]
+)
 def test_strategies(stories: LLM, strategy: dict[str, Any], streams: int) -> None:
     vocab = stories.spec.dims["vocab"]
     prompts = ids(vocab, *range(3, 3 + 9 * streams, 9))
@@ -104,7 +110,9 @@ def test_strategies(stories: LLM, strategy: dict[str, Any], streams: int) -> Non
             same(stories.generate(prompts, params), plain)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))]
+)
 def test_seeds_and_a_mixed_batch(stories: LLM, seed: int) -> None:
     vocab = stories.spec.dims["vocab"]
     chosen = [STRATEGIES[(seed + 3 * i) % (len(STRATEGIES) - 2)] for i in range(8)]
@@ -191,8 +199,8 @@ def steps_of(replay: Replay, prompt: tuple[int, ...], answer: int, nodes: int) -
     return steps
 
 
-@pytest.mark.parametrize("accuracy", [0.6, 0.7, 0.8, 0.9])
-@pytest.mark.parametrize("nodes", [3, 7])
+@pytest.mark.parametrize("accuracy", [0.6, pytest.param(0.7, marks=pytest.mark.soak), 0.8, 0.9])
+@pytest.mark.parametrize("nodes", [pytest.param(3, marks=pytest.mark.soak), 7])
 def test_tokens_a_step_are_what_the_formula_says(stories: LLM, accuracy: float, nodes: int) -> None:
     """(1 - a^(N+1)) / (1 - a), where each of N drafted tokens is right with the chance a."""
     prompts = ids(512, *range(2, 12))

@@ -76,7 +76,7 @@ def test_an_encoder() -> None:
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
     monkeypatch.setattr(dense, "reads_as_stored", lambda: False)
-    monkeypatch.setattr("jinfer.cpu.dense.dense_linear", None)
+    monkeypatch.setattr("jinfer.ops.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")
     assert types(kept, "matrix") == {"bfloat16"}

@@ -73,6 +73,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "bad_words_ids",
     ),
     "Structure": ("json_schema", "regex", "choice", "grammar"),
+    "Speculation": ("speculation",),
 }
 # Requests' names that are neither the parameter's own nor another engine's.
 _OWN = {"include_stop_str_in_output": "include_stop", "skip_special_tokens": "skip_special"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinfer.server.tools import json_text
@@ -75,6 +75,38 @@ def json_calls(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
             yield from reader.space()
         if (yield from reader.char()) != "{":
             return True
+
+
+def in_a_row(
+    reader: Reader,
+    out: Output,
+    tools: Tools,
+    marks: tuple[str, str, str],
+    call: Callable[[Reader, Output, Tools], Reading[bool]],
+) -> Reading[None]:
+    """Reads an answer to its end, with calls one after the other in a list.
+
+    Args:
+        marks: what begins the list, which may be missing, what begins a call, what ends the list.
+        call: reads a call from after its beginning, and marks the place after what is sure.
+    """
+    opens, begins, closes = marks
+    while (mark := (yield from reader.until((opens, begins), out.content))) is not None:
+        reader.mark(mark)
+        yield from reader.space()
+        going = mark == begins or (yield from reader.starts(begins))
+        if not going:
+            out.content(reader.raw())
+            continue
+        while going:
+            if not (yield from call(reader, out, tools)):
+                out.content(reader.raw())
+                break
+            yield from reader.space()
+            reader.mark()
+            going = yield from reader.starts(begins)
+        else:
+            yield from reader.starts(closes)
 
 
 def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Reading[bool]:

@@ -10,7 +10,7 @@ V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between begin and end of a 
 
 from __future__ import annotations
 
-from jinfer.server.tools.calls import Tools, named
+from jinfer.server.tools.calls import Tools, in_a_row, named
 from jinfer.server.tools.format import Format, repeated
 from jinfer.server.tools.lark import Lark, parameters
 from jinfer.server.tools.output import Output
@@ -22,29 +22,11 @@ CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = _MARKS
 
 
 def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
-    while (mark := (yield from reader.until((CALLS, CALL), out.content))) is not None:
-        reader.mark(mark)
-        yield from reader.space()
-        going = mark == CALL or (yield from reader.starts(CALL))
-        if not going:
-            out.content(reader.raw())
-            continue
-        while going:
-            if not (yield from _call(reader, out, tools)):
-                out.content(reader.raw())
-                break
-            reader.mark()
-            yield from reader.space()
-            yield from reader.starts(CALL_END)
-            yield from reader.space()
-            reader.mark()
-            going = yield from reader.starts(CALL)
-        else:
-            yield from reader.starts(CALLS_END)
+    yield from in_a_row(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
 
 
 def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads what stands between begin and end of a call."""
+    """Reads a call up to its end, which may be missing."""
     head: list[str] = []
     if (yield from reader.until(_MARKS, head.append, take=False)) != SEPARATOR:
         return False
@@ -59,10 +41,10 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
     yield from reader.space()
     if not (yield from named(reader, out, name, tools)):
         return False
-    if fenced:
+    for end in ("```", CALL_END) if fenced else (CALL_END,):
         reader.mark()
         yield from reader.space()
-        yield from reader.starts("```")
+        yield from reader.starts(end)
     return True
 
 

@@ -87,7 +87,7 @@ def made_up(folder: Path, shape: LlamaShape) -> Path:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(HYBRID, id="hybrid"),
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.soak),
         pytest.param({"devices": "5"}, id="another", marks=pytest.mark.soak),
     ],
 )
@@ -128,6 +128,7 @@ def test_a_small_cache_and_few_slots() -> None:
         assert nothing_held(llm)
 
 
+@pytest.mark.soak
 def test_translations() -> None:
     rng = np.random.default_rng(2)
     prompts = [rng.integers(4, 320, n).tolist() for n in (6, 40, 90)]
@@ -145,6 +146,7 @@ def test_translations() -> None:
         assert nothing_held(llm)
 
 
+@pytest.mark.soak
 def test_programs_made_at_the_start() -> None:
     """Nothing is compiled afterwards."""
     with opened("llama2", **HYBRID, **{**KEYS, "engine.slots": 2, "engine.warm_up": True}) as llm:
@@ -153,6 +155,7 @@ def test_programs_made_at_the_start() -> None:
         assert llm.compilations == made
 
 
+@pytest.mark.soak
 def test_answers_under_a_grammar(tmp_path: Path) -> None:
     """Their tokens are chosen a call later, in their own lane, beside those of free ones."""
     model = made_up(tmp_path, LlamaShape(2, 64, 4, 2, 96, context=512))
@@ -174,6 +177,7 @@ def test_answers_under_a_grammar(tmp_path: Path) -> None:
     assert texts(**{"partition.devices": "0;1"}) == texts()
 
 
+@pytest.mark.soak
 def test_devices_that_the_cost_model_chooses() -> None:
     requests = asked(3)
     with opened("llama2", **KEYS) as llm:

@@ -90,13 +90,13 @@ export class Engine {
     const { rates, streams, blocks, prefix, speculation } = this.plots;
     const { last } = this;
     this.last = now;
-    speculation.element.hidden = now.drafted === undefined;
+    speculation.element.hidden = !now.drafted;
     if (now.running === undefined) {
       this.say("This model is not in memory, so there is nothing to see of it.");
       return;
     }
     this.say(
-      now.drafted === undefined
+      !now.drafted
         ? "Nothing is speculated: the server has no figures of drafts."
         : "",
     );
@@ -116,7 +116,7 @@ export class Engine {
     blocks.most = now.blocks;
     blocks.push([now.held ?? null, free]);
     prefix.push([share(more("hits"), more("looked")) ?? prefix.latest]);
-    if (now.drafted === undefined) return;
+    if (!now.drafted) return;
     speculation.push([share(more("accepted"), more("drafted")) ?? speculation.latest]);
   }
 

@@ -1,0 +1,36 @@
+// Flags that the host raises while a program runs, and the handler of `jinfer_interrupted`, by which
+// the program's loop looks at one.
+#include <atomic>
+#include <cstdint>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+constexpr int32_t kFlags = 1024;
+std::atomic<bool> raised[kFlags];
+
+ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
+                       ffi::Result<ffi::Buffer<ffi::PRED>> out) {
+  const int32_t which = flag.typed_data()[0];
+  if (which < 0 || which >= kFlags) return ffi::Error::InvalidArgument("there is no such flag");
+  out->typed_data()[0] = raised[which].load(std::memory_order_relaxed);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+// The step that is the second argument is not read: with it the call cannot be taken out of a loop.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_interrupted, jinfer::interrupted,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>());
+
+extern "C" __attribute__((visibility("default"))) void jinfer_raise(int32_t flag, bool on) {
+  jinfer::raised[flag % jinfer::kFlags].store(on, std::memory_order_relaxed);
+}

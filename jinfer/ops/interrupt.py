@@ -1,0 +1,23 @@
+"""Whether the host wants a running loop to end early."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from jinfer.cpu import interrupt as cpu
+from jinfer.cpu.interrupt import Flag as Flag
+from jinfer.ops.backend import backend
+
+
+def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
+    """Whether the host has raised a flag; where a program cannot see it, it has not.
+
+    Args:
+        flag: its number: see `jinfer.cpu.interrupt.Flag`.
+        step: of the loop, that is about to begin.
+    """
+    if backend() == "cpu" and cpu.available():
+        return cpu.interrupted(flag, step)
+    return jnp.bool_(False)

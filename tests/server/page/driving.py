@@ -1,0 +1,101 @@
+"""What a person does with the page, and answers that come from a script."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from playwright import sync_api as driver
+
+expect: Any = driver.expect
+expect.set_options(timeout=20_000)
+ANSWERS = "**/v1/chat/completions"
+
+
+@contextlib.contextmanager
+def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
+    """A page in a browser of its own, which asks nobody else and has nothing to complain of."""
+    complaints: list[str] = []
+
+    def answer(dialog: Any) -> None:
+        if not dialog.message.startswith("Delete all "):
+            complaints.append(dialog.message)
+        dialog.accept()
+
+    def log(line: Any) -> None:
+        # What was refused, or could not be fetched, is noted there, too.
+        if line.type == "error" and not line.text.startswith("Failed to load resource"):
+            complaints.append(line.text)
+
+    def note(request: Any) -> None:
+        if not request.url.startswith(url):
+            complaints.append(request.url)
+
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", answer)
+    page.on("console", log)
+    page.on("request", note)
+    page.goto(url)
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def say(page: Any, text: str) -> None:
+    """Sends a message, as a person does who has a keyboard."""
+    page.locator("#input").fill(text)
+    page.locator("#input").press("Enter")
+
+
+def answered(page: Any) -> Any:
+    """The latest answer, once it is there as a whole."""
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
+    return page.locator("article.assistant").last
+
+
+def set_values(page: Any, values: dict[str, str]) -> None:
+    page.locator("#open-settings").click()
+    for name, value in values.items():
+        field = page.locator(f"#set-{name}")
+        field.evaluate("field => field.closest('details').open = true")
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.get_by_role("button", name="Close").click()
+
+
+def stream(*deltas: dict[str, Any], end: str = "data: [DONE]\n\n") -> str:
+    """Events as OpenAI's servers send them."""
+    frames = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    return "".join(f"data: {json.dumps(one)}\n\n" for one in frames) + end
+
+
+def script(page: Any, *answers: str) -> list[Any]:
+    """Has answers come from a script instead of a model, the last one again and again.
+
+    Returns:
+        The bodies of the requests, as they come.
+    """
+    bodies: list[Any] = []
+
+    def answer(route: Any) -> None:
+        text = answers[min(len(bodies), len(answers) - 1)]
+        bodies.append(json.loads(route.request.post_data))
+        route.fulfill(content_type="text/event-stream", body=text)
+
+    page.route(ANSWERS, answer)
+    return bodies
+
+
+def written(text: str, size: int = 7) -> str:
+    """An answer that comes in pieces."""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return stream(*[{"content": piece} for piece in pieces])
+
+
+def plot(page: Any, title: str) -> Any:
+    return page.locator(".plot").filter(has=page.get_by_role("heading", name=title))

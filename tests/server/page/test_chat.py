@@ -1,0 +1,256 @@
+"""A chat in the page: conversations, settings, stopping, editing, models, keys."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from jinfer.server.schemas.parameters import GROUPS
+from jinfer.server.settings import Settings, Source
+from tests.server.page.driving import (
+    ANSWERS,
+    answered,
+    expect,
+    opened,
+    plot,
+    say,
+    script,
+    set_values,
+    written,
+)
+from tests.server.running import GOLDENS, Running, serving
+
+TINY = {"dtype": "float32"}
+
+
+def test_a_chat(page: Any, smol: Running) -> None:
+    set_values(page, {"temperature": "0", "max_tokens": "12"})
+    question = "Name three primary colours and explain what makes them primary."
+    with page.expect_request(ANSWERS) as sent:
+        say(page, question)
+    body = sent.value.post_data_json
+    assert body["stream"]
+    assert body["messages"] == [{"role": "user", "content": question}]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("smol", 0, 12)
+    del body["stream"], body["stream_options"]
+    whole = httpx.post(f"{smol.url}/v1/chat/completions", json=body, timeout=60).json()
+    text = whole["choices"][0]["message"]["content"]
+    answer = answered(page)
+    assert turns(page)[-1]["content"] == text
+    assert answer.locator(".text").inner_text().split() == text.split()
+    expect(answer.locator(".note")).to_contain_text("12 tokens")
+    expect(answer.locator(".note")).to_contain_text("its limit is reached")
+    page.reload()
+    expect(page.locator("article")).to_have_count(2)
+    expect(page.locator("#conversations li")).to_have_count(1)
+    expect(page.locator("#set-max_tokens")).to_have_value("12")
+    say(page, "And now?")
+    assert [one["role"] for one in turns(page)] == ["user", "assistant", "user", "assistant"]
+    answered(page)
+    page.locator("#new").click()
+    expect(page.locator("article")).to_have_count(0)
+
+
+def test_conversations(page: Any) -> None:
+    script(page, written("Yes."))
+    for question in ("One?", "Two?", "Three?"):
+        page.locator("#new").click()
+        say(page, question)
+        answered(page)
+    listed = page.locator("#conversations li button:first-child")
+    assert listed.all_text_contents() == ["Three?", "Two?", "One?"]
+    listed.nth(1).click()
+    expect(page.locator("article.user .text")).to_have_text("Two?")
+    page.reload()
+    page.get_by_role("button", name="Delete “Three?”").click()
+    assert listed.all_text_contents() == ["Two?", "One?"]
+    page.locator("#clear").click()
+    expect(listed).to_have_count(0)
+    expect(page.locator("article")).to_have_count(0)
+    assert page.evaluate("localStorage['jinfer.conversations']") == "[]"
+
+
+def turns(page: Any) -> list[dict[str, str]]:
+    """The latest conversation that the browser keeps."""
+    kept: list[dict[str, Any]] = json.loads(page.evaluate("localStorage['jinfer.conversations']"))
+    return list(kept[0]["messages"])
+
+
+def test_stopping_ends_the_request(page: Any, smol: Running) -> None:
+    set_values(page, {"ignore_eos": "true"})
+    label = 'jinfer:request_success_total{finished_reason="abort",model_name="smol"} '
+    running = smol.hosted().llm.stats
+
+    def ended() -> float:
+        text = httpx.get(f"{smol.url}/metrics").text
+        return sum(
+            float(line.removeprefix(label)) for line in text.split("\n") if line.startswith(label)
+        )
+
+    stops: list[Callable[[], Any]] = [
+        lambda: page.locator("#stop").click(),
+        lambda: page.keyboard.press("Escape"),
+    ]
+    for number, stop in enumerate(stops):
+        before = ended()
+        say(page, "Tell me a story without an end.")
+        expect(page.locator("article.assistant .text").nth(number)).to_have_text(
+            re.compile(r"\w \w")
+        )
+        assert running().running == 1
+        stop()
+        answer = answered(page)
+        expect(answer.locator(".note")).to_have_text("stopped")
+        for _ in range(100):
+            if running().running == 0:
+                break
+            page.wait_for_timeout(20)
+        assert running().running == 0
+        assert ended() == before + 1
+        assert turns(page)[-1]["content"]
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_settings_are_sent(page: Any) -> None:
+    shown = page.locator("#parameters [name]")
+    names = [one.get_attribute("name") for one in shown.all()]
+    assert names == [name for group in GROUPS.values() for name in group]
+    expect(page.locator("#set-top_k")).to_have_attribute("placeholder", "0")
+    bodies = script(page, written("Yes."))
+    values = {
+        "strategy": ("min_p", "min_p"),
+        "min_p": ("0.1", 0.1),
+        "seed": ("7", 7),
+        "samplers": ("min_p\ntemperature", ["min_p", "temperature"]),
+        "early_stopping": ("never", "never"),
+        "ignore_eos": ("true", True),
+        "stop": ("END\n\\n\\n", ["END", "\n\n"]),
+        "logit_bias": ('{"5": -1}', {"5": -1}),
+        "stop_token_ids": ("[1, 2]", [1, 2]),
+        "json_schema": ('{"type": "object"}', {"type": "object"}),
+        "regex": ("[a-z]+", "[a-z]+"),
+    }
+    set_values(page, {name: text for name, (text, _) in values.items()})
+    page.locator("#open-settings").click()
+    page.locator("#system").fill("Be brief.")
+    page.get_by_role("button", name="Close").click()
+    expect(page.locator("#settings-count")).to_have_text(str(len(values) + 1))
+    say(page, "Well?")
+    answered(page)
+    assert bodies[0] == {
+        "model": "smol",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Well?"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **{name: value for name, (_, value) in values.items()},
+    }
+    page.locator("#open-settings").click()
+    page.locator("#reset").click()
+    page.get_by_role("button", name="Close").click()
+    say(page, "And now?")
+    answered(page)
+    assert set(bodies[1]) == {"model", "messages", "stream", "stream_options"}
+    assert [one["role"] for one in bodies[1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_a_setting_that_cannot_be(page: Any) -> None:
+    bodies = script(page, written("Yes."))
+    for name, text in (("top_p", "3"), ("top_p", "0"), ("top_k", "1.5"), ("logit_bias", "{")):
+        set_values(page, {name: text})
+        say(page, "Well?")
+        expect(page.locator("#settings")).to_be_visible()
+        expect(page.locator(f"#set-{name}")).to_be_focused()
+        page.locator(f"#set-{name}").fill("")
+        page.keyboard.press("Escape")
+    assert bodies == []
+    expect(page.locator("#input")).to_have_value("Well?")  # nothing that was written is lost
+    page.locator("#input").press("Enter")
+    answered(page)
+    assert set(bodies[0]) == {"model", "messages", "stream", "stream_options"}
+
+
+def test_editing_and_regenerating(page: Any) -> None:
+    bodies = script(page, *(written(f"Answer {number}.") for number in range(1, 5)))
+    say(page, "First")
+    answered(page)
+    say(page, "Second")
+    answered(page)
+    page.locator("article.user").first.get_by_role("button", name="Edit").click()
+    area = page.get_by_label("Edit message")
+    expect(area).to_have_value("First")
+    area.press("Escape")
+    expect(page.locator("article.user .text").first).to_have_text("First")
+    page.locator("article.user").first.get_by_role("button", name="Edit").click()
+    area.fill("Other")
+    area.press("Enter")
+    expect(answered(page).locator(".text")).to_have_text("Answer 3.")
+    expect(page.locator("article")).to_have_count(2)
+    assert bodies[2]["messages"] == [{"role": "user", "content": "Other"}]
+    page.get_by_role("button", name="Regenerate").click()
+    expect(answered(page).locator(".text")).to_have_text("Answer 4.")
+    assert bodies[3]["messages"] == bodies[2]["messages"]
+    assert [one["content"] for one in turns(page)] == ["Other", "Answer 4."]
+
+
+def test_several_models(browser: Any, smol: Running) -> None:
+    names = ["smol", "other", "vectors"]
+    listed = [{"id": name, "status": {"value": "absent"}} for name in names]
+    listed[2]["capabilities"] = ["embeddings"]
+    with opened(browser, smol.url) as page:
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": listed}))
+        page.reload()
+        expect(page.locator("#set-temperature")).to_be_attached()
+        assert page.locator("#model option").all_text_contents() == [
+            *names[:2],
+            "vectors (no chat)",
+        ]
+        expect(page.locator("#model option").nth(2)).to_be_disabled()
+        bodies = script(page, written("Yes."))
+        page.locator("#model").select_option("other")
+        say(page, "Well?")
+        answered(page)
+        assert bodies[0]["model"] == "other"
+        page.reload()
+        expect(page.locator("#model")).to_have_value("other")
+
+
+def test_errors_are_shown(page: Any) -> None:
+    set_values(page, {"strategy": "fsd", "mirostat": "2"})
+    say(page, "Well?")
+    expect(page.locator(".assistant .error")).to_contain_text("mirostat")
+    set_values(page, {"strategy": "", "mirostat": "", "max_tokens": "2"})
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".assistant .error")).to_be_hidden()
+    expect(answered(page).locator(".text")).not_to_be_empty()
+    page.route(ANSWERS, lambda route: route.abort())
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".assistant .error")).to_have_text("The server does not answer.")
+
+
+def test_a_key_is_asked_for(browser: Any) -> None:
+    model = Source("llama", str(GOLDENS / "llama2"), TINY)
+    settings = Settings(keys=("secret",), warm_up=False)
+    with serving([model], settings) as running, opened(browser, running.url) as page:
+        dialog = page.locator("#key")
+        expect(dialog).to_contain_text("a valid API key is needed")
+        dialog.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#notice")).to_contain_text("a valid API key is needed")
+        page.locator("#tab-engine").click()  # which asks once more, not every second
+        expect(dialog).to_be_visible()
+        for key in ("wrong", "secret"):
+            page.locator("#key-input").fill(key)
+            page.locator("#key-input").press("Enter")
+            if key == "wrong":
+                expect(page.locator("#key-input")).to_have_value("wrong")
+                expect(dialog).to_be_visible()
+        expect(page.locator("#set-temperature")).to_be_attached()
+        expect(dialog).to_be_hidden()
+        assert page.evaluate("sessionStorage['jinfer.key']") == '"secret"'
+        assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+        expect(page.locator("#notice")).to_be_hidden()
+        expect(plot(page, "Streams").locator("b").first).to_have_text("0")
