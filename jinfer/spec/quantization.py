@@ -62,7 +62,7 @@ class QuantizationSpec:
         activations: of products with quantized weights on a CPU: "int8" rounds them to 8 bits in
             blocks of 32, "float" does not; "auto": "float" where `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
-            the computation.
+            the computation, on a CPU "f16" where `dtype` is "auto" too.
     """
 
     weights: str = AUTO
