@@ -7,16 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.model import AbstractModel
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
-
-# Above, it is done only for those who ask: some 10 minutes on four cores.
-MOST_WEIGHTS = 500_000_000
-_LITTLE_TO_GAIN = "8"  # bits: rounding costs 0.1% of perplexity there
 
 
 def with_feedback(
@@ -28,10 +23,9 @@ def with_feedback(
     """The storages with error feedback wherever the specification wants it.
 
     What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
-    share one input. Those of a file that were quantized already are, as "auto" has it, searched.
+    share one input.
     """
-    asked = spec.quantization.method
-    if asked not in ("auto", "feedback"):
+    if spec.quantization.method != "feedback":
         return dict(storages)
     same = same_arrays(model, origins, storages)
     uses = Counter(same.values())
@@ -41,10 +35,7 @@ def with_feedback(
     def is_fed(name: str, storage: Storage) -> bool:
         if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
             return False
-        if roles[name] != "head" and not name.startswith(stacks):
-            return False
-        plain = all(file.type in DTYPES for file in origins[name].files)
-        return asked == "feedback" or (plain and storage.format.width != _LITTLE_TO_GAIN)
+        return roles[name] == "head" or name.startswith(stacks)
 
     return {
         name: replace(storage, method="feedback") if is_fed(name, storage) else storage
@@ -78,15 +69,7 @@ def obstacle(
         return "an encoder-decoder reads two texts at a time"
     if not model.vocab:
         return "the model reads no tokens"
-    shapes = parameter_shapes(model)
     names = fed_names(storages)
-    weights = sum(prod(shapes[name]) for name in names)
-    if spec.quantization.method == "auto" and weights > MOST_WEIGHTS:
-        minutes = weights / MOST_WEIGHTS * 10
-        return (
-            f"error feedback on {weights / 1e9:.1f}B weights takes {minutes:.0f} minutes or more, "
-            'once; quantization.method = "feedback" does it, "search" says nothing'
-        )
     needed = _memory(model, names, tokens)
     if needed > free:
         has = f"{free / 2**30:.1f} are free"

@@ -30,7 +30,7 @@ from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
 from jinfer.weights.walk import Texts
 
-TOKENS = 1 << 15  # that are read
+TOKENS = 1 << 13  # that are read
 LENGTH = 256  # of a text that the model writes
 AT_ONCE = 32  # texts that it writes together
 _GIVEN = 2  # tokens by chance that each begins with

@@ -21,6 +21,7 @@ from tests.checkpoint.converting import check_equal, leaves
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
 Q3 = {"weights": "q3", "threshold": 0}
+FED = {**Q3, "method": "feedback"}
 ONCE = "jinfer: weights are quantized with error feedback, once; they are kept in "
 
 
@@ -39,27 +40,27 @@ def stop(*_: Any, **__: Any) -> None:
 def test_the_second_start_maps_what_was_kept(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = leaves(MODEL, **Q3)
+    first = leaves(MODEL, **FED)
     assert capsys.readouterr().err == f"{ONCE}{cache}\n"
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(sequential, "Sequential", stop)
-        check_equal(leaves(MODEL, **Q3), first)
-        check_equal(leaves(MODEL, **Q3, method="feedback"), first)
+        check_equal(leaves(MODEL, **FED), first)
         assert capsys.readouterr().err == ""
         with pytest.raises(AssertionError, match="not to be done again"):
-            leaves(MODEL, **{**Q3, "weights": "q2"})
+            leaves(MODEL, **{**FED, "weights": "q2"})
     (entry / "model.safetensors").unlink()  # what is mapped stays as long as somebody knows it
     (entry / "model.safetensors").write_bytes(b"")
-    check_equal(leaves(MODEL, **Q3), first)
+    check_equal(leaves(MODEL, **FED), first)
     assert capsys.readouterr().err.count(ONCE) == 2  # of q2, which failed, and this one
 
 
 def test_a_search_is_said_to_be_one(cache: Path) -> None:
-    searched = leaves(MODEL, **Q3, method="search")
+    searched = leaves(MODEL, **Q3)
+    check_equal(leaves(MODEL, **Q3, method="search"), searched)
     nearest = leaves(MODEL, **Q3, method="nearest")
     assert not cache.exists()
-    fed_back = leaves(MODEL, **Q3)
+    fed_back = leaves(MODEL, **FED)
     for name in ("decoder.0.attn.q.weight", "decoder.1.ffn.down.weight"):
         three = [np.asarray(each[name].words) for each in (searched, nearest, fed_back)]
         assert not np.array_equal(three[0], three[1])
@@ -69,23 +70,11 @@ def test_a_search_is_said_to_be_one(cache: Path) -> None:
         leaves(MODEL, **Q3, method="guess")
 
 
-def test_where_there_is_nothing_to_gain(cache: Path) -> None:
-    """8 bits, and what was quantized before, are searched unless one asks."""
-    leaves(MODEL, **{**Q3, "weights": "q8"})
-    leaves(GOLDENS / "llama2c_v2_q80", **{**Q3, "weights": "q8"})
-    leaves(MODEL, weights="plain")
-    leaves(MODEL)
-    assert not cache.exists()
-    leaves(MODEL, **{**Q3, "weights": "q8"}, method="feedback")
-    assert len(list(cache.iterdir())) == 1
-
-
 @pytest.mark.parametrize(
     ("source", "name", "value", "words"),
     [
-        (MODEL, "MOST_WEIGHTS", 1000, r'takes .* minutes or more, once; .*"feedback" does it'),
         (MODEL, "_memory", lambda *_: 1 << 70, "needs .* GiB of memory, .* are free"),
-        (GOLDENS / "t5", "MOST_WEIGHTS", 1 << 60, "an encoder-decoder reads two texts at a time"),
+        (GOLDENS / "t5", "_memory", lambda *_: 0, "an encoder-decoder reads two texts at a time"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(
@@ -98,22 +87,14 @@ def test_what_cannot_be_is_said_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(methods, name, value)
-    found = LLM(source, quantization=Q3)
+    found = LLM(source, quantization=FED)
     said = capsys.readouterr().err
     assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without error feedback$", said)
     assert said.count("\n") == 1
-    searched = LLM(source, quantization={**Q3, "method": "search"})
+    searched = LLM(source, quantization=Q3)
     ours, wanted = (jax.tree.leaves(each._engine.parameters) for each in (found, searched))
     assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
     assert list(cache.iterdir()) == []
-
-
-def test_large_models_for_those_who_ask(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(methods, "MOST_WEIGHTS", 1000)
-    leaves(MODEL, **Q3, method="feedback")
-    assert capsys.readouterr().err.startswith(ONCE)
 
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +102,7 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         raise kept.NotKept("JINFER_CACHE is off")
 
     monkeypatch.setattr(kept, "_place", refuse)
-    check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="search"))
+    check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
         "jinfer: JINFER_CACHE is off; weights are quantized without error feedback\n"
     )
@@ -135,7 +116,7 @@ def test_the_frontend_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return "no"
 
     monkeypatch.setattr(fed, "obstacle", refuse)
-    LLM(MODEL, quantization=Q3)
+    LLM(MODEL, quantization=FED)
     (free,) = asked
     assert 0 < free <= free_memory() * 4
 

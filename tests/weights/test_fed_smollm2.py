@@ -30,5 +30,5 @@ def test_most_of_what_a_search_loses_comes_back(
         return perplexity(llm, text_windows(llm, text, 512, None, "halves")[:16]).value
 
     plain = measured(weights="plain")
-    searched, fed = (measured(weights=weights, method=each) for each in ("search", "auto"))
+    searched, fed = (measured(weights=weights, method=each) for each in ("search", "feedback"))
     assert fed - plain < left * (searched - plain)
