@@ -86,7 +86,8 @@ def _other(
     """Another model, or this one at fewer bits."""
     name, changes = entry.source or "", dict[str, Any]()
     if entry.weights is not None:
-        changes["quantization.weights"] = entry.weights
+        # Quick to make; a draft that is a little worse changes no token.
+        changes |= {"quantization.weights": entry.weights, "quantization.method": "search"}
     if entry.source is None:
         given = {k: v for k, v in own[1].items() if k.partition(".")[0] != "speculation"}
         draft = open_model(own[0], {**given, "speculation.draft": [], **changes})

@@ -20,7 +20,7 @@ from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.driver import Driver
-from jinfer.engine.memory import block_bytes, trim
+from jinfer.engine.memory import block_bytes, free_memory, trim
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
@@ -87,6 +87,7 @@ class Frontend:
             opened.spec,
             opened.checkpoint,
             opened.activations,
+            free_memory,
         )
         self.engine = assemble(weights.model, opened, shelf)
         drafts = _drafts(self.engine, opened, source, overrides)

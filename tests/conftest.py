@@ -46,6 +46,17 @@ def _let_programs_go() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _weights_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Weights that are kept for the next start are this run's: none of another version's."""
+    from jinfer.weights import kept
+
+    folder = tmp_path_factory.mktemp("cache") / "weights"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept, "_place", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def goldens() -> Path:
     """The folder of tiny checkpoints with the values that the reference implementations gave."""

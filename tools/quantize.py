@@ -12,11 +12,10 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,37 +23,33 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jinfer import LLM
 from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
 from jinfer.checkpoint.mapped import release
 from jinfer.checkpoint.orbax import orbax_api
 from jinfer.commands.program import program
-from jinfer.model import AbstractModel, build
+from jinfer.engine.memory import free_memory
+from jinfer.model import build
 from jinfer.opening.recognize import open_source
+from jinfer.opening.settings import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration import Inputs, Kind
 from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.quantize import Method
 from jinfer.quant.tensor import to_codes
 from jinfer.spec.files import parse_override
-from jinfer.spec.quantization import PLAIN
 from jinfer.spec.resolve import merge
 from jinfer.weights.converted import packing, part_names, weight_settings
-from jinfer.weights.load import find_origins, parameter_shapes, quantized, read_values, same_arrays
+from jinfer.weights.load import find_origins, read_parameter, same_arrays
 from jinfer.weights.mapping import Origin
+from jinfer.weights.methods import fed_names, obstacle, searched, with_feedback
+from jinfer.weights.sequential import Sequential
 from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
+from jinfer.weights.texts import TOKENS, usual_texts
+from jinfer.weights.writing import SHARD_BYTES, Writer
 
-from .calibration import MOST_TOKENS, collect_inputs
+from .calibration import text_windows
 from .command import run
-from .converted_files import (
-    SHARD_BYTES,
-    OrbaxWriter,
-    Writer,
-    copy_companions,
-    new_folder,
-    write_specification,
-)
+from .converted_files import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
 @dataclass(frozen=True)
@@ -81,19 +76,15 @@ class Row:
 
 @dataclass(frozen=True)
 class _Done:
-    """A parameter that is ready to be written.
+    """A parameter that was written.
 
     Attributes:
-        arrays: by their names in the file.
-        packed: None where it is not quantized.
         format: as in `Row`.
         weights, nbytes: how many, and what they take.
         squares, errors: sums over all weights, of its squares and of those of its errors; None
             where it is not quantized.
     """
 
-    arrays: Mapping[str, np.ndarray]
-    packed: Packed | None
     format: str
     weights: int
     nbytes: int
@@ -107,23 +98,21 @@ def convert(
     overrides: Mapping[str, Any],
     *,
     calibration: str | None = None,
-    method: Method | None = None,
-    tokens: int = MOST_TOKENS,
+    tokens: int = TOKENS,
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
     orbax: bool = False,
 ) -> list[Row]:
     """Writes a converted checkpoint, and says what is in it, one row for each format.
 
-    Memory holds no more than one of its files, and a decoded tensor per thread.
+    Memory holds no more than one of its files, and a decoded tensor per thread; where the model
+    reads a text, a layer and the vectors of all tokens.
 
     Args:
         source: anything that a model is loaded from.
         out: a folder that is not there yet, or empty.
         overrides: tables laid over the source's specification.
-        calibration: a text; the model reads it first, to learn which weights matter.
-        method: instead of the specification's. "feedback" without a calibration text reads tokens
-            by chance.
+        calibration: a text; the model reads it, to learn which weights matter.
         tokens: that are read at most.
         progress: show a bar.
         shard_bytes: size of a file.
@@ -146,35 +135,48 @@ def convert(
         origins = find_origins(model, checkpoint, spec.tensors)
         model = in_types(model, kept_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
-        if method is not None:
-            storages = {name: replace(each, method=method) for name, each in storages.items()}
-        inputs: Mapping[str, Inputs] = {}
-        if calibration is not None or method == "feedback":
-            inputs = _calibrated(source, overrides, model, storages, calibration, tokens, progress)
-        # What is multiplied with nothing, such as a table of vectors, has no error to feed back.
-        storages = {
-            name: each
-            if name in inputs or each.method != "feedback"
-            else replace(each, method="search")
-            for name, each in storages.items()
-        }
+        storages = with_feedback(model, spec, origins, storages)
+        free = free_memory()
+        hindered = fed_names(storages) and obstacle(model, spec, storages, tokens, free)
+        if hindered:
+            print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
+            storages = searched(storages)
+        measured = defaultdict[str, _Measured](_Measured)
+        parameters: Iterable[tuple[str, Any]]
         same = same_arrays(model, origins, storages)
+        if fed_names(storages) or calibration is not None:
+            plain = build(spec, "float32")
+            if calibration is not None:
+                texts = text_windows(open_model(source, overrides), calibration, tokens)
+            else:
+                texts = usual_texts(
+                    spec, plain, origins, storages, tokens=tokens, progress=progress
+                )
+            parameters = Sequential(
+                model, plain, spec.stacks[0].name, origins, storages, texts,
+                weighed=calibration is not None,
+                watched=lambda name: measured[name].add, progress=progress,
+            )  # fmt: skip
+        else:
+
+            def read(name: str) -> Any:
+                watch = measured[name].add
+                return read_parameter(model, origins[name], storages.get(name), watch=watch)
+
+            parameters = _ahead(read, list(dict.fromkeys(same.values())))
         writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
         packed, rows = dict[str, Packed](), list[_Done]()
-        firsts = list(dict.fromkeys(same.values()))
-        convert_one = partial(_convert, model, origins, storages, inputs)
-        with _bar(origins, firsts, progress) as bar:
-            for name, done in _ahead(convert_one, firsts):
-                writer.add(done.arrays)
-                if done.packed is not None:
-                    packed[name] = done.packed
-                rows.append(replace(done, arrays={}))
+        with _bar(origins, same.values(), progress and isinstance(parameters, Iterator)) as bar:
+            for name, tensor in parameters:
+                writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
+                if isinstance(tensor, QuantizedTensor | OutlierTensor):
+                    packed[name] = packing(tensor)
+                rows.append(_done(tensor, storages.get(name), origins[name], measured[name]))
+                for file in origins[name].files:
+                    release(file.raw())
                 bar.update(origins[name].nbytes)
         shared = {name: first for name, first in same.items() if name != first}
-        settings = weight_settings(spec.quantization) | (
-            {} if method is None else {"method": method}
-        )
-        writer.finish(written(checkpoint, packed, shared, settings))
+        writer.finish(written(checkpoint, packed, shared, weight_settings(spec.quantization)))
         said = copy_companions(folder, located, located.tokenizer(overrides))
         write_specification(
             folder, located, overrides, {**said, "quantization": _given(asdict(spec.quantization))}
@@ -189,26 +191,6 @@ def _given(value: Any) -> Any:
     return [_given(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _calibrated(
-    source: str,
-    overrides: Mapping[str, Any],
-    model: AbstractModel,
-    storages: Mapping[str, Storage],
-    text: str | None,
-    tokens: int,
-    progress: bool,
-) -> dict[str, Inputs]:
-    """What the weights that will be quantized are multiplied with while the model reads."""
-    plain = {"weights": PLAIN, "embedding": PLAIN, "head": PLAIN, "rules": []}
-    llm = LLM(source, progress=progress, **{**overrides, "quantization": plain})
-    kinds: dict[str, Kind] = {
-        name: "products" if storage.method == "feedback" else "squares"
-        for name, storage in storages.items()
-        if not storage.kept and storage.method != "nearest"
-    }
-    return collect_inputs(llm, text, kinds, most=tokens, progress=progress)
-
-
 def _bar(origins: Mapping[str, Origin], names: Iterable[str], progress: bool) -> tqdm:
     return tqdm(
         total=sum(origins[name].nbytes for name in names),
@@ -216,10 +198,10 @@ def _bar(origins: Mapping[str, Origin], names: Iterable[str], progress: bool) ->
     )  # fmt: skip
 
 
-def _ahead(work: Callable[[str], _Done], names: Sequence[str]) -> Iterator[tuple[str, _Done]]:
+def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Works in threads, at most one result per thread ahead of who takes them."""
     threads = min(4, os.cpu_count() or 1)
-    waiting = deque[tuple[str, Future[_Done]]]()
+    waiting = deque[tuple[str, Future[Any]]]()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for name in names:
@@ -233,35 +215,15 @@ def _ahead(work: Callable[[str], _Done], names: Sequence[str]) -> Iterator[tuple
             pool.shutdown(cancel_futures=True)
 
 
-def _convert(
-    model: AbstractModel,
-    origins: Mapping[str, Origin],
-    storages: Mapping[str, Storage],
-    inputs: Mapping[str, Inputs],
-    name: str,
-) -> _Done:
-    origin, storage, shapes = origins[name], storages.get(name), parameter_shapes(model)
-    count = math.prod(shapes[name])
-    tensor: QuantizedTensor | OutlierTensor
+def _done(tensor: Any, storage: Storage | None, origin: Origin, measured: _Measured) -> _Done:
+    """What is said of a parameter that was written."""
     if storage is None:
-        dtype = model.parameters[model.names.index(name)].dtype
-        values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
-        done = _Done({name: values}, None, str(dtype), count, values.nbytes)
-    else:
-        if storage.kept:
-            tensor = storage.read(origin, shapes)
-            label, squares, errors = f"{origin.files[0].type} as it was", 1.0, 0.0
-        else:
-            measured = _Measured()
-            tensor = quantized(model, origin, shapes, storage, inputs.get(name), measured.add)
-            label, squares, errors = storage.format.name, measured.squares, measured.errors
-            if isinstance(tensor, OutlierTensor):
-                label += " and outliers"
-        arrays = {part: np.asarray(array) for part, array in part_names(name, tensor)}
-        done = _Done(arrays, packing(tensor), label, count, tensor.nbytes, squares, errors)
-    for file in origin.files:
-        release(file.raw())
-    return done
+        return _Done(str(tensor.dtype), tensor.size, tensor.nbytes)
+    count = math.prod(tensor.shape)
+    if storage.kept:
+        return _Done(f"{origin.files[0].type} as it was", count, tensor.nbytes, 1.0, 0.0)
+    label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
+    return _Done(label, count, tensor.nbytes, measured.squares, measured.errors)
 
 
 class _Measured:
@@ -339,10 +301,10 @@ def _parser() -> argparse.ArgumentParser:
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("out", type=Path, help="the folder to write")
     add("--weights", metavar="FORMAT", help="as quantization.weights: q4, q3.5, q4_b64_sym, ...")
-    add("--method", choices=get_args(Method), help="how weights are quantized (search)")
+    add("--method", choices=get_args(Method), help="as quantization.method (auto)")
     add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
-        "Without one, --method feedback reads tokens by chance")  # fmt: skip
-    add("--tokens", type=int, default=MOST_TOKENS, help=f"read to learn that ({MOST_TOKENS})")
+        "Without one, the model reads what it writes itself")  # fmt: skip
+    add("--tokens", type=int, default=TOKENS, help=f"read to learn that ({TOKENS})")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--orbax", action="store_true", help="write the arrays with Orbax, to be read in shards")
     add("--json", metavar="FILE", help="write the table as JSON too")
@@ -353,9 +315,8 @@ def _run(options: argparse.Namespace) -> int:
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))
-    method = options.method
-    for key, value in (("weights", options.weights), ("method", method)):
-        if value not in (None, "feedback"):  # which no specification can ask for
+    for key, value in (("weights", options.weights), ("method", options.method)):
+        if value is not None:
             overrides = merge(overrides, {"quantization": {key: value}})
     text = options.calibration and Path(options.calibration).read_text(encoding="utf-8")
     begun = time.perf_counter()
@@ -364,7 +325,6 @@ def _run(options: argparse.Namespace) -> int:
         options.out,
         overrides,
         calibration=text,
-        method=method if method == "feedback" else None,
         tokens=options.tokens,
         progress=sys.stderr.isatty(),
         orbax=options.orbax,

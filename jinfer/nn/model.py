@@ -115,15 +115,22 @@ class Stack(nnx.Module):
         """All layers, with the cache where there is one."""
         cache = dict(cache)
         step = step.with_cos_sin(self._ropes())
-        for i, layer in enumerate(self.layers):
+        for i in range(len(self.layers)):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            definition, state = nnx.split((layer, _used(layer, shared)))
-            x, own = _run_layer(backend(), definition, state, x, tokens, step, own)
+            x, own = self.run_layer(i, x, tokens, step, own, shared)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
 
     def run_layer(
+        self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """One layer, with its attentions' caches by the names of their modules."""
+        layer = self.layers[number]
+        definition, state = nnx.split((layer, _used(layer, shared)))
+        return _run_layer(backend(), definition, state, x, tokens, step, cache)
+
+    def run_alone(
         self,
         x: Array,
         tokens: Array,

@@ -127,7 +127,7 @@ def _run(
         name.rpartition(".")[2]: cache[name] if name in cache else _Named(replay, name)
         for name in stage.model.caches
     }
-    return module.stacks["decoder"].run_layer(x, places.tokens[None], at, kept, module.shared)
+    return module.stacks["decoder"].run_alone(x, places.tokens[None], at, kept, module.shared)
 
 
 def part(

@@ -22,7 +22,9 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import search
 
+VERSION = 1  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
+_ROWS = 4096
 _WHOLE = 64  # rows of a triangle that is inverted at once
 
 
@@ -49,7 +51,31 @@ def feedback(
         ValueError: the matrix does not fit, or is not that of any inputs.
     """
     outputs, inputs = values.shape
-    upper, order = _factor(hessian, inputs, format.block, damping)
+    factor = _factor(hessian, inputs, format.block, damping)
+    parts = [
+        _some(values[rows], *factor, format, None if exact is None else exact[rows])
+        for rows in few_rows(outputs)
+    ]
+    codes, scale, base, moved = zip(*parts, strict=True)
+    bases = None if format.symmetric else np.concatenate(base)
+    return np.concatenate(codes), np.concatenate(scale), bases, np.concatenate(moved)
+
+
+def few_rows(outputs: int) -> Iterator[slice]:
+    """Rows that are computed together: each is by itself, and so many temporaries are small."""
+    for begin in range(0, outputs, _ROWS):
+        yield slice(begin, min(begin + _ROWS, outputs))
+
+
+def _some(
+    values: np.ndarray,
+    upper: np.ndarray,
+    order: np.ndarray,
+    format: QuantFormat,
+    exact: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+    """`feedback` for some rows."""
+    outputs, inputs = values.shape
     left = np.ascontiguousarray(values[:, order])
     blocks = -(-inputs // format.block)
     codes = np.zeros((outputs, blocks * format.block), np.uint8)

@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jinfer.quant.feedback import feedback
+from jinfer.quant.descent import descend
+from jinfer.quant.feedback import DAMPING, feedback
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes, nearest_numbers
 from jinfer.quant.outliers import find_outliers, without_outliers
@@ -122,7 +123,11 @@ def _choose(
             return _Chosen(*search(values, format, importance))
         case "feedback":
             assert hessian is not None
-            return _Chosen(*feedback(values, hessian, format, exact=exact))
+            codes, scale, base, moved = feedback(values, hessian, format, exact=exact)
+            kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))
+            start = (values, hessian, codes, scale, base, format)
+            better = descend(*start, damping=DAMPING, kept=kept)
+            return _Chosen(*better, moved)
 
 
 def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | None) -> np.ndarray:

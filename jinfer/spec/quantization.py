@@ -56,7 +56,8 @@ class QuantizationSpec:
         rules: exceptions, the first that matches counts; one that matches nothing is an error.
         threshold: matrices of fewer weights are not quantized.
         outliers: share of the weights that are kept exactly, beside the others.
-        method: "search" minimizes the squared error of each block, "nearest" only rounds.
+        method: "nearest" only rounds, "search" minimizes the squared error of each block,
+            "feedback" that of a layer's results, which takes minutes, once, and is kept.
         activations: of products with quantized weights on a CPU: "int8" rounds them to 8 bits in
             blocks of 32, "float" does not; "auto": "float" where `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
@@ -69,7 +70,7 @@ class QuantizationSpec:
     rules: tuple[RuleSpec, ...] = ()
     threshold: Count = 4096
     outliers: NotNegative = 0.0
-    method: Literal["search", "nearest"] = "search"
+    method: Literal["search", "nearest", "feedback"] = "search"
     activations: Literal["auto", "int8", "float"] = "auto"
     kv_cache: str = AUTO
 

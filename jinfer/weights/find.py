@@ -19,6 +19,7 @@ from jinfer.weights.converted import (
     stored_as,
 )
 from jinfer.weights.load import Place, find_origins, load
+from jinfer.weights.methods import fed_names, with_feedback
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
 
 
@@ -38,7 +39,11 @@ class Weights:
 
 
 def find_weights(
-    model: AbstractModel, spec: ModelSpec, checkpoint: Checkpoint, activations: Activations
+    model: AbstractModel,
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    activations: Activations,
+    free_memory: Callable[[], int] | None = None,
 ) -> Weights:
     """Finds the parameters of a model in its checkpoint.
 
@@ -46,6 +51,7 @@ def find_weights(
         model: as `build` gives it, all its parameters plain.
         spec, checkpoint: how it is built, and from what.
         activations: of products with quantized weights on a CPU.
+        free_memory: gives the bytes that are free; None: as many as it takes.
 
     Raises:
         LoadError: checkpoint and specification do not fit each other.
@@ -66,8 +72,16 @@ def find_weights(
     origins = find_origins(model, checkpoint, spec.tensors)
     model = _typed(model, kept_types(model, spec.quantization, origins))
     storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
+    storages = with_feedback(model, spec, origins, storages)
+    whole = stored(model, storages)
+    if fed_names(storages):
+        # Here: others need none of it.
+        from jinfer.weights.fed import Fed
+
+        fed = Fed(model, spec, checkpoint, origins, storages, activations, free_memory)
+        return Weights(whole, fed.load, fed.place)
     return Weights(
-        stored(model, storages),
+        whole,
         lambda progress: load(model, origins, storages, progress=progress),
         lambda place, progress: load(model, origins, storages, progress=progress, place=place),
     )

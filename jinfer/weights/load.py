@@ -95,8 +95,7 @@ def load(
         LoadError: a tensor does not fit.
         CheckpointError: the file is broken.
     """
-    storages, shapes = storages or {}, parameter_shapes(model)
-    dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
+    storages = storages or {}
     # What several layers share is one array on the device as well.
     same = same_arrays(model, origins, storages)
     firsts = list(dict.fromkeys(same.values()))
@@ -105,14 +104,7 @@ def load(
     lock = threading.Lock()
 
     def one(name: str) -> Any:
-        storage = storages.get(name)
-        if storage is None:
-            values: Any = read_values(model, origins[name], shapes, dtypes[name])
-            values = np.ascontiguousarray(values, dtypes[name])
-        elif storage.kept:
-            values = storage.read(origins[name], shapes)
-        else:
-            values = quantized(model, origins[name], shapes, storage)
+        values = read_parameter(model, origins[name], storages.get(name))
         placed = place(names[name], values)
         for file in origins[name].files:
             release(file.raw())
@@ -144,6 +136,28 @@ def same_arrays(
     }
     firsts = {source: name for name, source in reversed(sources.items())}
     return {name: firsts[source] for name, source in sources.items()}
+
+
+def read_parameter(
+    model: AbstractModel,
+    origin: Origin,
+    storage: Storage | None,
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+) -> Any:
+    """A parameter as it is stored, in NumPy's arrays.
+
+    Args:
+        storage: None: it is not quantized.
+        inputs, watch: as for `quantized`.
+    """
+    shapes = parameter_shapes(model)
+    if storage is None:
+        dtype = model.parameters[model.names.index(origin.parameter)].dtype
+        return np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
+    if storage.kept:
+        return storage.read(origin, shapes)
+    return quantized(model, origin, shapes, storage, inputs, watch)
 
 
 def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any) -> np.ndarray:

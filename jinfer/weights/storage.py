@@ -142,7 +142,7 @@ def choose_storages(
     activations: Activations,
     path: str,
 ) -> dict[str, Storage]:
-    """Which parameters are quantized.
+    """Which parameters are quantized, by rounding or by search; see `with_feedback` for the rest.
 
     Args:
         activations: for all of them.
@@ -152,6 +152,7 @@ def choose_storages(
         SpecError: a rule that matches nothing that could be quantized.
     """
     storages, used = {}, set[RuleSpec]()
+    method: Method = "nearest" if spec.method == "nearest" else "search"
     shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         if role == "plain":
@@ -170,10 +171,10 @@ def choose_storages(
             can_keep = origin.is_rows(shapes) and name not in model.normalized
             files = origin.files if origin.stacked else origin.files[0]
             if can_keep and (kept := kept_format(files)) is not None:
-                storages[name] = Storage(kept, True, spec.method, 0.0, activations)
+                storages[name] = Storage(kept, True, method, 0.0, activations)
         elif word != PLAIN:
             format = parse_format(word)
-            storages[name] = Storage(format, False, spec.method, outliers, activations)
+            storages[name] = Storage(format, False, method, outliers, activations)
     for i, rule in enumerate(spec.rules):
         if rule not in used:
             names = {

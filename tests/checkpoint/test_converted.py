@@ -30,17 +30,19 @@ from tools.quantize import convert
 @pytest.mark.parametrize(
     ("source", "quantization"),
     [
-        ("llama2", {"weights": "q3.5", "threshold": 0}),
-        ("llama2", {"weights": "q3", "threshold": 0, "outliers": 0.01}),
+        ("llama2", {"weights": "q3.5", **SMALL}),
+        ("llama2", {"weights": "q3", **SMALL, "outliers": 0.01}),
+        ("llama2", {"weights": "q3", "threshold": 0, "outliers": 0.01, "method": "feedback"}),
+        ("bert", {"weights": "q4", "threshold": 0}),
         ("llama2", {}),
         ("gguf_llama_mixed", {}),  # blocks as they are in the file
-        ("gguf_llama2", {"weights": "q4_b64_sym", "threshold": 0}),
-        ("mixtral", {"weights": "q4", "threshold": 0}),
-        ("llama2c_v0_tied/model.bin", {"weights": "q8", "threshold": 0}),
-        ("t5", {"weights": "q5", "threshold": 0}),
-        ("gpt2", {"weights": "q6", "threshold": 0}),
-        ("minilm", {"weights": "q4", "threshold": 0}),
-        ("deepseek_v2", {"weights": "q4", "threshold": 0}),
+        ("gguf_llama2", {"weights": "q4_b64_sym", **SMALL}),
+        ("mixtral", {"weights": "q4", **SMALL}),
+        ("llama2c_v0_tied/model.bin", {"weights": "q8", **SMALL}),
+        ("t5", {"weights": "q5", **SMALL}),
+        ("gpt2", {"weights": "q6", **SMALL}),
+        ("minilm", {"weights": "q4", **SMALL}),
+        ("deepseek_v2", {"weights": "q4", **SMALL}),
     ],
 )
 def test_what_is_loaded_is_what_the_source_gives(
@@ -74,7 +76,7 @@ def test_arrays_are_views_of_the_files(tmp_path: Path) -> None:
 def test_a_gpu_may_want_other_columns(
     outliers: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"weights": "q3.5", "threshold": 0, "outliers": outliers}
+    settings = {"weights": "q3.5", **SMALL, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings})
     monkeypatch.setattr("jinfer.weights.storage.columns_here", lambda format: 16)
     monkeypatch.setattr("jinfer.weights.converted.columns_here", lambda format: 16)
@@ -83,8 +85,7 @@ def test_a_gpu_may_want_other_columns(
 
 def test_logits_are_the_same(tmp_path: Path) -> None:
     convert(str(MODEL), tmp_path / "out", {"quantization": {"weights": "q3.5", **SMALL}})
-    settings: dict[str, Any] = {"quantization.weights": "q3.5", "quantization.threshold": 0}
-    wanted = LLM(MODEL, **settings)
+    wanted = LLM(MODEL, quantization={"weights": "q3.5", **SMALL})
     ours = LLM(tmp_path / "out")
     assert np.array_equal(ours.logits([IDS])[0], wanted.logits([IDS])[0])
 

@@ -38,13 +38,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("source", "quantization"),
     [
-        ("llama2", {"weights": "q4", "threshold": 0}),
-        ("llama2", {"weights": "q3.5", "threshold": 0, "outliers": 0.01}),
-        ("llama2", {"weights": "q4", "threshold": 0, "outliers": 1e-9}),  # arrays of no element
+        ("llama2", {"weights": "q4", **SMALL}),
+        ("llama2", {"weights": "q3.5", **SMALL, "outliers": 0.01}),
+        ("llama2", {"weights": "q4", **SMALL, "outliers": 1e-9}),  # arrays of no element
         ("llama2", {"weights": "plain"}),
         ("gguf_llama_mixed", {}),  # blocks as they are in the file
-        ("mixtral", {"weights": "q8", "threshold": 0}),
-        ("llama2c_v0_tied/model.bin", {"weights": "q8", "threshold": 0}),
+        ("mixtral", {"weights": "q8", **SMALL}),
+        ("llama2c_v0_tied/model.bin", {"weights": "q8", **SMALL}),
     ],
 )
 def test_what_is_loaded_is_what_the_source_gives(
@@ -88,7 +88,7 @@ def test_plain_parameters_become_what_is_asked_for(dtype: str, tmp_path: Path) -
 def test_a_gpu_may_want_other_columns(
     outliers: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"weights": "q3.5", "threshold": 0, "outliers": outliers}
+    settings = {"weights": "q3.5", **SMALL, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings}, orbax=True)
     monkeypatch.setattr("jinfer.weights.storage.columns_here", lambda format: 16)
     monkeypatch.setattr("jinfer.weights.converted.columns_here", lambda format: 16)

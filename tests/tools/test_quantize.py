@@ -21,7 +21,7 @@ from tools.toml_text import toml_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
-SMALL: dict[str, Any] = {"quantization": {"weights": "q4", "threshold": 0}}
+SMALL: dict[str, Any] = {"quantization": {"weights": "q4", "threshold": 0, "method": "search"}}
 
 
 def run(*arguments: object) -> int:
@@ -188,7 +188,7 @@ def test_a_specification_goes_along(tmp_path: Path) -> None:
         '[prompt]\ntemplate = "<{query}>\\n\\tend"\n[dims]\neps = 1e-5\n'
     )
     overrides = {
-        "quantization": {"weights": "q4", "threshold": 0, "activations": "float",
+        "quantization": {**SMALL["quantization"], "activations": "float",
                          "rules": [{"match": "*.attn.q", "weights": "q8"}]},
         "generation": {"temperature": 0.5},
         "dims": {"context": 64},

@@ -1,0 +1,101 @@
+"""Which parameters are quantized with error feedback, and whether a model can be at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from jinfer.model import AbstractModel
+from jinfer.spec.model import ModelSpec
+from jinfer.weights.load import parameter_shapes, same_arrays
+from jinfer.weights.mapping import Origin
+from jinfer.weights.storage import Storage
+
+
+def with_feedback(
+    model: AbstractModel,
+    spec: ModelSpec,
+    origins: Mapping[str, Origin],
+    storages: Mapping[str, Storage],
+) -> dict[str, Storage]:
+    """The storages with error feedback wherever the specification wants it.
+
+    What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
+    share one input.
+    """
+    if spec.quantization.method != "feedback":
+        return dict(storages)
+    same = same_arrays(model, origins, storages)
+    uses = Counter(same.values())
+    roles = dict(zip(model.names, model.roles, strict=True))
+    stacks = tuple(f"{stack.name}.{i}." for stack in spec.stacks for i in range(len(stack.layers)))
+
+    def is_fed(name: str, storage: Storage) -> bool:
+        if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
+            return False
+        return roles[name] == "head" or name.startswith(stacks)
+
+    return {
+        name: replace(storage, method="feedback") if is_fed(name, storage) else storage
+        for name, storage in storages.items()
+    }
+
+
+def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:
+    """The storages without error feedback."""
+    return {
+        name: replace(each, method="search") if each.method == "feedback" else each
+        for name, each in storages.items()
+    }
+
+
+def fed_names(storages: Mapping[str, Storage]) -> list[str]:
+    """The parameters that are quantized with error feedback."""
+    return [name for name, each in storages.items() if each.method == "feedback"]
+
+
+def obstacle(
+    model: AbstractModel, spec: ModelSpec, storages: Mapping[str, Storage], tokens: int, free: int
+) -> str | None:
+    """Why error feedback cannot be, or had better not be computed; None where it can.
+
+    Args:
+        tokens: that the model is to read.
+        free: bytes of memory.
+    """
+    if len(spec.stacks) != 1:
+        return "an encoder-decoder reads two texts at a time"
+    if not model.vocab:
+        return "the model reads no tokens"
+    names = fed_names(storages)
+    needed = _memory(model, names, tokens)
+    if needed > free:
+        has = f"{free / 2**30:.1f} are free"
+        return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
+    return None
+
+
+def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
+    """Bytes, about: while the model writes, and while its layers are quantized.
+
+    The latter are the largest layer three times, its inputs' products, a factor of the largest of
+    them for each of four threads, and the vectors between two layers.
+    """
+    from jinfer.weights.texts import AT_ONCE, LENGTH
+
+    shapes = parameter_shapes(model)
+    weights = sum(map(prod, shapes.values()))
+    kept = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
+    layers, widest = Counter[str](), 0
+    for name in names:
+        *stack, outputs, inputs = shapes[name]
+        layer = ".".join(name.split(".")[:2])
+        layers[layer] += 4 * prod(stack) * (3 * outputs * inputs + inputs * inputs)
+        widest = max(widest, inputs)
+    largest = max(layers.values(), default=0)
+    return max(
+        weights * 17 // 16 + 2 * kept * AT_ONCE * LENGTH,
+        largest + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * widest,
+    )

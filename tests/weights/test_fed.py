@@ -1,0 +1,155 @@
+"""Loading with error feedback: once, then from what was kept; or a search, and why in one line."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jinfer import LLM
+from jinfer.engine.memory import free_memory
+from jinfer.model import build
+from jinfer.opening.settings import open_model
+from jinfer.spec.errors import SpecError
+from jinfer.weights import fed, kept, methods, sequential, texts
+from jinfer.weights.load import find_origins
+from tests.checkpoint.converting import check_equal, leaves
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODEL = GOLDENS / "llama2"
+Q3 = {"weights": "q3", "threshold": 0}
+FED = {**Q3, "method": "feedback"}
+ONCE = "jinfer: weights are quantized with error feedback, once; they are kept in "
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's, and few tokens to read."""
+    monkeypatch.setattr(kept, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(texts.own_texts, "__kwdefaults__", {"tokens": 512, "progress": False})
+    return tmp_path / "weights"
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise AssertionError("this is not to be done again")
+
+
+def test_the_second_start_maps_what_was_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = leaves(MODEL, **FED)
+    assert capsys.readouterr().err == f"{ONCE}{cache}\n"
+    (entry,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(sequential, "Sequential", stop)
+        check_equal(leaves(MODEL, **FED), first)
+        assert capsys.readouterr().err == ""
+        with pytest.raises(AssertionError, match="not to be done again"):
+            leaves(MODEL, **{**FED, "weights": "q2"})
+    (entry / "model.safetensors").unlink()  # what is mapped stays as long as somebody knows it
+    (entry / "model.safetensors").write_bytes(b"")
+    check_equal(leaves(MODEL, **FED), first)
+    assert capsys.readouterr().err.count(ONCE) == 2  # of q2, which failed, and this one
+
+
+def test_a_search_is_said_to_be_one(cache: Path) -> None:
+    searched = leaves(MODEL, **Q3)
+    check_equal(leaves(MODEL, **Q3, method="search"), searched)
+    nearest = leaves(MODEL, **Q3, method="nearest")
+    assert not cache.exists()
+    fed_back = leaves(MODEL, **FED)
+    for name in ("decoder.0.attn.q.weight", "decoder.1.ffn.down.weight"):
+        three = [np.asarray(each[name].words) for each in (searched, nearest, fed_back)]
+        assert not np.array_equal(three[0], three[1])
+        assert not np.array_equal(three[0], three[2])
+    check_equal({"": searched["embed.weight"]}, {"": fed_back["embed.weight"]})
+    with pytest.raises(SpecError, match=r"quantization\.method.*'guess'"):
+        leaves(MODEL, **Q3, method="guess")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "value", "words"),
+    [
+        (MODEL, "_memory", lambda *_: 1 << 70, "needs .* GiB of memory, .* are free"),
+        (GOLDENS / "t5", "_memory", lambda *_: 0, "an encoder-decoder reads two texts at a time"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    source: Path,
+    name: str,
+    value: Any,
+    words: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(methods, name, value)
+    found = LLM(source, quantization=FED)
+    said = capsys.readouterr().err
+    assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without error feedback$", said)
+    assert said.count("\n") == 1
+    searched = LLM(source, quantization=Q3)
+    ours, wanted = (jax.tree.leaves(each._engine.parameters) for each in (found, searched))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    assert list(cache.iterdir()) == []
+
+
+def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> Path:
+        raise kept.NotKept("JINFER_CACHE is off")
+
+    monkeypatch.setattr(kept, "_place", refuse)
+    check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
+    assert capsys.readouterr().err == (
+        "jinfer: JINFER_CACHE is off; weights are quantized without error feedback\n"
+    )
+
+
+def test_the_frontend_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+
+    def refuse(*given: Any) -> str:
+        asked.append(given[-1])
+        return "no"
+
+    monkeypatch.setattr(fed, "obstacle", refuse)
+    LLM(MODEL, quantization=FED)
+    (free,) = asked
+    assert 0 < free <= free_memory() * 4
+
+
+def test_texts_that_a_model_writes() -> None:
+    """Two tokens by chance, then by its own probabilities; the same ones every time."""
+    opened = open_model(MODEL, {"dtype": "float32", "quantization.weights": "q3"})
+    model = build(opened.spec, "float32")
+    origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
+    batches = [texts.own_texts(model, origins, {}, 32, tokens=2048) for _ in range(2)]
+    ids, again = (np.concatenate(each) for each in batches)
+    assert ids.shape == (64, 32)
+    np.testing.assert_array_equal(ids, again)
+    vocab = opened.spec.dims["vocab"]
+    assert ids.min() >= 0
+    assert ids.max() < vocab
+    llm = LLM(MODEL, dtype="float32")
+    own = np.mean([each[1:].mean() for each in llm.score(ids.tolist())])
+    chance = np.random.default_rng(1).integers(0, vocab, ids.shape)
+    long = texts.own_texts(model, origins, {}, 128, tokens=1024)
+    assert [batch.shape for batch in long] == [(8, 128), (16, 1)]
+    np.testing.assert_array_equal(long[1][:, 0], long[0].reshape(-1)[::64])
+    assert own > 0.3 + np.mean([each[1:].mean() for each in llm.score(chance.tolist())])
+
+
+def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "own_texts", lambda *_, **__: "own")
+    for name, writes in (("llama2", True), ("bert", False)):
+        spec = open_model(GOLDENS / name, {"dtype": "float32"}).spec
+        found: Any = texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
+        if writes:
+            assert found == "own"
+            spec = dataclasses.replace(spec, shared=spec.shared[:1])
+            found = texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
+        assert [len(batch) for batch in found] == [16, 16]
+        assert max(batch.max() for batch in found) < spec.dims["vocab"]
