@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jinfer.engine.engine import Engine
@@ -20,6 +21,7 @@ from jinfer.speculate.control import Control
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.lookup import Lookup
 from jinfer.speculate.model import DraftModel, draft_programs
+from jinfer.speculate.placed import PlacedPrograms
 from jinfer.speculate.speculation import Speculation
 from jinfer.speculate.suffix import Suffix
 from jinfer.tokenizer import Tokenizer
@@ -56,8 +58,6 @@ def find_drafts(
     asked = opened.spec.speculation
     if not asked.draft or not engine.model.caches:
         return None
-    if not opened.spec.partition.is_plain:
-        raise SpecError(opened.spec.path, _KEY, "drafts are for one device; leave out [partition]")
     load: list[Callable[[bool], None]] = []
     drafters: list[Drafter] = []
     for entry in asked.draft:
@@ -94,17 +94,37 @@ def _other(
     else:
         draft = open_model(_beside(entry.source, opened.spec), changes)
         _check(opened, draft, entry.source)
+        if not draft.spec.partition.is_plain:
+            reason = "a draft is whole on one device; leave it out, and say device beside source"
+            raise SpecError(draft.spec.path, "partition", reason)
     weights = find_weights(
         build(draft.spec, jnp.dtype(draft.dtype)), draft.spec, draft.checkpoint, draft.activations
     )
-    programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache)
+    device = _device(engine, opened, entry)
+    programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache, device)
     made = DraftModel(programs=programs, target=engine, name=Path(name).stem)
 
     def fill(progress: bool) -> None:
-        made.parameters = weights.load(progress)
+        if isinstance(programs, PlacedPrograms):
+            made.parameters = weights.place(programs.place, progress)
+        else:
+            made.parameters = weights.load(progress)
 
     load.append(fill)
     return made
+
+
+def _device(engine: Engine, opened: Opened, entry: DraftSpec) -> jax.Device | None:
+    """Where a draft model is to be; None: where a model is that is not divided."""
+    if entry.device is None:
+        making = getattr(engine.programs, "making", None)
+        return None if making is None else making.home.devices[0]
+    there = jax.devices()
+    if entry.device >= len(there):
+        are = f"there are {len(there)}, from 0 on" if len(there) > 1 else "there is one, number 0"
+        reason = f"device {entry.device} is not there: {are}"
+        raise SpecError(opened.spec.path, f"{_KEY}.device", reason)
+    return there[entry.device]
 
 
 def _beside(source: str, spec: ModelSpec) -> str | Path:
@@ -155,6 +175,9 @@ def _without_layers(
     assert spec.decoder is not None, "it has a cache"
     if opened.spec.type != "decoder-only":
         raise SpecError(spec.path, _KEY, "layers are only skipped in models without an encoder")
+    if not spec.partition.is_plain:
+        reason = "skip shares the weights of a model that is whole; leave out [partition], or skip"
+        raise SpecError(spec.path, _KEY, reason)
     count = len(spec.decoder.layers)
     if wrong := [i for i in entry.skip if i >= count]:
         raise SpecError(spec.path, _KEY, f"skip has layer {wrong[0]}; there are 0 to {count - 1}")

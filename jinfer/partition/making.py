@@ -20,8 +20,10 @@ from jinfer.engine import state as states
 from jinfer.engine import steps
 from jinfer.engine.chosen import MAX_COPIES
 from jinfer.engine.places import Places, placed
-from jinfer.engine.programs import Sizes
+from jinfer.engine.programs import Shape, Sizes
+from jinfer.engine.verify import Nodes, planted, walk
 from jinfer.model import AbstractModel, Want
+from jinfer.nn.step import Copies
 from jinfer.ops.backend import target
 from jinfer.ops.cache import Cache, empty
 from jinfer.partition import passes
@@ -124,19 +126,42 @@ class Making:
             lambda: self.lowered(function, 0, (self.state, *rows, masks, flag)),
         )
 
+    def plant(self, shape: Shape) -> Made:
+        """`planted`, at home."""
+        given = self.state, nodes_of(shape)
+        return self.once(
+            ("plant", shape.tokens, shape.chosen, shape.rows),
+            lambda: self.lowered(planted, (), given),
+        )
+
+    def walk(self, shape: Shape, width: int) -> Made:
+        """`walk`, at home, of logits of a width."""
+        logits = self.home.of_same(float32(shape.tokens, width))
+        masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
+        given = self.state, nodes_of(shape), logits, masks if shape.masked else None
+        function = partial(walk, self.model, shape.stages)
+        return self.once(("walk", shape), lambda: self.lowered(function, 0, given))
+
     def flow(
-        self, tokens: int, rows: tuple[int, int], chosen: int | None, wants: tuple[Want, ...]
+        self,
+        tokens: int,
+        rows: tuple[int, int],
+        chosen: int | None,
+        wants: tuple[Want, ...],
+        copies: int = 0,
     ) -> tuple[Made, ...]:
         """`passes.flow` of each stage.
 
         Args:
             rows: of the tables, and how many are known the lengths of.
+            copies: places of tokens that stand in several rows; 0: none does.
         """
         made, x = list[Made](), None
         for number, stage in enumerate(self.stages):
             which, named = (chosen, wants) if stage.last else (None, ())
-            make = partial(self._flow, stage, x, tokens, rows, which, named)
-            made.append(self.once(("flow", number, tokens, rows, which, named), make))
+            make = partial(self._flow, stage, x, tokens, rows, which, named, copies)
+            key = ("flow", number, tokens, rows, which, named, copies)
+            made.append(self.once(key, make))
             x = made[-1].out[1]
         return tuple(made)
 
@@ -148,11 +173,12 @@ class Making:
         rows: tuple[int, int],
         chosen: int | None,
         wants: tuple[Want, ...],
+        copies: int,
     ) -> Made:
         function = _with_parts(stage, partial(passes.flow, stage.model, wants))
         shared = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
         ints, known = int32(tokens), int32(rows[1])
-        places = Places(ints, ints, ints, known, known)
+        places = Places(ints, ints, ints, known, known, copies_of(copies, tokens))
         last = None if chosen is None else int32(chosen)
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         given = stage.site.of_same((x, places, tables, last))
@@ -257,6 +283,18 @@ def _with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any
 
 def _leaves(stage: Stage) -> Any:
     return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
+
+
+def nodes_of(shape: Shape) -> Nodes:
+    """Abstract trees."""
+    each, copies = int32(shape.tokens), copies_of(shape.rows, shape.tokens)
+    return Nodes(each, each, each, each, each, int32(shape.chosen), copies)
+
+
+def copies_of(places: int, tokens: int) -> Copies | None:
+    """Abstract places of tokens that stand in several rows; of none, nothing."""
+    place = int32(places)
+    return Copies(place, place, place, int32(tokens)) if places else None
 
 
 def int32(*shape: int) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jinfer.engine.maps import check_maps
 from jinfer.engine.places import Places
 from jinfer.engine.programs import Program, Programs, Shape
 from jinfer.engine.requests import EngineError
+from jinfer.engine.verify import Nodes
 from jinfer.model import Want
 from jinfer.ops.cache import ENCODER
 from jinfer.partition.dispatch import Launcher
@@ -133,6 +134,26 @@ class StagedPrograms(Programs):
             caches, out = flow(leaves, caches, places, own, every, lane)
             drawn = states[lane], out["logits"], chooses, *unmasked
             state, chosen = self.launch(f"lane {lane}", choose, *drawn)
+            return caches, self.lanes.changed(states, lane, state), chosen
+
+        return run
+
+    def _verify(self, shape: Shape) -> Program:
+        count = shape.tokens
+        begin = self.making.plant(shape).program
+        made = self.making.flow(count, (count, count), None, ("logits",), shape.rows)
+        flow, choose = _Flow(self, made), self.making.walk(shape, self.width).program
+
+        def run(
+            leaves: Any, caches: Caches, states: LaneStates, nodes: Nodes, tables: Any,
+            mask: Any = None,
+        ) -> Any:  # fmt: skip
+            lane, owners = self.lanes.of_slots(np.asarray(nodes.owners))
+            own = nodes._replace(owners=cast("Any", owners))
+            places = self.launch(f"lane {lane}", begin, states[lane], own)
+            caches, out = flow(leaves, caches, places, tables, None, lane)
+            given = states[lane], own, out["logits"], mask
+            state, chosen = self.launch(f"lane {lane}", choose, *given)
             return caches, self.lanes.changed(states, lane, state), chosen
 
         return run

@@ -26,11 +26,14 @@ class DraftSpec:
             this answer or past ones; else a model, named as a model is; none: the model itself.
         weights: a narrower format of that model's weights, such as "q3".
         skip: layers of the model itself that its draft leaves out, from 0 on.
+        device: that a draft model is on as a whole, by its number; none: the model's, of several
+            the first one of the last stage.
     """
 
     source: str | None = None
     weights: str | None = None
     skip: tuple[Count, ...] = ()
+    device: Count | None = None
 
     def check(self) -> tuple[str, str] | None:
         """The first value that is wrong: its key and the reason."""
@@ -42,6 +45,8 @@ class DraftSpec:
             )
         if self.source in LOOKUPS and not plain:
             return "source", f"{show(self.source)} has no weights and no layers"
+        if self.device is not None and (self.source in LOOKUPS or self.skip):
+            return "device", "is of a model with weights of its own; leave it out"
         if self.source is not None and self.skip:
             return "skip", "is of the model itself, so it stands without a source"
         if self.weights is not None and self.skip:
@@ -106,7 +111,7 @@ def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
     if source is not None and (not isinstance(source, str) or not source):
         raise SpecError(values.path, f"{key}.source", f"{show(source)} is not the name of a model")
     read_ = read(_Own, table, values, key)
-    spec = DraftSpec(source, read_.weights, read_.skip)
+    spec = DraftSpec(source, read_.weights, read_.skip, read_.device)
     if wrong := spec.check():
         raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
     return spec
@@ -118,3 +123,4 @@ class _Own:
 
     weights: str | None = None
     skip: tuple[Count, ...] = ()
+    device: Count | None = None

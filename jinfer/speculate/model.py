@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jinfer.engine.chosen import MAX_STEPS
@@ -20,17 +21,26 @@ from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.speculate.control import Mean
 from jinfer.speculate.drafter import Drafter
+from jinfer.speculate.placed import PlacedPrograms
 from jinfer.speculate.tree import ROOT, Tree
 
 _CHUNK = 256  # tokens of prompts that a draft computes before others wait too long
 
 
-def draft_programs(model: AbstractModel, target: Sizes, kv_cache: Kind) -> Programs:
-    """A draft model's programs: a cache with room for the whole context of each slot."""
+def draft_programs(
+    model: AbstractModel, target: Sizes, kv_cache: Kind, device: jax.Device | None = None
+) -> Programs:
+    """A draft model's programs: a cache with room for the whole context of each slot.
+
+    Args:
+        device: where it is to run; None: where JAX runs what nobody has placed.
+    """
     blocks = target.slots * target.table
     groups = {shape.group: blocks for shape in model.caches.values()}
     sizes = Sizes(target.slots, target.context, target.vocab, groups, kv_cache)
-    return Programs(model, sizes)
+    if device is None:
+        return Programs(model, sizes)
+    return PlacedPrograms(model=model, sizes=sizes, device=device)
 
 
 @dataclass(eq=False, kw_only=True)

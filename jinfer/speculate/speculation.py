@@ -58,12 +58,12 @@ class Speculation:
     branched: bool = True
     _pending: dict[int, _Verified] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
-    _call: tuple[Launched, int] | None = None
+    _calls: dict[int, tuple[Launched, int]] = field(default_factory=dict)
     _since: int = 0
 
     def waits(self, sequences: Sequence[Running]) -> bool:
         """As `Speculator.waits`: not while drafts do not pay, nor beside prompts."""
-        if self._call is not None:
+        if any(call.has(sequences) for call, _ in self._calls.values()):
             return True
         looks = not self._pace.resting and any(map(_wants, sequences))
         return looks and not any(s.in_prompt for s in sequences)
@@ -74,7 +74,7 @@ class Speculation:
 
     def launch(self, engine: Engine, plan: Plan) -> bool:
         """As `Speculator.launch`."""
-        decoding, self._call = plan.decoding, None
+        decoding = plan.decoding
         if plan.chunks or not decoding or any(s.unread for s in decoding):
             return False
         if self._pace.rest():
@@ -222,7 +222,7 @@ class Speculation:
         engine.keep_cache(cache, state)
         launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
         engine.note(launched)
-        self._call = (launched, size)
+        self._calls[decoding[0].slot % engine.scheduler.lanes] = (launched, size)
 
     def _branches(
         self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree], size: int
@@ -248,10 +248,10 @@ class Speculation:
         self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
     ) -> list[str]:
         """As `Speculator.read`."""
-        if self._call is not None and self._call[0] is launched:
-            seconds = time.perf_counter() - launched.at
-            self.control.costs.setdefault(self._call[1], Mean(0.0)).add(seconds)
-            self._call = None
+        lane = sequence.slot % engine.scheduler.lanes
+        if lane in self._calls and self._calls[lane][0] is launched:
+            size = self._calls.pop(lane)[1]
+            self.control.costs.setdefault(size, Mean(0.0)).add(engine.call_seconds)
         elif launched.decodes:
             mean = self.control.plain.setdefault(len(launched.rows), Mean(0.0))
             mean.add(engine.step_seconds)
@@ -302,7 +302,7 @@ class Speculation:
 
     def reset(self) -> None:
         """As `Speculator.reset`."""
-        self._call = None
+        self._calls.clear()
         for drafter in self.drafters:
             drafter.reset()
 
