@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jinfer.engine import follow, steps
 from jinfer.engine import state as states
-from jinfer.engine import steps
 from jinfer.engine.chosen import MAX_COPIES
 from jinfer.engine.places import Places, placed
 from jinfer.engine.programs import Shape, Sizes
@@ -30,6 +30,7 @@ from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel
+from jinfer.spec.following import taps
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,25 @@ class Making:
             return self.lowered(shared, 1, (_leaves(stage), self._cache(stage), *given), stage.site)
 
         return self.once(("fill", number, encoded.shape), make)
+
+    def kept(self, number: int, tokens: int) -> Made | None:
+        """`follow.kept` of a stage; None where it keeps nothing of this."""
+        stage = self.stages[number]
+        names = taps(stage.model.model.caches)
+        if not names:
+            return None
+
+        def make() -> Made:
+            shared = stage.site.shared(follow.kept, (True, *(False,) * 3), False)
+            cache, each = self._cache(stage), int32(tokens)
+            tables = {
+                group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
+            }
+            given = stage.site.of_same((each, each, tables))
+            own = tuple(cache[name] for name in names)
+            return self.lowered(shared, (), (own, *given), stage.site)
+
+        return self.once(("kept", number, tokens), make)
 
     def copy(self, number: int) -> Made:
         """`steps.copy_blocks` of a stage."""

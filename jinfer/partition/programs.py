@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import jax
@@ -32,6 +32,7 @@ from jinfer.partition.making import Made, Making, Stage, float32, int32
 from jinfer.partition.sites import first_copy
 from jinfer.partition.timeline import Timeline
 from jinfer.sampling.logprobs import log_probabilities
+from jinfer.spec.following import taps
 
 type Caches = tuple[Any, ...]
 
@@ -155,6 +156,27 @@ class StagedPrograms(Programs):
             given = states[lane], own, out["logits"], mask
             state, chosen = self.launch(f"lane {lane}", choose, *given)
             return caches, self.lanes.changed(states, lane, state), chosen
+
+        return run
+
+    def kept(self, cache: Any) -> Any:
+        """As `Programs.kept`, of each stage."""
+        of_stages = zip(self.stages, cache, strict=True)
+        named = [(taps(stage.model.model.caches), own) for stage, own in of_stages]
+        return tuple(tuple(own[name] for name in names) for names, own in named)
+
+    def _kept(self, shape: Shape) -> Program:
+        made = [self.making.kept(number, shape.tokens) for number in range(len(self.stages))]
+        out = [one.out for one in made if one is not None]
+        join = self.making.finish(shape, partial(jnp.concatenate, axis=-1), out).program
+
+        def run(layers: Any, *given: Any) -> Any:
+            parts = []
+            for number, (one, own) in enumerate(zip(made, layers, strict=True)):
+                if one is not None:
+                    part = self.launch(f"stage {number}", one.program, own, *given)
+                    parts.append(self.making.home.take(first_copy(part)))
+            return join(parts)
 
         return run
 

@@ -77,13 +77,21 @@ class DraftModel(Device, Drafter):
         trees = {}
         for row, (sequence, levels) in enumerate(ready):
             chain = tokens[: levels - 1, row, 0].tolist()
-            self._computed[sequence.slot] = (sequence.request.id, [*sequence.tokens, *chain])
+            self._computed[sequence.slot] = (sequence.request.id, self._after(sequence, chain))
             grown = _Growing(self.name)
             self._grow(sequence, tokens[:levels, row], [], grown)
             trees[sequence.slot] = grown.tree()
         self._took.add((time.perf_counter() - begun) / deepest)
         self.seconds = self._took.value
         return [trees.get(sequence.slot, Tree()) for sequence, _ in asked]
+
+    def _after(self, sequence: Running, chain: list[int]) -> list[int]:
+        """The tokens that the cache has after a chain was drafted."""
+        return [*sequence.tokens, *chain]
+
+    def _known(self, sequence: Running) -> list[int]:
+        """The tokens of a sequence, as this model is given them."""
+        return sequence.tokens
 
     def _run(self, sequences: Sequence[Running], levels: int) -> np.ndarray:
         """The likeliest tokens of so many levels, [levels, sequences, width]."""
@@ -130,7 +138,8 @@ class DraftModel(Device, Drafter):
 
     def _catch_up(self, sequence: Running) -> bool:
         """Computes what is known before a sequence's last token; False where there is more."""
-        known, last = sequence.tokens, len(sequence.tokens) - 1
+        known = self._known(sequence)
+        last = len(known) - 1
         before = self._computed.get(sequence.slot)
         begin = 0
         if before is not None and before[0] == sequence.request.id:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ from jinfer.spec.errors import SpecError
 from jinfer.speculate.lookup import Lookup
 from jinfer.speculate.model import DraftModel
 from jinfer.speculate.speculation import Speculation
+from tests.families.tiny import close
 from tests.partition.eight.models import GOLDENS, opened
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
+from tests.speculate.heads import CASES
+from tests.speculate.test_heads import head_of, kept_by
 
 # Stages x devices; the golden has three layers, so that one stage of four has none.
 SPLITS: dict[str, dict[str, Any]] = {
@@ -119,6 +123,33 @@ def test_a_draft_model_beside_one_that_is_not_divided() -> None:
         assert placed(llm) == [{jax.devices()[3]}]
         same(llm.generate(prompts, DRAWN), plain)
         assert llm.stats().accepted_tokens > 8
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("eagle", "0&1;2&3"),
+        *(
+            pytest.param(name, devices, marks=pytest.mark.soak)
+            for name in ("mimo", "deepseek")
+            for devices in ("0;1", "0&1;2&3")
+        ),
+    ],
+)
+def test_heads(name: str, devices: str, tmp_path: Path) -> None:
+    """What layers of several stages give comes to the head's device."""
+    case = CASES[name](tmp_path)
+    keys = {**KEYS, "engine.slots": 2, "engine.context": 128, "dtype": "float32"}
+    keys["partition.devices"] = devices
+    prompts = ids(96, 9, 66)
+    with LLM(case.source, **keys) as llm:
+        plain = alone(llm, prompts, DRAWN)
+    keys |= {"speculation.draft": case.draft, "speculation.nodes": 4}
+    with LLM(case.source, **keys) as llm:
+        same(llm.generate(prompts, DRAWN), plain)
+        assert llm.stats().draft_tokens > 20
+        close(kept_by(llm, head_of(llm)), case.vectors)
+        assert placed(llm) == [{jax.devices()[2 if "&" in devices else 1]}]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Speculation put together as a specification asks: lookups, draft models, their weights."""
+"""From `[speculation]` to who drafts for an engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jinfer.drafting.heads import head_weights, with_taps
 from jinfer.engine.engine import Engine
 from jinfer.model import build
 from jinfer.opening.settings import Opened, open_model
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.model import ModelSpec
-from jinfer.spec.speculation import DraftSpec
+from jinfer.spec.speculation import HEAD, LOOKUPS, DraftSpec
 from jinfer.speculate.control import Control
 from jinfer.speculate.drafter import Drafter
+from jinfer.speculate.head import HeadModel
 from jinfer.speculate.lookup import Lookup
 from jinfer.speculate.model import DraftModel, draft_programs
 from jinfer.speculate.placed import PlacedPrograms
@@ -43,72 +45,152 @@ class Drafts:
     load: list[Callable[[bool], None]]
 
 
-def find_drafts(
-    engine: Engine, opened: Opened, source: str | Path, overrides: Mapping[str, Any]
-) -> Drafts | None:
-    """What `[speculation]` asks for; None: nothing.
+@dataclass(frozen=True)
+class OpenedDrafts:
+    """What `[speculation]` asks for, opened.
+
+    Attributes:
+        opened: the model, which keeps what heads take of it.
+        plain: the same without.
+        models: of each entry of `draft`; None: it needs none, or is a part of the model.
+    """
+
+    opened: Opened
+    plain: Opened
+    models: tuple[Opened | None, ...]
+
+    def drafts(self, engine: Engine) -> Drafts | None:
+        """Who drafts for an engine; None: nobody.
+
+        Raises:
+            SpecError: a draft that does not fit the model.
+            LoadError, CheckpointError: one whose weights are not there.
+        """
+        opened, asked = self.plain, self.opened.spec.speculation
+        if not engine.model.caches:
+            return None
+        load: list[Callable[[bool], None]] = []
+        drafters: list[Drafter] = []
+        for entry, model in zip(asked.draft, self.models, strict=True):
+            if entry.source == "ngram":
+                drafters.append(Lookup(branches=2))
+            elif entry.source == "suffix":
+                drafters.append(Suffix())
+            elif model is None:
+                drafters.append(_without_layers(engine, opened, entry, load))
+            elif model.spec.follows is not None:
+                drafters.append(_head(engine, opened, entry, model, load))
+            else:
+                drafters.append(_other(engine, opened, entry, model, load))
+        for drafter in drafters:
+            if isinstance(drafter, DraftModel):
+                drafter.expansion = asked.expansion
+        nodes = None if asked.nodes == "auto" else asked.nodes
+        return Drafts(Speculation(drafters, Control(nodes)), load)
+
+
+def open_drafts(opened: Opened, source: str | Path, overrides: Mapping[str, Any]) -> OpenedDrafts:
+    """Opens what `[speculation]` asks for.
 
     Args:
         source, overrides: the model's own, of which a draft may be a narrower copy.
 
     Raises:
         SpecError: a draft that does not fit the model.
-        SourceError, CheckpointError, LoadError, TokenizerError: a draft that cannot be opened.
+        SourceError, CheckpointError, TokenizerError: a draft that cannot be opened.
     """
     asked = opened.spec.speculation
-    if not asked.draft or not engine.model.caches:
+    if opened.spec.decoder is None:
+        return OpenedDrafts(opened, opened, (None,) * len(asked.draft))
+    own = (source, overrides)
+    models = tuple(_opened(opened, entry, own) for entry in asked.draft)
+    kept, seen = opened, list[str]()
+    for entry, model in zip(asked.draft, models, strict=True):
+        if model is None or model.spec.follows is None:
+            continue
+        seen.append(entry.source or "")
+        if len(seen) > 1:
+            reason = f"{seen[0]} and {seen[1]} are heads, but one can follow the model; leave one"
+            raise SpecError(opened.spec.path, _KEY, reason)
+        if asked.expansion:
+            reason = "is of draft models; a head drafts a chain with one token beside each"
+            raise SpecError(opened.spec.path, "speculation.expansion", reason)
+        kept = with_taps(opened, model, seen[0])
+    return OpenedDrafts(kept, opened, models)
+
+
+def _opened(
+    opened: Opened, entry: DraftSpec, own: tuple[str | Path, Mapping[str, Any]]
+) -> Opened | None:
+    """A draft's model; None where it is no model of its own."""
+    if entry.source in LOOKUPS or entry.skip:
         return None
-    load: list[Callable[[bool], None]] = []
-    drafters: list[Drafter] = []
-    for entry in asked.draft:
-        if entry.source == "ngram":
-            drafters.append(Lookup(branches=2))
-        elif entry.source == "suffix":
-            drafters.append(Suffix())
-        elif entry.skip:
-            drafters.append(_without_layers(engine, opened, entry, load))
-        else:
-            drafters.append(_other(engine, opened, entry, (source, overrides), load))
-    for drafter in drafters:
-        if isinstance(drafter, DraftModel):
-            drafter.expansion = asked.expansion
-    nodes = None if asked.nodes == "auto" else asked.nodes
-    return Drafts(Speculation(drafters, Control(nodes)), load)
+    changes = dict[str, Any]()
+    if entry.weights is not None:
+        changes["quantization.weights"] = entry.weights
+    if entry.source is None or entry.source == HEAD:
+        if entry.source == HEAD:
+            if opened.spec.speculation.head is None:
+                reason = "the model's family knows of no head in its checkpoints; name a draft"
+                raise SpecError(opened.spec.path, _KEY, reason)
+            changes["family"] = opened.spec.speculation.head
+        apart = ("speculation", "partition")
+        given = {k: v for k, v in own[1].items() if k.partition(".")[0] not in apart}
+        return open_model(own[0], {**given, "speculation.draft": [], **changes}, alone=False)
+    draft = open_model(_beside(entry.source, opened.spec), changes, alone=False)
+    if draft.spec.follows is None:
+        _check(opened, draft, entry.source)
+    elif draft.spec.dims["vocab"] != opened.spec.dims["vocab"]:
+        vocabs = draft.spec.dims["vocab"], opened.spec.dims["vocab"]
+        reason = f"{entry.source} is for {vocabs[0]} tokens, and the model has {vocabs[1]}"
+        raise SpecError(opened.spec.path, _KEY, f"{reason}; take a head that was made for it")
+    if not draft.spec.partition.is_plain:
+        reason = "a draft is whole on one device; leave it out, and say device beside source"
+        raise SpecError(draft.spec.path, "partition", reason)
+    return draft
 
 
 def _other(
     engine: Engine,
     opened: Opened,
     entry: DraftSpec,
-    own: tuple[str | Path, Mapping[str, Any]],
+    draft: Opened,
     load: list[Callable[[bool], None]],
 ) -> DraftModel:
     """Another model, or this one at fewer bits."""
-    name, changes = entry.source or "", dict[str, Any]()
-    if entry.weights is not None:
-        changes["quantization.weights"] = entry.weights
-    if entry.source is None:
-        given = {k: v for k, v in own[1].items() if k.partition(".")[0] != "speculation"}
-        draft = open_model(own[0], {**given, "speculation.draft": [], **changes})
-        name = f"own {entry.weights}"
-    else:
-        draft = open_model(_beside(entry.source, opened.spec), changes)
-        _check(opened, draft, entry.source)
-        if not draft.spec.partition.is_plain:
-            reason = "a draft is whole on one device; leave it out, and say device beside source"
-            raise SpecError(draft.spec.path, "partition", reason)
+    name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
     weights = find_weights(
         build(draft.spec, jnp.dtype(draft.dtype)), draft.spec, draft.checkpoint, draft.activations
     )
     device = _device(engine, opened, entry)
     programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache, device)
-    made = DraftModel(programs=programs, target=engine, name=Path(name).stem)
+    made = DraftModel(programs=programs, target=engine, name=name)
 
     def fill(progress: bool) -> None:
         if isinstance(programs, PlacedPrograms):
             made.parameters = weights.place(programs.place, progress)
         else:
             made.parameters = weights.load(progress)
+
+    load.append(fill)
+    return made
+
+
+def _head(
+    engine: Engine,
+    opened: Opened,
+    entry: DraftSpec,
+    head: Opened,
+    load: list[Callable[[bool], None]],
+) -> HeadModel:
+    """A head that follows the model."""
+    weights = head_weights(engine, opened, head, same=entry.source == HEAD)
+    device = _device(engine, opened, entry)
+    programs = draft_programs(weights.model, engine.programs.sizes, head.kv_cache, device)
+    made = HeadModel(programs=programs, target=engine, name=Path(entry.source or "").stem)
+
+    def fill(progress: bool) -> None:
+        made.parameters = weights.load(engine, programs, progress)
 
     load.append(fill)
     return made
