@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
+from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
@@ -40,6 +41,7 @@ class Running:
         ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
         drafted, accepted: tokens that were drafted for it, and those of them that were right.
+        trees: of the calls that verified drafts for it.
         admitted: when it was first given a slot, in seconds of `time.perf_counter`.
     """
 
@@ -58,6 +60,7 @@ class Running:
     preempted: int = 0
     drafted: int = 0
     accepted: int = 0
+    trees: list[DraftedStep] = field(default_factory=list)
     admitted: float | None = None
 
     @property

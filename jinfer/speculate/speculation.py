@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.engine.blocks import Copy, Held
+from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.engine import Engine
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
@@ -21,6 +22,7 @@ from jinfer.sampling.order import PLAIN
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.grammar import EVERYTHING, allowed
+from jinfer.speculate.growing import first_path, grown, laid_out
 from jinfer.speculate.layout import PLACES, Layout, Planted
 from jinfer.speculate.pace import Pace
 from jinfer.speculate.tree import Tree, merged
@@ -128,7 +130,7 @@ class Speculation:
         """
         words, masks = engine.programs.words, dict[int, list[np.ndarray]]()
         for sequence in decoding:
-            tree = _first_path(trees.get(sequence.slot, Tree()))
+            tree = first_path(trees.get(sequence.slot, Tree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
                 matcher = engine.guides.matchers[sequence.request.id]
@@ -165,7 +167,7 @@ class Speculation:
         if not each:
             return None
         trees = [merged(proposed) for proposed in zip(*each, strict=True)]
-        return trees if self.branched else [_first_path(tree) for tree in trees]
+        return trees if self.branched else [first_path(tree) for tree in trees]
 
     def _sizes(self, engine: Engine, decoding: Sequence[Running]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
@@ -199,11 +201,11 @@ class Speculation:
         layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
         size = _size_of(decoding, trees, sizes)
         if not self._branches(engine, decoding, trees, size):
-            trees = {slot: _first_path(tree) for slot, tree in trees.items()}
+            trees = {slot: first_path(tree) for slot, tree in trees.items()}
         for sequence in decoding:
             assert sequence.held is not None, "it is planned"
             tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
-            tree, branches = _grown(engine, sequence, tree, copies)
+            tree, branches = grown(engine, sequence, tree, copies)
             planted = _planted(sequence, tree)
             rows = layout.add(planted)
             held += zip(rows, [sequence.held, *(own for _, own in branches)], strict=True)
@@ -217,7 +219,7 @@ class Speculation:
         begun = time.perf_counter()
         given: tuple[Any, ...] = (nodes, tables)
         if masks is not None:
-            given = (*given, _laid_out(masks, decoding, layout, size, engine.programs.words))
+            given = (*given, laid_out(masks, decoding, layout, size, engine.programs.words))
         cache, state, chosen = program(engine.leaves, engine.cache, engine.state, *given)
         engine.keep_cache(cache, state)
         launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
@@ -238,7 +240,7 @@ class Speculation:
         """What of a tree there is room for."""
         assert sequence.held is not None, "it is planned"
         if tree and len(layout.sources) + _planted(sequence, tree).places > (PLACES - 1) * size:
-            tree = _first_path(tree)
+            tree = first_path(tree)
         for path in tree.paths()[:1]:
             if not engine.scheduler.blocks.reserve(sequence.held, len(sequence.tokens) + len(path)):
                 return Tree()
@@ -266,6 +268,10 @@ class Speculation:
                 counts.drafted += len(verified.tree)
                 counts.accepted += len(accepted)
             engine.drafted.drafts += 1
+            tree = verified.tree
+            sequence.trees.append(
+                DraftedStep(tree.tokens, tree.parents, tree.sources, tuple(accepted), tuple(ids))
+            )
         # The last token's keys and values are yet to be computed, whether or not it was drafted.
         needed = set(accepted[: max(0, len(ids) - 1)])
         for path, held in verified.branches:
@@ -336,21 +342,6 @@ def _size_of(decoding: Sequence[Running], trees: dict[int, Tree], sizes: Sequenc
     return next(size for size in sizes if size >= count)
 
 
-def _laid_out(
-    masks: dict[int, list[np.ndarray]],
-    decoding: Sequence[Running],
-    layout: Layout,
-    size: int,
-    words: int,
-) -> np.ndarray:
-    """Masks after each node of a batch; a chain may have been cut since they were made."""
-    out = np.zeros((size, words), np.uint32)
-    ends = [*layout.roots[1:], len(layout.tokens)]
-    for sequence, begin, end in zip(decoding, layout.roots, ends, strict=True):
-        out[begin:end] = masks[sequence.slot][: end - begin]
-    return out
-
-
 def _wants(sequence: Running) -> bool:
     return sequence.request.sampling.speculation and not sequence.driven
 
@@ -370,27 +361,3 @@ def _planted(sequence: Running, tree: Tree) -> Planted:
 def _above(tree: Tree, levels: int) -> list[int]:
     """The nodes of the first levels."""
     return [node for node, depth in enumerate(tree.depths()) if depth <= levels]
-
-
-def _first_path(tree: Tree) -> Tree:
-    return tree.only(tree.paths()[0]) if len(tree) else tree
-
-
-def _grown(
-    engine: Engine, sequence: Running, tree: Tree, copies: list[Copy]
-) -> tuple[Tree, list[tuple[list[int], Held]]]:
-    """A tree with blocks for each of its branches; without those that there are no blocks for."""
-    assert sequence.held is not None, "it is planned"
-    blocks, known = engine.scheduler.blocks, len(sequence.tokens)
-    branches: list[tuple[list[int], Held]] = []
-    made: list[Copy] = []
-    for path in tree.paths()[1:]:
-        forked = blocks.fork(sequence.held, known - 1)
-        if forked is None or not blocks.reserve(forked[0], known + len(path)):
-            for held in [own for _, own in branches] + ([forked[0]] if forked else []):
-                blocks.free(held)
-            return _first_path(tree), []
-        branches.append((path, forked[0]))
-        made += forked[1]
-    copies += made
-    return tree, branches
