@@ -22,6 +22,7 @@ from jinfer.speculate.control import Control
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.head import HeadModel
 from jinfer.speculate.lookup import Lookup
+from jinfer.speculate.measuring import measure
 from jinfer.speculate.model import DraftModel, draft_programs
 from jinfer.speculate.placed import PlacedPrograms
 from jinfer.speculate.speculation import Speculation
@@ -85,8 +86,11 @@ class OpenedDrafts:
         for drafter in drafters:
             if isinstance(drafter, DraftModel):
                 drafter.expansion = asked.expansion
-        nodes = None if asked.nodes == "auto" else asked.nodes
-        return Drafts(Speculation(drafters, Control(nodes)), load)
+        control = Control(None if asked.nodes == "auto" else asked.nodes)
+        if self.opened.spec.engine.warm_up and control.nodes is None:
+            # Its weights are there by then, and nobody has asked for anything.
+            load.append(lambda _: measure(engine, control))
+        return Drafts(Speculation(drafters, control), load)
 
 
 def open_drafts(opened: Opened, source: str | Path, overrides: Mapping[str, Any]) -> OpenedDrafts:

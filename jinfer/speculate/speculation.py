@@ -77,9 +77,9 @@ class Speculation:
     def launch(self, engine: Engine, plan: Plan) -> bool:
         """As `Speculator.launch`."""
         decoding = plan.decoding
-        if plan.chunks or not decoding or any(s.unread for s in decoding):
+        if plan.chunks or not decoding or self._pace.rest():
             return False
-        if self._pace.rest():
+        if any(s.unread for s in decoding):
             return False
         wanting = [s for s in decoding if _wants(s) and s.left > 1 and not _ended(s)]
         if not wanting or self._unknown(decoding):
@@ -92,7 +92,9 @@ class Speculation:
         if trees is not None and not any(map(len, trees)):
             self._pace.missed(rests=self.control.nodes is None)
             return False
-        chosen = trees and self.control.choose(trees, len(decoding), sizes, self._pace.probing)
+        # What costs nothing was watched during the rest, and need not be tried to be known.
+        tries = self._pace.probing and not self._free
+        chosen = trees and self.control.choose(trees, len(decoding), sizes, tries)
         if not chosen or not any(map(len, chosen)):
             self._pace.useless()
             return False
@@ -174,7 +176,9 @@ class Speculation:
         if self.control.nodes is not None:
             return [*SIZES]
         return [
-            n for n in _sizes(engine) if engine.programs.ready(self._shape(engine, n, decoding, 0))
+            n
+            for n in sizes_of(engine)
+            if engine.programs.ready(self._shape(engine, n, decoding, 0))
         ]
 
     def _shape(
@@ -284,16 +288,23 @@ class Speculation:
 
     def _watch(self, launched: Launched, sequence: Running, ids: list[int]) -> None:
         """While drafts rest: what those would have been worth that cost nothing."""
-        if not self._pace.resting or not launched.decodes or not _wants(sequence):
+        if not self._pace.resting or not launched.decodes or not ids or not _wants(sequence):
+            return
+        if not self._pace.watches():
             return
         free = [drafter for drafter in self.drafters if not drafter.seconds]
-        each = [drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free]
-        tree = merged(each)
-        if ids and len(tree):
-            near = tree.only(_above(tree, len(ids)))
-            self.control.learn(near, near.walk(ids))
-            if self.control.best_size([tree], 1, SIZES) is not None:
-                self._pace.drafted()
+        tree = merged([drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free])
+        near = tree.only(_above(tree, len(ids)))
+        right = near.walk(ids)
+        self._pace.watched(right=bool(right))
+        self.control.learn(near, right)
+        if len(tree) and self.control.best_size([tree], 1, SIZES) is not None:
+            self._pace.drafted()
+
+    @property
+    def _free(self) -> bool:
+        """Whether nothing that drafts takes time."""
+        return not any(drafter.seconds for drafter in self.drafters)
 
     def drop(self, engine: Engine, sequence: Running) -> None:
         """As `Speculator.drop`."""
@@ -324,14 +335,14 @@ class Speculation:
 
     def _shapes(self, engine: Engine) -> Iterator[Shape]:
         for stages in (PLAIN, STAGES):
-            for size in _sizes(engine):
+            for size in sizes_of(engine):
                 for chosen in sorted({1, engine.chosen_count(size, 2)}):
                     for places in (0, PLACES * size) if self.branched else (0,):
                         yield Shape("verify", size, chosen, places, stages=stages)
                     yield Shape("verify", size, chosen, stages=stages, masked=True)
 
 
-def _sizes(engine: Engine) -> list[int]:
+def sizes_of(engine: Engine) -> list[int]:
     """Sizes that may pay: up to four tokens of each sequence, or 32 of a few."""
     return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
 

@@ -113,6 +113,14 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
     keys |= {"speculation.draft": ["ngram", {"skip": [3]}]}
     with LLM(STORIES, **keys) as llm:
         speculation: Any = llm.frontend.engine.speculator
+        # What calls take is known before anybody asks for anything.
+        measured = speculation.control
+        assert set(measured.costs) == {4, 8, 16, 32}
+        assert set(measured.plain) == {1}
+        assert all(0 < mean.value < 1 for mean in measured.costs.values())
+        assert measured.knows(1)
+        assert not measured.chances
+        assert (llm.stats().drafts, llm.stats().blocks_held) == (0, 0)
         programs = [llm.frontend.engine.programs, speculation.drafters[1].programs]
         made = [one.compilations for one in programs]
         for nodes in (2, 3, 5, 8, 13, 16, None):
