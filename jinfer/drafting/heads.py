@@ -26,6 +26,9 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
     follows, decoder = head.spec.follows, opened.spec.decoder
     assert follows is not None, "it is a head"
     assert decoder is not None, "it is a decoder"
+    if opened.spec.type != "decoder-only":
+        reason = f"{source} is a head, and the model is {opened.spec.type}; a head follows decoders"
+        raise SpecError(opened.spec.path, "speculation.draft", reason)
     layers = layers_of(follows, len(decoder.layers))
     if layers is None:
         wanted = ", ".join(map(str, follows.layers))

@@ -11,6 +11,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.nn.step import Step
+from jinfer.opening.settings import open_model
 from jinfer.ops.cache import BLOCK
 from jinfer.spec.errors import SpecError
 from jinfer.speculate.head import HeadModel
@@ -180,6 +181,24 @@ def test_what_does_not_fit_is_one_line(
         LLM(tmp_path / "target", **(KEYS | keys | {"speculation.draft": named}))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("layers", "[1, 2.5]", "is no list of layers"),
+        ("layers", [], "is no list of layers"),
+        ("layer", [1], "unknown key; did you mean 'layers'?"),
+        ("width", 0, "decoder.follows.width: 0 is not a whole number"),
+        ("hidden", "fuse(tokens)", "unknown name 'tokens'"),
+    ],
+    ids=str,
+)
+def test_what_it_follows_is_checked(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    write_eagle(tmp_path)
+    with pytest.raises(SpecError) as error:
+        open_model(tmp_path, {f"decoder.follows.{key}": value}, alone=False)
+    assert message in str(error.value)
 
 
 def test_a_head_is_no_model(tmp_path: Path) -> None:
