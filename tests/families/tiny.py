@@ -73,10 +73,10 @@ def served(
     return LLM(folder, dtype="float32"), tensors
 
 
-def close(got: Any, wanted: Floats, spread: float = 0.1, atol: float = 2e-4) -> None:
-    """Raises unless they are the same to `atol`, and large enough that this says something."""
+def close(got: Any, wanted: Floats, spread: float = 0.1) -> None:
+    """Raises unless they are the same to 2e-4, and large enough that this says something."""
     assert wanted.std() > spread
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=atol)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
 
 
 def linear(name: str, outputs: int, inputs: int, bias: bool = True) -> Shapes:

@@ -133,17 +133,18 @@ def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cache", ["q8", "q3.5", "bf16"])
-def test_kept_vectors_may_be_rounded(cache: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cache", "least"), [("q8", 0.999), ("q3.5", 0.9), ("bf16", 0.999)])
+def test_kept_vectors_may_be_rounded(cache: str, least: float, tmp_path: Path) -> None:
     case = CASES["eagle"](tmp_path)
     prompts = ids(VOCAB, 9, 66)
     keys = KEYS | {"quantization.kv_cache": cache}
-    drafts = keys | {"speculation.draft": case.draft}
+    drafts = keys | {"speculation.draft": case.draft, "speculation.nodes": 4}
     with LLM(case.source, **keys) as llm:
         plain = alone(llm, prompts, DRAWN)
     with LLM(case.source, **drafts) as llm:
         same(alone(llm, prompts, DRAWN), plain)
-        close(kept_by(llm, head_of(llm)), case.vectors, atol=0.5)
+        kept = kept_by(llm, head_of(llm))
+    assert np.corrcoef(kept.ravel(), case.vectors.ravel())[0, 1] > least
 
 
 def test_what_others_computed_is_there(tmp_path: Path) -> None:
