@@ -42,8 +42,7 @@ from jinfer.weights.sizes import count_text, sizes_of
 MAX_THREADS = 4096
 
 if TYPE_CHECKING:
-    from jinfer.drafting import Drafts
-    from jinfer.engine.engine import Engine
+    from jinfer.drafting.find import OpenedDrafts
     from jinfer.sampling.structured import Matcher
 
 
@@ -81,7 +80,9 @@ class Frontend:
         shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
-        self.opened = opened = open_model(source, overrides)
+        opened = open_model(source, overrides)
+        asked = _drafts(opened, source, overrides)
+        self.opened = opened = opened if asked is None else asked.opened
         weights = find_weights(
             build(opened.spec, jnp.dtype(opened.dtype), shelf),
             opened.spec,
@@ -90,7 +91,7 @@ class Frontend:
             free_memory,
         )
         self.engine = assemble(weights.model, opened, shelf)
-        drafts = _drafts(self.engine, opened, source, overrides)
+        drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self._family, self._stored = _family(opened), _stored(opened)
@@ -372,14 +373,14 @@ def _nothing() -> None:
 
 
 def _drafts(
-    engine: Engine, opened: Opened, source: str | Path, overrides: Mapping[str, Any]
-) -> Drafts | None:
+    opened: Opened, source: str | Path, overrides: Mapping[str, Any]
+) -> OpenedDrafts | None:
     if not opened.spec.speculation.draft:
         return None
     # Here: who drafts nothing needs none of it, nor what it imports.
-    from jinfer.drafting import find_drafts
+    from jinfer.drafting.find import open_drafts
 
-    return find_drafts(engine, opened, source, overrides)
+    return open_drafts(opened, source, overrides)
 
 
 def _family(opened: Opened) -> str:

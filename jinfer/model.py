@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jinfer.ops.cache import ENCODER, CacheShape, cache_group
 from jinfer.spec import blocks
+from jinfer.spec.following import Tap
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import Role
 
@@ -184,7 +185,8 @@ def _never(spec: ModelSpec) -> tuple[int, ...]:
 
 def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
     for i, layer in enumerate(spec.decoder.layers if spec.decoder else ()):
-        for name, block in layer.modules:
+        modules: tuple[tuple[str, Any], ...] = layer.modules
+        for name, block in modules:
             match block:
                 case blocks.Attention():
                     group, window = cache_group(block.window), block.window
@@ -195,6 +197,8 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
                     shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
                 case blocks.LatentAttention():
                     shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
+                case Tap():
+                    shape = CacheShape(1, block.width, 0)
                 case _:
                     continue
             yield f"decoder.{i}.{name}", shape

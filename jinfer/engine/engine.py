@@ -20,7 +20,7 @@ from jinfer.engine.chosen import CALL_SECONDS, Chosen, fitting
 from jinfer.engine.device import Device, token_of
 from jinfer.engine.driver import Driver
 from jinfer.engine.guided import Guides
-from jinfer.engine.launched import Launched
+from jinfer.engine.launched import Launched, any_for
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.samplers import Samplers
@@ -40,7 +40,7 @@ class Engine(Device):
 
     Attributes:
         scheduler: who is computed next.
-        step_seconds: what a step of the last decoding call took.
+        call_seconds, step_seconds: what the last call took, and a step of the last decoding one.
         speculator: drafts tokens, if there is one.
         drafted: how many.
         interrupt: ends decoding calls, also those that have not begun; any thread may raise it.
@@ -48,6 +48,7 @@ class Engine(Device):
     """
 
     scheduler: Scheduler
+    call_seconds: float = 0.0
     step_seconds: float = CALL_SECONDS
     speculator: Speculator | None = None
     drafted: Drafted = field(default_factory=Drafted)
@@ -149,8 +150,9 @@ class Engine(Device):
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
         tokens += self.guides.choose(self)
-        if self.speculator is not None and self.speculator.waits(self.scheduler.running):
-            tokens += self.read_all()
+        drafts, calls = self.speculator, self._launched
+        while drafts and any_for(calls, own := self.scheduler.upcoming()) and drafts.waits(own):
+            tokens += self.read_all(own)
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
@@ -219,9 +221,8 @@ class Engine(Device):
     ) -> Chosen:
         """The next tokens of some sequences: see `steps.choose`."""
         count = logits.shape[0]
-        program = self.programs.get(
-            Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
-        )
+        shape = Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
+        program = self.programs.get(shape)
         guided = np.bool_(mask is not None)
         mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
         self._state, chosen = program(self.state, logits, rows, mask, guided)
@@ -334,17 +335,16 @@ class Engine(Device):
 
     def tables(self) -> dict[str, np.ndarray]:
         """Where the blocks of each slot's sequence are, by group."""
-        return self.tables_of(
-            self.programs.sizes.slots, [(s.slot, s.held) for s in self.scheduler.running if s.held]
-        )
+        held = [(s.slot, s.held) for s in self.scheduler.running if s.held]
+        return self.tables_of(self.programs.sizes.slots, held)
 
     def size_of(self, tokens: int) -> int:
         """The tokens of the smallest program that takes so many."""
         return next(size for size in self.scheduler.sizes if size >= tokens)
 
-    def read_all(self) -> Iterator[Token | Failed]:
-        """Reads all that was launched."""
-        while self._launched:
+    def read_all(self, of: Sequence[Running] | None = None) -> Iterator[Token | Failed]:
+        """Reads all that was launched, or all up to the last call for some sequences."""
+        while any_for(self._launched, of):
             yield from self._read(self._launched.popleft())
 
     def _read(self, launched: Launched) -> Iterator[Token | Failed]:
@@ -361,9 +361,8 @@ class Engine(Device):
             if self.speculator is not None:
                 ids = tokens[:count, row].tolist()
                 origins = self.speculator.read(self, launched, sequence, ids)
-            new = self._take(
-                sequence, launched.chosen, row, origins + [""] * (count - len(origins))
-            )
+            origins += [""] * (count - len(origins))
+            new = self._take(sequence, launched.chosen, row, origins)
             if not sequence.guided:
                 yield from new
                 continue
@@ -395,6 +394,7 @@ class Engine(Device):
     def _time(self, launched: Launched, tokens: np.ndarray) -> None:
         now = time.perf_counter()
         steps = int(np.count_nonzero((tokens >= 0).any(axis=1)))
+        self.call_seconds = max(1e-6, now - max(launched.at, self._last_read))
         if launched.decodes and steps:
-            self.step_seconds = max(1e-6, now - max(launched.at, self._last_read)) / steps
+            self.step_seconds = self.call_seconds / steps
         self._last_read = now

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jinfer.engine.drafts import DraftedStep, Steps
 from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.engine.stopping import StopTexts
 from jinfer.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class Usage:
         decode_seconds: from its first token to its last.
         queue_seconds: from the request's start to its slot; a part of `prefill_seconds`.
         drafted_tokens, accepted_tokens: that were drafted, and those of them that are its answer's.
+        speculation: the trees of drafted tokens, call by call; None where nothing was drafted.
     """
 
     prompt_tokens: int
@@ -49,6 +51,7 @@ class Usage:
     queue_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    speculation: Steps | None = field(default=None, repr=False, compare=False)
 
     @property
     def prefill_rate(self) -> float:
@@ -104,6 +107,11 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
 
+    @property
+    def speculation(self) -> Steps | None:
+        """The trees of drafted tokens, call by call; None where nothing was drafted."""
+        return self.usage.speculation
+
     def __repr__(self) -> str:
         text = reprlib.repr(self.text)
         return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
@@ -123,6 +131,7 @@ class Generation:
         cached: tokens of the prompt that were in the cache already.
         admitted: when it was given a slot, if it was.
         drafted, accepted: as in `Usage`.
+        trees: of drafted tokens.
     """
 
     request: Request
@@ -138,6 +147,7 @@ class Generation:
     admitted: float | None = None
     drafted: int = 0
     accepted: int = 0
+    trees: Sequence[DraftedStep] = ()
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -213,6 +223,7 @@ class Generation:
             max(0.0, self.admitted - self.begun) if self.admitted else 0.0,
             self.drafted,
             self.accepted,
+            Steps(tuple(self.trees), self._text) if self.trees else None,
         )
 
 

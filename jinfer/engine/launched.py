@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jinfer.engine.chosen import Chosen
@@ -25,3 +26,12 @@ class Launched:
     steps: int
     at: float = 0.0
     decodes: bool = False
+
+    def has(self, sequences: Sequence[Running]) -> bool:
+        """Whether it gives tokens of any of these."""
+        return any(own is one for _, own in self.rows for one in sequences)
+
+
+def any_for(calls: Iterable[Launched], sequences: Sequence[Running] | None) -> bool:
+    """Whether any of some calls gives tokens of any of these; None: of anybody."""
+    return any(sequences is None or call.has(sequences) for call in calls)

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jinfer.engine.state import State
-from jinfer.nn.step import Step
+from jinfer.nn.step import Copies, Step
 
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 
@@ -24,6 +24,7 @@ class Places(NamedTuple):
         positions: in its sequence.
         prompts: tokens of each row's sequence as far as they are known.
         encoded: tokens of the encoder's output that each row's sequence sees.
+        copies: where tokens are that stand in several rows.
     """
 
     tokens: Int[Array, " tokens"]
@@ -31,10 +32,12 @@ class Places(NamedTuple):
     positions: Int[Array, " tokens"]
     prompts: Int[Array, " rows"]
     encoded: Int[Array, " rows"]
+    copies: Copies | None = None
 
     def step(self, tables: Tables) -> Step:
         """What the model's modules are told of it."""
-        return Step.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
+        at = Step.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
+        return at._replace(copies=self.copies)
 
 
 def placed(

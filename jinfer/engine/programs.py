@@ -27,6 +27,7 @@ from jinfer.model import AbstractModel, Want
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
 from jinfer.sampling.rows import mask_words
+from jinfer.spec.following import taps
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
@@ -44,18 +45,19 @@ class Shape:
 
     Attributes:
         kind: the function of `jinfer.engine.steps`, or "admit" of `jinfer.engine.state`.
-        tokens: of a flat batch; sequences of "decode", "propose" and "beam"; of a text, padded.
+        tokens: of a flat batch; sequences of "decode", "propose", "lead" and "beam"; of a text,
+            padded.
         chosen: tokens of a flat batch after which one is chosen, at most; trees of "verify".
         rows: sequences of a flat batch without a state, or texts; places of "verify", 0 where
             each token has one.
         want: the result of "forward" and "encode".
-        stages: of sampling, that "choose", "decode", "propose" and "verify" have.
+        stages: of sampling, that "choose", "decode", "propose", "lead" and "verify" have.
         masked: whether "verify" is given masks.
     """
 
     kind: Literal[
         "logits", "choose", "decode", "forward", "score", "beam", "contrast",
-        "fill", "encode", "copy", "admit", "verify", "propose",
+        "fill", "encode", "copy", "admit", "verify", "propose", "kept", "absorb", "lead",
     ]  # fmt: skip
     tokens: int = 0
     chosen: int = 0
@@ -203,6 +205,10 @@ class Programs:
         shape = Shape("forward", 1, rows=1, want="hidden")
         return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
 
+    def kept(self, cache: Cache) -> Any:
+        """Those parts of the cache that "kept" is given, in the order of their layers."""
+        return tuple(cache[name] for name in taps(self.model.caches))
+
     def empty_cache(self) -> Cache:
         """Pools that nobody has written to."""
         return unwritten(*self._pools())
@@ -223,7 +229,7 @@ class Programs:
     def _function(self, shape: Shape) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
         """The function of a program, which arguments it is given to keep, and their shapes."""
         # Here: a start that finds its programs made needs none of this.
-        from jinfer.engine import steps
+        from jinfer.engine import follow, steps
         from jinfer.engine.propose import propose
         from jinfer.engine.verify import Nodes, verify
         from jinfer.nn.step import Copies
@@ -250,6 +256,15 @@ class Programs:
                     of, arguments = steps.decode, (*arguments, _int32())
                 function = self._of(of, shape.stages)
                 return function, (1, 2), (leaves, cache, state, *arguments)
+            case "kept":
+                return follow.kept, (), (self.kept(cache), *batch)
+            case "absorb":
+                arguments = (leaves, cache, state, *batch, self._vectors(tokens))
+                return self._of(follow.absorb), 1, arguments
+            case "lead":
+                rest = (_int32(tokens), self.tables(self.sizes.slots), _int32())
+                arguments = (leaves, cache, state, *rest, self._vectors(tokens))
+                return self._of(follow.lead, shape.stages), (1, 2), arguments
             case "verify":
                 place, each, root = (cast("Any", _int32(n)) for n in (rows, tokens, chosen))
                 copies = Copies(place, place, place, each) if rows else None
@@ -298,6 +313,12 @@ class Programs:
                     lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state
                 )
                 return states.admit, 0, (state, row, _int32())
+
+    def _vectors(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """What a head is given of another model."""
+        follows = self.model.modules.spec.follows
+        assert follows is not None, "only heads are given this"
+        return jax.ShapeDtypeStruct((tokens, follows.width), jnp.float32)
 
     def _of(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """The function with the model, whose parameters come in their parts.

@@ -47,12 +47,16 @@ def propose(
     Returns:
         The likeliest tokens of each place first; -1 where there is none.
     """
-    none = jnp.full((rows.shape[0], min(WIDTH, model.vocab)), -1, jnp.int32)
-    proposes = partial(_propose, stages)
+    none, proposes = nobody(model, rows.shape[0]), partial(likeliest, stages)
     return repeat(model, proposes, none, leaves, cache, state, rows, tables, steps)
 
 
-def _propose(
+def nobody(model: AbstractModel, count: int) -> Int[Array, "sequences width"]:
+    """What is proposed of nobody."""
+    return jnp.full((count, min(WIDTH, model.vocab)), -1, jnp.int32)
+
+
+def likeliest(
     stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Int[Array, "sequences width"]]:
     """The likeliest tokens of some rows of the state, which takes the first of them."""

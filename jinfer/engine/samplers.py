@@ -46,13 +46,19 @@ class Samplers:
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return PLAIN if plain else STAGES
 
-    def row(self, sequence: Running, context: int, more: Sequence[int] = ()) -> State:
-        """What is known of a sequence, for the device; and `more` tokens that may follow it."""
+    def row(
+        self, sequence: Running, context: int, more: Sequence[int] = (), first: int = 0
+    ) -> State:
+        """What is known of a sequence, for the device; and `more` tokens that may follow it.
+
+        Args:
+            first: the token that it begins with there.
+        """
         request = sequence.request
         return state_row(
-            [*sequence.tokens, *more],
+            [*sequence.tokens[first:], *more],
             context,
-            prompt=len(request.prompt),
+            prompt=len(request.prompt) - first,
             limit=request.limit,
             encoded=len(request.encoder),
             choice=self.choices[request.id],

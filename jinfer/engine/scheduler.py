@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
+from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
@@ -40,6 +41,7 @@ class Running:
         ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
         drafted, accepted: tokens that were drafted for it, and those of them that were right.
+        trees: of the calls that verified drafts for it.
         admitted: when it was first given a slot, in seconds of `time.perf_counter`.
     """
 
@@ -58,6 +60,7 @@ class Running:
     preempted: int = 0
     drafted: int = 0
     accepted: int = 0
+    trees: list[DraftedStep] = field(default_factory=list)
     admitted: float | None = None
 
     @property
@@ -213,6 +216,13 @@ class Scheduler:
         chunks = self._chunks(prompts, len(decoding))
         return Plan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
 
+    def upcoming(self) -> list[Running]:
+        """The sequences of the lane whose turn it is, unless those have no tokens left.
+
+        How many those have that are not read nobody knows.
+        """
+        return self._of_turn([s for s in self.running if s.unread or _able(s)])[1]
+
     def calls_ahead(self, launched: bool, unread: int) -> int:
         """Calls whose results need not be read yet: one of each lane that has sequences.
 
@@ -225,12 +235,16 @@ class Scheduler:
 
     def _next_lane(self) -> list[Running]:
         """The sequences that a call can do something for, of the lane whose turn it is."""
-        able = [s for s in self.running if s.in_prompt or (not s.driven and s.left > 0)]
+        lane, own = self._of_turn([s for s in self.running if _able(s)])
+        self._turn = (lane + 1) % self.lanes
+        return own
+
+    def _of_turn(self, sequences: Sequence[Running]) -> tuple[int, list[Running]]:
+        """The first lane, from the one on whose turn it is, that has any of these."""
         for turn in range(self._turn, self._turn + self.lanes):
-            if own := [s for s in able if s.slot % self.lanes == turn % self.lanes]:
-                self._turn = (turn + 1) % self.lanes
-                return own
-        return []
+            if own := [s for s in sequences if s.slot % self.lanes == turn % self.lanes]:
+                return turn, own
+        return self._turn - 1, []
 
     def _free_slot(self) -> int:
         """A slot of the lane that has the fewest sequences."""
@@ -342,6 +356,11 @@ class Scheduler:
         size = next((size for size in self.sizes if size >= count), self.sizes[-1])
         smaller = [size for size in self.sizes if size < count]
         return smaller[-1] if smaller and 2 * size > 3 * count else min(size, count)
+
+
+def _able(sequence: Running) -> bool:
+    """Whether a call can do something for it."""
+    return sequence.in_prompt or (not sequence.driven and sequence.left > 0)
 
 
 def shares[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:

@@ -280,6 +280,7 @@ class _Loop:
         if sequence is not None:
             generation.admitted = sequence.admitted
             generation.drafted, generation.accepted = sequence.drafted, sequence.accepted
+            generation.trees = sequence.trees
         self.prompt_tokens += len(generation.request.prompt)
         self.cached_tokens += generation.cached
         if (owner := self.owner()) is not None:

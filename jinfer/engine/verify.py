@@ -19,14 +19,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Int, UInt
+from jaxtyping import Float, Int, UInt
 
 from jinfer.engine.chosen import Chosen
-from jinfer.engine.places import Tables, going, or_spare
+from jinfer.engine.places import Places, Tables, going, or_spare
 from jinfer.engine.state import State
 from jinfer.engine.steps import Leaves, choose_next, nothing
 from jinfer.model import AbstractModel
-from jinfer.nn.step import Copies, Step
+from jinfer.nn.step import Copies
 from jinfer.ops.cache import Cache
 from jinfer.sampling import penalties
 
@@ -72,12 +72,33 @@ def verify(
     Returns:
         What was chosen has a leading axis with room for as many tokens as there are nodes.
     """
+    places = planted(state, nodes)
+    logits, cache = model.module(leaves).decode(places.tokens, places.step(tables), cache, "logits")
+    return cache, *walk(model, stages, state, nodes, logits, mask)
+
+
+def planted(state: State, nodes: Nodes) -> Places:
+    """The flat batch of some trees."""
     owners = or_spare(state, nodes.owners)
-    at = Step.flat(
-        nodes.rows, nodes.positions, state.prompts[owners], tables, state.encoded[owners]
+    return Places(
+        nodes.tokens,
+        nodes.rows,
+        nodes.positions,
+        state.prompts[owners],
+        state.encoded[owners],
+        nodes.copies,
     )
-    at = at._replace(copies=nodes.copies)
-    logits, cache = model.module(leaves).decode(nodes.tokens, at, cache, "logits")
+
+
+def walk(
+    model: AbstractModel,
+    stages: Sequence[str],
+    state: State,
+    nodes: Nodes,
+    logits: Float[Array, "nodes vocab"],
+    mask: UInt[Array, "nodes words"] | None = None,
+) -> tuple[State, Chosen]:
+    """Chooses tokens from the roots on as far as trees go; arguments as of `verify`."""
     if mask is not None:
         every = jnp.arange(logits.shape[0], dtype=jnp.int32)
         logits = penalties.masked(logits, mask, every, every >= 0)
@@ -108,4 +129,4 @@ def verify(
     )
     begin = jnp.where(going(state, slots), nodes.roots, -1)
     _, _, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), begin, state, none))
-    return cache, state, chosen
+    return state, chosen

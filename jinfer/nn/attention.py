@@ -32,7 +32,7 @@ class Attention(nnx.Module):
         self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
         self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, ("kv_heads", "hidden"))
         self.v = Linear(block.inputs, kv_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
-        self.o = Linear(q_width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        self.o = Linear(q_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
             self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.ffn import MLP, Activation, GatedMLP
+from jinfer.nn.joined import Concat, Spread
 from jinfer.nn.latent import LatentAttention
 from jinfer.nn.linear import Embedding, Head, Linear
 from jinfer.nn.moe import MixtureOfExperts
@@ -16,7 +17,9 @@ from jinfer.nn.norm import LayerNorm, RMSNorm
 from jinfer.nn.pool import Pool
 from jinfer.nn.position import PositionTable, Sinusoids
 from jinfer.nn.split import EmbeddingPart, HeadPart, SplitEmbedding, SplitHead
+from jinfer.nn.tap import Kept
 from jinfer.spec import blocks
+from jinfer.spec.following import Tap
 
 _MODULES: dict[type, Callable[..., nnx.Module]] = {
     blocks.Embedding: Embedding,
@@ -26,6 +29,9 @@ _MODULES: dict[type, Callable[..., nnx.Module]] = {
     blocks.RMSNorm: RMSNorm,
     blocks.LayerNorm: LayerNorm,
     blocks.Linear: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
+    blocks.Concat: Concat,
+    blocks.Spread: Spread,
+    Tap: Kept,
     blocks.Head: Head,
     SplitHead: HeadPart,
     blocks.ActivationBlock: Activation,

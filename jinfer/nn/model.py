@@ -23,6 +23,7 @@ from jinfer.nn.pool import Pool
 from jinfer.nn.position import Rotary
 from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
+from jinfer.nn.tap import Kept
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import Cache, Placement
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
@@ -52,6 +53,9 @@ class Layer(nnx.Module):
         def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
             arguments = list(map(valued, given))
+            if isinstance(module, Kept):
+                out, cache[name] = module(arguments[0], step, cache[name])
+                return out
             if isinstance(module, _ATTENTIONS):
                 attention: Any = module
                 out, kept = attention(arguments[0], step, cache.get(name))
@@ -95,6 +99,7 @@ class Stack(nnx.Module):
     def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
         self.name = spec.name
         self.stem, self.head = spec.stem, spec.head
+        self.follows = spec.follows
         self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
@@ -104,10 +109,21 @@ class Stack(nnx.Module):
         types: Int[Array, "batch tokens"],
         step: Step,
         shared: nnx.Dict,
+        hidden: Float[Array, "batch tokens hidden"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
-        """The stem: tokens to vectors."""
+        """The stem: tokens to vectors; beside others, if it follows another model."""
         inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
+        inputs |= {} if hidden is None else {"hidden": hidden}
         return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+
+    def taken(
+        self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
+    ) -> Float[Array, "*rows hidden"]:
+        """What it takes of the model that it follows."""
+        assert self.follows is not None, "it stands alone"
+        inputs = {"hidden": vectors}
+        run = self.follows.hidden.run
+        return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def run_layers(
         self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
@@ -187,8 +203,14 @@ class Model(nnx.Module):
     """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
 
     def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
+        self.dtype = jnp.dtype(dtype)
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
         self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
+
+    def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
+        """What a head takes of the model that it follows, in the type that it computes in."""
+        stack = self.stacks["decoder"]
+        return stack.taken(vectors.astype(self.dtype), self.shared)
 
     def decode(
         self,
@@ -208,6 +230,7 @@ class Model(nnx.Module):
         step: Step,
         cache: Cache,
         last: Int[Array, " chosen"] | None = None,
+        hidden: Float[Array, "tokens hidden"] | None = None,
     ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
         """The decoder's forward pass over a flat batch: "logits" and "hidden".
 
@@ -216,9 +239,11 @@ class Model(nnx.Module):
             step: where they stand.
             cache: keys and values of the tokens before; comes back with the new ones in it.
             last: of which tokens results are wanted; None: of all.
+            hidden: of a head that follows another model: vectors of its own beside the tokens.
         """
         stack = self.stacks["decoder"]
-        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared)
+        beside = None if hidden is None else hidden[None]
+        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared, beside)
         x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
         if last is not None:
             x = x[:, last]

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from jinfer.nn.position import CosSin, Rotary
 from jinfer.ops.attention import extend
-from jinfer.ops.cache import LayerCache, Placement, cache_group
+from jinfer.ops.cache import LayerCache, Placement, cache_group, write
 from jinfer.ops.score_rules import ScoreRules
 
 
@@ -125,6 +125,14 @@ class Step(NamedTuple):
         at = at._replace(rows=copies.rows, positions=copies.positions)
         out, cache = extend(q, k, v, cache, at, rules)
         return out[copies.places], cache
+
+    def keep(self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache) -> LayerCache:
+        """The cache with vectors of the tokens in it, wherever these stand."""
+        at, copies = self.placement(cache_group(None)), self.copies
+        if copies is not None:
+            vectors = vectors[copies.sources]
+            at = at._replace(rows=copies.rows, positions=copies.positions)
+        return write(cache, vectors, vectors[..., :0], at)
 
     def encoded_last(self) -> Int[Array, " tokens"]:
         """The last position of the encoder's output that each token sees."""

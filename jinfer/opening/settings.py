@@ -65,8 +65,11 @@ class Opened:
     decoder_prefix: tuple[int, ...]
 
 
-def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
+def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool = True) -> Opened:
     """Opens a source, with keys of the specification (dotted names) set by the user.
+
+    Args:
+        alone: it may not be a head, which only drafts for another model.
 
     Raises:
         SourceError, SpecError, CheckpointError, TokenizerError, TemplateError: one line each.
@@ -75,6 +78,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any]) -> Opened:
     for key, value in overrides.items():
         tables = merge(tables, nested(key, value))
     found = recognize(source, tables)
+    if alone and found.spec.follows is not None:
+        reason = "it drafts for another model: open that one, and name this in speculation.draft"
+        raise SpecError(found.spec.path, "decoder.follows", reason)
     for key, how in consequences(found.unread, found.config, found.spec).items():
         value = repr(found.unread[key])[:60]
         _log.warning("%s: %s = %s is not followed: %s", found.spec.path, key, value, how)

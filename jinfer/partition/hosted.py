@@ -134,13 +134,14 @@ class HostedMaking(Making):
         rows: tuple[int, int],
         chosen: int | None,
         wants: tuple[Want, ...],
+        copies: int,
     ) -> Made:
         if stage.host is None:
-            return super()._flow(stage, x, tokens, rows, chosen, wants)
+            return super()._flow(stage, x, tokens, rows, chosen, wants, copies)
         site, (host, pools) = stage.site, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
         whole = {name: one for name, one in device.items() if caches[name].group == ENCODER}
-        places, tables, _ = self.flat(tokens, rows, chosen)
+        places, tables, _ = self.flat(tokens, rows, chosen, copies)
         at = site.of_same((x, places, tables))
         attentions, told = list[_Attention](), dict[str, Any]()
         for _ in pools:

@@ -16,18 +16,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jinfer.engine import follow, steps
 from jinfer.engine import state as states
-from jinfer.engine import steps
 from jinfer.engine.chosen import MAX_COPIES
 from jinfer.engine.places import Places, placed
-from jinfer.engine.programs import Sizes
+from jinfer.engine.programs import Shape, Sizes
+from jinfer.engine.verify import Nodes, planted, walk
 from jinfer.model import AbstractModel, Want
+from jinfer.nn.step import Copies
 from jinfer.ops.backend import target
 from jinfer.ops.cache import empty
 from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel
+from jinfer.spec.following import taps
 
 
 @dataclass(frozen=True)
@@ -131,19 +134,42 @@ class Making:
             lambda: self.lowered(function, 0, (self.state, *rows, masks, flag)),
         )
 
+    def plant(self, shape: Shape) -> Made:
+        """`planted`, at home."""
+        given = self.state, nodes_of(shape)
+        return self.once(
+            ("plant", shape.tokens, shape.chosen, shape.rows),
+            lambda: self.lowered(planted, (), given),
+        )
+
+    def walk(self, shape: Shape, width: int) -> Made:
+        """`walk`, at home, of logits of a width."""
+        logits = self.home.of_same(float32(shape.tokens, width))
+        masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
+        given = self.state, nodes_of(shape), logits, masks if shape.masked else None
+        function = partial(walk, self.model, shape.stages)
+        return self.once(("walk", shape), lambda: self.lowered(function, 0, given))
+
     def flow(
-        self, tokens: int, rows: tuple[int, int], chosen: int | None, wants: tuple[Want, ...]
+        self,
+        tokens: int,
+        rows: tuple[int, int],
+        chosen: int | None,
+        wants: tuple[Want, ...],
+        copies: int = 0,
     ) -> tuple[Made, ...]:
         """`passes.flow` of each stage.
 
         Args:
             rows: of the tables, and how many are known the lengths of.
+            copies: places of tokens that stand in several rows; 0: none does.
         """
         made, x = list[Made](), None
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
-            make = partial(self._flow, stage, x, tokens, rows, which, named)
-            made.append(self.once(("flow", stage.kind, tokens, rows, which, named), make))
+            make = partial(self._flow, stage, x, tokens, rows, which, named, copies)
+            key = ("flow", stage.kind, tokens, rows, which, named, copies)
+            made.append(self.once(key, make))
             x = made[-1].out[1]
         return tuple(made)
 
@@ -155,18 +181,21 @@ class Making:
         rows: tuple[int, int],
         chosen: int | None,
         wants: tuple[Want, ...],
+        copies: int,
     ) -> Made:
         function = with_parts(stage, partial(passes.flow, stage.model, wants))
         shared = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
-        given = stage.site.of_same((x, *self.flat(tokens, rows, chosen)))
+        given = stage.site.of_same((x, *self.flat(tokens, rows, chosen, copies)))
         return self.lowered(shared, 1, (leaves_of(stage), self._cache(stage), *given), stage.site)
 
-    def flat(self, tokens: int, rows: tuple[int, int], chosen: int | None) -> tuple[Any, Any, Any]:
+    def flat(
+        self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
+    ) -> tuple[Any, Any, Any]:
         """Abstract places, tables and choices of a flat batch; arguments as of `flow`."""
         ints, known = int32(tokens), int32(rows[1])
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         last = None if chosen is None else int32(chosen)
-        return Places(ints, ints, ints, known, known), tables, last
+        return Places(ints, ints, ints, known, known, copies_of(copies, tokens)), tables, last
 
     def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
         """`passes.read` of each stage; None of those that have nothing of the encoder."""
@@ -203,6 +232,25 @@ class Making:
             )
 
         return self.once(("fill", stage.kind, encoded.shape), make)
+
+    def kept(self, number: int, tokens: int) -> Made | None:
+        """`follow.kept` of a stage; None where it keeps nothing of this."""
+        stage = self.stages[number]
+        names = taps(stage.model.model.caches)
+        if not names:
+            return None
+
+        def make() -> Made:
+            shared = stage.site.shared(follow.kept, (True, *(False,) * 3), False)
+            cache, each = self._cache(stage), int32(tokens)
+            tables = {
+                group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
+            }
+            given = stage.site.of_same((each, each, tables))
+            own = tuple(cache[name] for name in names)
+            return self.lowered(shared, (), (own, *given), stage.site)
+
+        return self.once(("kept", number, tokens), make)
 
     def copy(self, number: int) -> Made:
         """`steps.copy_blocks` of a stage."""
@@ -286,6 +334,18 @@ def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]
 def leaves_of(stage: Stage) -> Any:
     """The abstract parameters of a stage, in their parts."""
     return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
+
+
+def nodes_of(shape: Shape) -> Nodes:
+    """Abstract trees."""
+    each, copies = int32(shape.tokens), copies_of(shape.rows, shape.tokens)
+    return Nodes(each, each, each, each, each, int32(shape.chosen), copies)
+
+
+def copies_of(places: int, tokens: int) -> Copies | None:
+    """Abstract places of tokens that stand in several rows; of none, nothing."""
+    place = int32(places)
+    return Copies(place, place, place, int32(tokens)) if places else None
 
 
 def int32(*shape: int) -> Any:

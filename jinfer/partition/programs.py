@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jinfer.engine.maps import check_maps
 from jinfer.engine.places import Places
 from jinfer.engine.programs import Program, Programs, Shape
 from jinfer.engine.requests import EngineError
+from jinfer.engine.verify import Nodes
 from jinfer.model import Want
 from jinfer.ops.cache import ENCODER
 from jinfer.partition.dispatch import Launcher
@@ -33,6 +34,7 @@ from jinfer.partition.sites import Site, first_copy
 from jinfer.partition.streaming import Stream
 from jinfer.partition.timeline import Timeline
 from jinfer.sampling.logprobs import log_probabilities
+from jinfer.spec.following import taps
 
 type Caches = tuple[Any, ...]
 
@@ -165,6 +167,47 @@ class StagedPrograms(Programs):
             drawn = states[lane], out["logits"], chooses, *unmasked
             state, chosen = self.launch(f"lane {lane}", choose, *drawn)
             return caches, self.lanes.changed(states, lane, state), chosen
+
+        return run
+
+    def _verify(self, shape: Shape) -> Program:
+        count = shape.tokens
+        begin = self.making.plant(shape).program
+        made = self.making.flow(count, (count, count), None, ("logits",), shape.rows)
+        flow, choose = _Flow(self, made), self.making.walk(shape, self.width).program
+
+        def run(
+            leaves: Any, caches: Caches, states: LaneStates, nodes: Nodes, tables: Any,
+            mask: Any = None,
+        ) -> Any:  # fmt: skip
+            lane, owners = self.lanes.of_slots(np.asarray(nodes.owners))
+            own = nodes._replace(owners=cast("Any", owners))
+            places = self.launch(f"lane {lane}", begin, states[lane], own)
+            caches, out = flow(leaves, caches, places, tables, None, lane)
+            given = states[lane], own, out["logits"], mask
+            state, chosen = self.launch(f"lane {lane}", choose, *given)
+            return caches, self.lanes.changed(states, lane, state), chosen
+
+        return run
+
+    def kept(self, cache: Any) -> Any:
+        """As `Programs.kept`, of each stage."""
+        of_stages = zip(self.stages, cache, strict=True)
+        named = [(taps(stage.model.model.caches), own) for stage, own in of_stages]
+        return tuple(tuple(own[name] for name in names) for names, own in named)
+
+    def _kept(self, shape: Shape) -> Program:
+        made = [self.making.kept(number, shape.tokens) for number in range(len(self.stages))]
+        out = [one.out for one in made if one is not None]
+        join = self.making.finish(shape, partial(jnp.concatenate, axis=-1), out).program
+
+        def run(layers: Any, *given: Any) -> Any:
+            parts = []
+            for number, (one, own) in enumerate(zip(made, layers, strict=True)):
+                if one is not None:
+                    part = self.launch(f"stage {number}", one.program, own, *given)
+                    parts.append(self.making.home.take(first_copy(part)))
+            return join(parts)
 
         return run
 

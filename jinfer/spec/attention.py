@@ -48,6 +48,7 @@ class Attention:
 
     kind: Literal["attention"]
     inputs: int = dim("hidden")
+    outputs: int = dim("hidden")
     heads: int = dim("heads")
     kv_heads: int = dim("kv_heads")
     head_dim: int = dim("head_dim")

@@ -41,6 +41,7 @@ __all__ = [
     "Alibi",
     "Attention",
     "Block",
+    "Concat",
     "CrossAttention",
     "Disentangled",
     "Embedding",
@@ -59,6 +60,7 @@ __all__ = [
     "Rope",
     "Scaling",
     "SinusoidalPositions",
+    "Spread",
 ]
 
 
@@ -112,6 +114,25 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Concat:
+    """Two vectors, one behind the other: `concat(a, b)`."""
+
+    kind: Literal["concat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Logits of some tokens as those of the whole vocabulary; the others are never chosen.
+
+    The parameter `offsets` says how far the token of each logit is from its place among them.
+    """
+
+    kind: Literal["spread"]
+    inputs: int = dim("vocab")
+    outputs: int = dim("vocab")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """The projection onto the vocabulary.
 
@@ -155,6 +176,8 @@ Block = (
     | RMSNorm
     | LayerNorm
     | Linear
+    | Concat
+    | Spread
     | Head
     | ActivationBlock
     | Pool

@@ -30,12 +30,29 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class FollowSpec:
+    """What a head that drafts for another model takes of it: `[decoder.follows]`.
+
+    Attributes:
+        layers: those of the followed model whose vectors it is given, one behind the other: from 0
+            on, from the end -1 on, or "middle".
+        width: of all these vectors together.
+        hidden: what the head is given besides tokens, a formula of `hidden`, the vectors.
+    """
+
+    layers: tuple[int | str, ...]
+    width: Size
+    hidden: Formula
+
+
+@dataclass(frozen=True)
 class StackSpec:
     """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
 
     Attributes:
         name: "decoder" (causal) or "encoder" (of whole texts).
         modules: modules of the stem and the head.
+        follows: of a head that drafts for another model: what it takes of that.
     """
 
     name: str
@@ -43,6 +60,7 @@ class StackSpec:
     layers: tuple[LayerSpec, ...]
     head: Formula
     modules: tuple[tuple[str, Block], ...]
+    follows: FollowSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,11 @@ class ModelSpec:
     @property
     def decoder(self) -> StackSpec | None:
         return next((stack for stack in self.stacks if stack.name == "decoder"), None)
+
+    @property
+    def follows(self) -> FollowSpec | None:
+        """What it takes of the model that it drafts for; None: it stands alone."""
+        return None if self.decoder is None else self.decoder.follows
 
     @property
     def type(self) -> str:

@@ -13,6 +13,7 @@ from jinfer.spec.tables import as_table
 from jinfer.spec.values import Values
 
 LOOKUPS = ("ngram", "suffix")  # drafts that need no model
+HEAD = "head"  # the model's own
 MOST_NODES = 64
 _DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens that follow one
 
@@ -23,14 +24,18 @@ class DraftSpec:
 
     Attributes:
         source: "ngram": what followed the same tokens in the prompt or the answer; "suffix": in
-            this answer or past ones; else a model, named as a model is; none: the model itself.
+            this answer or past ones; "head": the head that the model's checkpoint has for this;
+            else a model or a head, named as a model is; none: the model itself.
         weights: a narrower format of that model's weights, such as "q3".
         skip: layers of the model itself that its draft leaves out, from 0 on.
+        device: that a draft model is on as a whole, by its number; none: the model's, of several
+            the first one of the last stage.
     """
 
     source: str | None = None
     weights: str | None = None
     skip: tuple[Count, ...] = ()
+    device: Count | None = None
 
     def check(self) -> tuple[str, str] | None:
         """The first value that is wrong: its key and the reason."""
@@ -42,6 +47,8 @@ class DraftSpec:
             )
         if self.source in LOOKUPS and not plain:
             return "source", f"{show(self.source)} has no weights and no layers"
+        if self.device is not None and (self.source in LOOKUPS or self.skip):
+            return "device", "is of a model with weights of its own; leave it out"
         if self.source is not None and self.skip:
             return "skip", "is of the model itself, so it stands without a source"
         if self.weights is not None and self.skip:
@@ -59,11 +66,13 @@ class SpeculationSpec:
             "auto": as it pays, and none where it does not.
         expansion: of a draft model: how many tokens follow each one, level by level; none: a chain
             with one other token beside each of its own.
+        head: the family of the head that the model's checkpoint has for drafting, if it has one.
     """
 
     draft: tuple[DraftSpec, ...] = ()
     nodes: Literal["auto"] | Size = "auto"
     expansion: tuple[Size, ...] = ()
+    head: str | None = None
 
     def check(self) -> tuple[str, str] | None:
         """The first value that is wrong: its key and the reason."""
@@ -96,7 +105,7 @@ def read_speculation(written: Any, values: Values) -> SpeculationSpec:
         given = {"source": entry} if isinstance(entry, str) else entry
         found.append(_draft(given, values, key))
     rest = read(SpeculationSpec, table, values, "speculation")
-    return SpeculationSpec(tuple(found), rest.nodes, rest.expansion)
+    return SpeculationSpec(tuple(found), rest.nodes, rest.expansion, rest.head)
 
 
 def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
@@ -106,7 +115,7 @@ def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
     if source is not None and (not isinstance(source, str) or not source):
         raise SpecError(values.path, f"{key}.source", f"{show(source)} is not the name of a model")
     read_ = read(_Own, table, values, key)
-    spec = DraftSpec(source, read_.weights, read_.skip)
+    spec = DraftSpec(source, read_.weights, read_.skip, read_.device)
     if wrong := spec.check():
         raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
     return spec
@@ -118,3 +127,4 @@ class _Own:
 
     weights: str | None = None
     skip: tuple[Count, ...] = ()
+    device: Count | None = None

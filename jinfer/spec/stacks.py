@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.spec import formula
@@ -11,6 +11,7 @@ from jinfer.spec.blocks import (
     LOOKUPS,
     Attention,
     Block,
+    Concat,
     CrossAttention,
     Disentangled,
     Embedding,
@@ -20,19 +21,21 @@ from jinfer.spec.blocks import (
 )
 from jinfer.spec.bounds import Layers
 from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.following import read_follows
 from jinfer.spec.formula import Formula, Sort, compile_formula
 from jinfer.spec.model import LayerSpec, StackSpec
 from jinfer.spec.reader import read
 from jinfer.spec.tables import Table, as_table, check_keys, merge
 from jinfer.spec.values import Values
 
-STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern")
+STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
 # Parts of the tree that modules stand in, which the names of parameters leave out.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, Sort]] = {
     "stem": {"tokens": "indices", "positions": "indices", "token_types": "indices"},
     "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
     "head": {"x": "vectors"},
+    "follows.hidden": {"hidden": "vectors"},
 }
 _ATTENTIONS = (Attention, CrossAttention, LatentAttention)
 
@@ -106,8 +109,15 @@ def read_stack(
         for module in content["modules"]:
             if module in shared:
                 raise SpecError(path, f"{where}.{module}", "is declared in [modules] already")
+    follows, follow_modules = None, tuple[tuple[str, Block], ...]()
+    if "follows" in table:
+        given, where_follows = table["follows"], f"{name}.follows"
+        text = as_table(given, path, where_follows).get("hidden")
+        hidden, follow_modules = outer.compile("follows.hidden", text)
+        follows = read_follows(given, hidden, values, where_follows)
+        outer = replace(outer, inputs={"hidden": "vectors"})
     stem, stem_modules = outer.compile("stem", table.get("stem"))
-    head, head_modules = outer.compile("head", table.get("head"))
+    head, head_modules = replace(outer, inputs={}).compile("head", table.get("head"))
     layers = {}
     for variant in dict.fromkeys(chosen):
         content = variants[variant]
@@ -118,11 +128,14 @@ def read_stack(
         stem,
         tuple(layers[variant] for variant in chosen),
         head,
-        tuple({**dict(stem_modules), **dict(head_modules)}.items()),
+        tuple({**dict(follow_modules), **dict(stem_modules), **dict(head_modules)}.items()),
+        follows,
     )
     called = set[str]()
     for part in ("stem", "head"):
         called |= set(formula.called(table[part], path, f"{name}.{part}"))
+    if follows is not None:
+        called |= set(follows.hidden.calls)
     for variant, content in variants.items():
         called |= set(formula.called(content["layer"], path, _layer_key(name, variant)))
     uncalled = {
@@ -219,6 +232,8 @@ def _takes(block: Block) -> tuple[Sort, ...]:
     """What the arguments of a block hold."""
     if isinstance(block, CrossAttention):
         return "vectors", "encoded"
+    if isinstance(block, Concat):
+        return "vectors", "vectors"
     return ("indices",) if isinstance(block, LOOKUPS) else ("vectors",)
 
 

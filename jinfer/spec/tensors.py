@@ -15,6 +15,7 @@ from jinfer.spec.tables import as_table, check_keys, check_text, check_texts
 from jinfer.spec.values import Values
 
 FORMATS = ("gguf", "llama2c")
+_LAYERS = "{layers}"  # in `ignore`: how many there are, and so the number after the last one's
 _GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
 
@@ -76,6 +77,7 @@ class TensorMap:
         ignore: glob patterns of tensors that the model has no use for.
         suffixes: other words at the end of the file's names -> "weight" or "bias".
         copies: parameter -> the file's names for further tensors of the same values.
+        first: the file's number of the first layer.
     """
 
     entries: tuple[tuple[str, Entry], ...]
@@ -83,6 +85,7 @@ class TensorMap:
     ignore: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    first: int = 0
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
@@ -107,7 +110,8 @@ class TensorMap:
                 continue
             layer = found.groupdict().get("i") or ""
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
-            names = tuple(source.replace("{i}", layer) + leaf for source in entry.names)
+            there = str(int(layer) + self.first) if layer else ""
+            names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
             yield entry.table, Place(names, parts, entry.groups, entry.axis, entry.transpose)
 
 
@@ -137,13 +141,18 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     prefixes: dict[str, str] = {}
     suffixes: dict[str, str] = {}
     copies: dict[str, tuple[str, ...]] = {}
+    first = 0
     where = f"tensors.{format}" if format in FORMATS else "tensors"
     for number, layer in enumerate(layers):
         own = []
         for name, written in _table_of(layer, format, values.path).items():
             key = f"{where}.{name}"
-            if name == "ignore":
-                ignore += check_texts(written, values.path, key)
+            if name == "first":
+                first = read(Count, written, values, key)
+            elif name == "ignore":
+                for text in check_texts(written, values.path, key):
+                    count = str(values.dim("layers", key)) if _LAYERS in text else ""
+                    ignore.append(text.replace(_LAYERS, count))
             elif name == "prefix" and not isinstance(written, Mapping):
                 prefixes |= dict.fromkeys(check_texts(written, values.path, key), "")
             elif name in ("prefix", "suffixes"):
@@ -164,6 +173,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
         tuple(ignore),
         tuple(suffixes.items()),
         tuple(copies.items()),
+        first,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jinfer.engine.chosen import MAX_STEPS
@@ -20,17 +21,26 @@ from jinfer.sampling.names import STAGES
 from jinfer.sampling.order import PLAIN
 from jinfer.speculate.control import Mean
 from jinfer.speculate.drafter import Drafter
+from jinfer.speculate.placed import PlacedPrograms
 from jinfer.speculate.tree import ROOT, Tree
 
 _CHUNK = 256  # tokens of prompts that a draft computes before others wait too long
 
 
-def draft_programs(model: AbstractModel, target: Sizes, kv_cache: Kind) -> Programs:
-    """A draft model's programs: a cache with room for the whole context of each slot."""
+def draft_programs(
+    model: AbstractModel, target: Sizes, kv_cache: Kind, device: jax.Device | None = None
+) -> Programs:
+    """A draft model's programs: a cache with room for the whole context of each slot.
+
+    Args:
+        device: where it is to run; None: where JAX runs what nobody has placed.
+    """
     blocks = target.slots * target.table
     groups = {shape.group: blocks for shape in model.caches.values()}
     sizes = Sizes(target.slots, target.context, target.vocab, groups, kv_cache)
-    return Programs(model, sizes)
+    if device is None:
+        return Programs(model, sizes)
+    return PlacedPrograms(model=model, sizes=sizes, device=device)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,13 +77,21 @@ class DraftModel(Device, Drafter):
         trees = {}
         for row, (sequence, levels) in enumerate(ready):
             chain = tokens[: levels - 1, row, 0].tolist()
-            self._computed[sequence.slot] = (sequence.request.id, [*sequence.tokens, *chain])
+            self._computed[sequence.slot] = (sequence.request.id, self._after(sequence, chain))
             grown = _Growing(self.name)
             self._grow(sequence, tokens[:levels, row], [], grown)
             trees[sequence.slot] = grown.tree()
         self._took.add((time.perf_counter() - begun) / deepest)
         self.seconds = self._took.value
         return [trees.get(sequence.slot, Tree()) for sequence, _ in asked]
+
+    def _after(self, sequence: Running, chain: list[int]) -> list[int]:
+        """The tokens that the cache has after a chain was drafted."""
+        return [*sequence.tokens, *chain]
+
+    def _known(self, sequence: Running) -> list[int]:
+        """The tokens of a sequence, as this model is given them."""
+        return sequence.tokens
 
     def _run(self, sequences: Sequence[Running], levels: int) -> np.ndarray:
         """The likeliest tokens of so many levels, [levels, sequences, width]."""
@@ -120,7 +138,8 @@ class DraftModel(Device, Drafter):
 
     def _catch_up(self, sequence: Running) -> bool:
         """Computes what is known before a sequence's last token; False where there is more."""
-        known, last = sequence.tokens, len(sequence.tokens) - 1
+        known = self._known(sequence)
+        last = len(known) - 1
         before = self._computed.get(sequence.slot)
         begin = 0
         if before is not None and before[0] == sequence.request.id:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.engine.blocks import Copy, Held
+from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.engine import Engine
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
@@ -21,6 +22,7 @@ from jinfer.sampling.order import PLAIN
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.grammar import EVERYTHING, allowed
+from jinfer.speculate.growing import first_path, grown, laid_out
 from jinfer.speculate.layout import PLACES, Layout, Planted
 from jinfer.speculate.pace import Pace
 from jinfer.speculate.tree import Tree, merged
@@ -58,12 +60,12 @@ class Speculation:
     branched: bool = True
     _pending: dict[int, _Verified] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
-    _call: tuple[Launched, int] | None = None
+    _calls: dict[int, tuple[Launched, int]] = field(default_factory=dict)
     _since: int = 0
 
     def waits(self, sequences: Sequence[Running]) -> bool:
         """As `Speculator.waits`: not while drafts do not pay, nor beside prompts."""
-        if self._call is not None:
+        if any(call.has(sequences) for call, _ in self._calls.values()):
             return True
         looks = not self._pace.resting and any(map(_wants, sequences))
         return looks and not any(s.in_prompt for s in sequences)
@@ -74,10 +76,10 @@ class Speculation:
 
     def launch(self, engine: Engine, plan: Plan) -> bool:
         """As `Speculator.launch`."""
-        decoding, self._call = plan.decoding, None
-        if plan.chunks or not decoding or any(s.unread for s in decoding):
+        decoding = plan.decoding
+        if plan.chunks or not decoding or self._pace.rest():
             return False
-        if self._pace.rest():
+        if any(s.unread for s in decoding):
             return False
         wanting = [s for s in decoding if _wants(s) and s.left > 1 and not _ended(s)]
         if not wanting or self._unknown(decoding):
@@ -90,7 +92,9 @@ class Speculation:
         if trees is not None and not any(map(len, trees)):
             self._pace.missed(rests=self.control.nodes is None)
             return False
-        chosen = trees and self.control.choose(trees, len(decoding), sizes, self._pace.probing)
+        # What costs nothing was watched during the rest, and need not be tried to be known.
+        tries = self._pace.probing and not self._free
+        chosen = trees and self.control.choose(trees, len(decoding), sizes, tries)
         if not chosen or not any(map(len, chosen)):
             self._pace.useless()
             return False
@@ -128,7 +132,7 @@ class Speculation:
         """
         words, masks = engine.programs.words, dict[int, list[np.ndarray]]()
         for sequence in decoding:
-            tree = _first_path(trees.get(sequence.slot, Tree()))
+            tree = first_path(trees.get(sequence.slot, Tree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
                 matcher = engine.guides.matchers[sequence.request.id]
@@ -165,14 +169,16 @@ class Speculation:
         if not each:
             return None
         trees = [merged(proposed) for proposed in zip(*each, strict=True)]
-        return trees if self.branched else [_first_path(tree) for tree in trees]
+        return trees if self.branched else [first_path(tree) for tree in trees]
 
     def _sizes(self, engine: Engine, decoding: Sequence[Running]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
         if self.control.nodes is not None:
             return [*SIZES]
         return [
-            n for n in _sizes(engine) if engine.programs.ready(self._shape(engine, n, decoding, 0))
+            n
+            for n in sizes_of(engine)
+            if engine.programs.ready(self._shape(engine, n, decoding, 0))
         ]
 
     def _shape(
@@ -199,11 +205,11 @@ class Speculation:
         layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
         size = _size_of(decoding, trees, sizes)
         if not self._branches(engine, decoding, trees, size):
-            trees = {slot: _first_path(tree) for slot, tree in trees.items()}
+            trees = {slot: first_path(tree) for slot, tree in trees.items()}
         for sequence in decoding:
             assert sequence.held is not None, "it is planned"
             tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
-            tree, branches = _grown(engine, sequence, tree, copies)
+            tree, branches = grown(engine, sequence, tree, copies)
             planted = _planted(sequence, tree)
             rows = layout.add(planted)
             held += zip(rows, [sequence.held, *(own for _, own in branches)], strict=True)
@@ -217,12 +223,12 @@ class Speculation:
         begun = time.perf_counter()
         given: tuple[Any, ...] = (nodes, tables)
         if masks is not None:
-            given = (*given, _laid_out(masks, decoding, layout, size, engine.programs.words))
+            given = (*given, laid_out(masks, decoding, layout, size, engine.programs.words))
         cache, state, chosen = program(engine.leaves, engine.cache, engine.state, *given)
         engine.keep_cache(cache, state)
         launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
         engine.note(launched)
-        self._call = (launched, size)
+        self._calls[decoding[0].slot % engine.scheduler.lanes] = (launched, size)
 
     def _branches(
         self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree], size: int
@@ -238,7 +244,7 @@ class Speculation:
         """What of a tree there is room for."""
         assert sequence.held is not None, "it is planned"
         if tree and len(layout.sources) + _planted(sequence, tree).places > (PLACES - 1) * size:
-            tree = _first_path(tree)
+            tree = first_path(tree)
         for path in tree.paths()[:1]:
             if not engine.scheduler.blocks.reserve(sequence.held, len(sequence.tokens) + len(path)):
                 return Tree()
@@ -248,10 +254,10 @@ class Speculation:
         self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
     ) -> list[str]:
         """As `Speculator.read`."""
-        if self._call is not None and self._call[0] is launched:
-            seconds = time.perf_counter() - launched.at
-            self.control.costs.setdefault(self._call[1], Mean(0.0)).add(seconds)
-            self._call = None
+        lane = sequence.slot % engine.scheduler.lanes
+        if lane in self._calls and self._calls[lane][0] is launched:
+            size = self._calls.pop(lane)[1]
+            self.control.costs.setdefault(size, Mean(0.0)).add(engine.call_seconds)
         elif launched.decodes:
             mean = self.control.plain.setdefault(len(launched.rows), Mean(0.0))
             mean.add(engine.step_seconds)
@@ -266,6 +272,10 @@ class Speculation:
                 counts.drafted += len(verified.tree)
                 counts.accepted += len(accepted)
             engine.drafted.drafts += 1
+            tree = verified.tree
+            sequence.trees.append(
+                DraftedStep(tree.tokens, tree.parents, tree.sources, tuple(accepted), tuple(ids))
+            )
         # The last token's keys and values are yet to be computed, whether or not it was drafted.
         needed = set(accepted[: max(0, len(ids) - 1)])
         for path, held in verified.branches:
@@ -278,16 +288,23 @@ class Speculation:
 
     def _watch(self, launched: Launched, sequence: Running, ids: list[int]) -> None:
         """While drafts rest: what those would have been worth that cost nothing."""
-        if not self._pace.resting or not launched.decodes or not _wants(sequence):
+        if not self._pace.resting or not launched.decodes or not ids or not _wants(sequence):
+            return
+        if not self._pace.watches():
             return
         free = [drafter for drafter in self.drafters if not drafter.seconds]
-        each = [drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free]
-        tree = merged(each)
-        if ids and len(tree):
-            near = tree.only(_above(tree, len(ids)))
-            self.control.learn(near, near.walk(ids))
-            if self.control.best_size([tree], 1, SIZES) is not None:
-                self._pace.drafted()
+        tree = merged([drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free])
+        near = tree.only(_above(tree, len(ids)))
+        right = near.walk(ids)
+        self._pace.watched(right=bool(right))
+        self.control.learn(near, right)
+        if len(tree) and self.control.best_size([tree], 1, SIZES) is not None:
+            self._pace.drafted()
+
+    @property
+    def _free(self) -> bool:
+        """Whether nothing that drafts takes time."""
+        return not any(drafter.seconds for drafter in self.drafters)
 
     def drop(self, engine: Engine, sequence: Running) -> None:
         """As `Speculator.drop`."""
@@ -302,7 +319,7 @@ class Speculation:
 
     def reset(self) -> None:
         """As `Speculator.reset`."""
-        self._call = None
+        self._calls.clear()
         for drafter in self.drafters:
             drafter.reset()
 
@@ -318,14 +335,14 @@ class Speculation:
 
     def _shapes(self, engine: Engine) -> Iterator[Shape]:
         for stages in (PLAIN, STAGES):
-            for size in _sizes(engine):
+            for size in sizes_of(engine):
                 for chosen in sorted({1, engine.chosen_count(size, 2)}):
                     for places in (0, PLACES * size) if self.branched else (0,):
                         yield Shape("verify", size, chosen, places, stages=stages)
                     yield Shape("verify", size, chosen, stages=stages, masked=True)
 
 
-def _sizes(engine: Engine) -> list[int]:
+def sizes_of(engine: Engine) -> list[int]:
     """Sizes that may pay: up to four tokens of each sequence, or 32 of a few."""
     return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
 
@@ -334,21 +351,6 @@ def _size_of(decoding: Sequence[Running], trees: dict[int, Tree], sizes: Sequenc
     """The size of the batch that some trees fit into."""
     count = len(decoding) + sum(map(len, trees.values()))
     return next(size for size in sizes if size >= count)
-
-
-def _laid_out(
-    masks: dict[int, list[np.ndarray]],
-    decoding: Sequence[Running],
-    layout: Layout,
-    size: int,
-    words: int,
-) -> np.ndarray:
-    """Masks after each node of a batch; a chain may have been cut since they were made."""
-    out = np.zeros((size, words), np.uint32)
-    ends = [*layout.roots[1:], len(layout.tokens)]
-    for sequence, begin, end in zip(decoding, layout.roots, ends, strict=True):
-        out[begin:end] = masks[sequence.slot][: end - begin]
-    return out
 
 
 def _wants(sequence: Running) -> bool:
@@ -370,27 +372,3 @@ def _planted(sequence: Running, tree: Tree) -> Planted:
 def _above(tree: Tree, levels: int) -> list[int]:
     """The nodes of the first levels."""
     return [node for node, depth in enumerate(tree.depths()) if depth <= levels]
-
-
-def _first_path(tree: Tree) -> Tree:
-    return tree.only(tree.paths()[0]) if len(tree) else tree
-
-
-def _grown(
-    engine: Engine, sequence: Running, tree: Tree, copies: list[Copy]
-) -> tuple[Tree, list[tuple[list[int], Held]]]:
-    """A tree with blocks for each of its branches; without those that there are no blocks for."""
-    assert sequence.held is not None, "it is planned"
-    blocks, known = engine.scheduler.blocks, len(sequence.tokens)
-    branches: list[tuple[list[int], Held]] = []
-    made: list[Copy] = []
-    for path in tree.paths()[1:]:
-        forked = blocks.fork(sequence.held, known - 1)
-        if forked is None or not blocks.reserve(forked[0], known + len(path)):
-            for held in [own for _, own in branches] + ([forked[0]] if forked else []):
-                blocks.free(held)
-            return _first_path(tree), []
-        branches.append((path, forked[0]))
-        made += forked[1]
-    copies += made
-    return tree, branches

@@ -42,7 +42,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
     print(
         f"{drafted} tokens drafted, {accepted} of them right; "
         f"{usage.completion_tokens / steps:.2f} tokens a step",
-        *table(speculator.control.tried()),
+        *table({} if usage.speculation is None else usage.speculation.tried()),
         f"colours: {colours.legend()}",
         answer.timings(llm, usage),
         sep="\n",
@@ -69,14 +69,10 @@ class Colours:
         return ", ".join(self.paint(origin, origin) for origin in self._of) or "none"
 
 
-def table(tried: Mapping[tuple[str, int, int], tuple[int, int]]) -> Sequence[str]:
+def table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequence[str]:
     """A line for each source: how often tokens were right whose parents were, by depth."""
-    by_source: dict[str, dict[int, tuple[int, int]]] = {}
-    for (source, depth, _), (right, count) in tried.items():
-        known = by_source.setdefault(source, {}).get(depth, (0, 0))
-        by_source[source][depth] = (known[0] + right, known[1] + count)
     lines = []
-    for source, depths in sorted(by_source.items()):
+    for source, depths in sorted(tried.items()):
         each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))
         lines.append(f"{source}, right by depth: {' '.join(each)}")
     return lines

@@ -47,12 +47,17 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
         "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     },
+    "eagle3": LLAMA | {"draft_vocab_size": 64, "norm_before_residual": True},
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
     "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
     "gemma3": LLAMA | {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_multimodal": LLAMA | {"head_dim": 16, "sliding_window": 16},
     "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
+    "glm4_moe": LLAMA | MOE | {
+        "partial_rotary_factor": 0.5, "attention_bias": True, "n_routed_experts": 4,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24,
+    },
     "gpt_neo": {
         "vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 16,
         "attention_layers": ["global", "local"], "activation_function": "gelu_new",
@@ -64,6 +69,7 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "internlm2": LLAMA | {"bias": False},
     "marian": BART | {"activation_function": "swish"},
     "mbart": BART,
+    "mimo": LLAMA,
     "mistral3": LLAMA,
     "modernbert": BERT | {"local_attention": 16},
     "mpt": {
@@ -146,8 +152,8 @@ def gguf_cases() -> Iterator[Case]:
     """The least GGUF file of every family that has a name there."""
     for family, path in families().items():
         table = read_toml(path)
-        for architecture in table["match"].get("gguf", []):
-            more = GGUF_MOE if "experts" in table.get("dims", {}) else {}
+        for architecture in table.get("match", {}).get("gguf", []):
+            more = GGUF_MOE if "experts" in str(table.get("dims", {})) or "moe" in family else {}
             more = more | (GGUF_LATENT if "latent_rank" in table.get("dims", {}) else {})
             known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))

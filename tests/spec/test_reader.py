@@ -125,7 +125,7 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Plain, {"count": "x"}, "some.key.count: unknown name 'x'"),
         (Block, 3, "some.key: 3 is not a table { ... }"),
         (Block, [], "some.key: [] is not a table { ... }"),
-        (Block, {}, "some.key.kind: is missing; allowed: activation, attention, cross_attention"),
+        (Block, {}, "some.key.kind: is missing; allowed: activation, attention, concat"),
         (Block, {"kind": "atention"}, "some.key.kind: unknown kind 'atention'; did you mean 'att"),
         (Block, {"kind": 3}, "some.key.kind: unknown kind 3; allowed: "),
         (
@@ -150,7 +150,7 @@ def test_read_refused(cls: Any, written: Any, reason: str) -> None:
 def test_fields_left_out_are_dimensions_or_defaults() -> None:
     attention = reading(Block, {"kind": "attention", "position": {"kind": "rope"}})
     assert attention == Attention(
-        kind="attention", inputs=32, heads=4, kv_heads=2, head_dim=8,
+        kind="attention", inputs=32, outputs=32, heads=4, kv_heads=2, head_dim=8,
         position=Rope(kind="rope", dim=8),
     )  # fmt: skip
 

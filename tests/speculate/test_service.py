@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from jinfer.server.metrics import Metrics
 from jinfer.speculate.control import Control
 from jinfer.speculate.replay import Replay
 from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
-from tests.speculate.drafts import alone, ids, known, same, speculating
+from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 
 KEYS: dict[str, Any] = {"engine.context": 256, "engine.slots": 2, "speculation.nodes": 8}
 DRAFTS: dict[str, Any] = {"speculation.draft": ["ngram", "suffix"]}
@@ -112,6 +113,14 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
     keys |= {"speculation.draft": ["ngram", {"skip": [3]}]}
     with LLM(STORIES, **keys) as llm:
         speculation: Any = llm.frontend.engine.speculator
+        # What calls take is known before anybody asks for anything.
+        measured = speculation.control
+        assert set(measured.costs) == {4, 8, 16, 32}
+        assert set(measured.plain) == {1}
+        assert all(0 < mean.value < 1 for mean in measured.costs.values())
+        assert measured.knows(1)
+        assert not measured.chances
+        assert (llm.stats().drafts, llm.stats().blocks_held) == (0, 0)
         programs = [llm.frontend.engine.programs, speculation.drafters[1].programs]
         made = [one.compilations for one in programs]
         for nodes in (2, 3, 5, 8, 13, 16, None):
@@ -133,3 +142,40 @@ def test_explained(capfd: Any) -> None:
     assert main([*asked, "--explain-speculation"]) == 2
     assert "nobody drafts" in capfd.readouterr().err
     assert main([*asked, "--json", "--explain-speculation"]) == 2
+
+
+def test_what_was_drafted_is_there_to_be_seen() -> None:
+    """The trees of an answer: their accepted tokens are the answer's, and they are drawn."""
+    keys: dict[str, Any] = {"engine.context": 256}
+    with LLM(STORIES, **keys) as llm:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        plain = llm.generate([PROMPT], params)
+        trees = RandomTrees(known([PROMPT], plain), 512, 7, 3)
+        with speculating(llm, trees):
+            (answer,) = llm.generate([PROMPT], params)
+    assert plain[0].speculation is None
+    steps = answer.speculation
+    assert steps is not None
+    assert sum(len(step.tokens) for step in steps.drafted) == answer.usage.drafted_tokens
+    assert sum(len(step.accepted) for step in steps.drafted) == answer.usage.accepted_tokens
+    text = " ".join(map(str, answer.token_ids))
+    for step in steps.drafted:
+        assert [step.tokens[node] for node in step.accepted] == list(step.chosen)[
+            : len(step.accepted)
+        ]
+        assert " ".join(map(str, step.chosen)) in text
+    tried = steps.tried()
+    assert sum(right for of in tried.values() for right, _ in of.values()) == sum(
+        len(step.accepted) for step in steps.drafted
+    )
+    picture = ElementTree.fromstring(steps._repr_svg_())
+    drawn = [one for one in picture.iter() if one.get("data-step") is not None]
+    assert len(drawn) == min(len(steps), 12)
+    for group, step in zip(drawn, steps.drafted, strict=False):
+        boxes = [one for one in group.iter() if one.tag.endswith("rect")]
+        own = len(step.chosen) > len(step.accepted)
+        assert len(boxes) == len(step.tokens) + 1 + own
+        bold = [one for one in boxes if "right" in (one.get("class") or "")]
+        assert len(bold) == len(step.accepted) + own
+    assert ElementTree.fromstring(steps[0]._repr_svg_()).tag.endswith("svg")
+    assert repr(steps[:2]).startswith("Steps(2 calls, ")
