@@ -226,9 +226,7 @@ def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
     elif any(len(row.devices) > 1 for row in plan.rows):
         reason = "a stage of several devices has its cache on them; take stages of one device"
     elif spec.speculation.draft:
-        reason = (
-            "drafts are not verified with a part of the cache on the host; leave one of them out"
-        )
+        reason = "drafts are not verified with that; leave out it, or speculation.draft"
     if spec.partition.host_kv_cache and reason:
         raise SpecError(spec.path, "partition.host_kv_cache", reason)
 
