@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from jinfer.distributed.group import current
 from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.device import flat_sizes
 from jinfer.engine.engine import Engine
@@ -65,6 +67,11 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
 
 def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
     """The programs, for a cache of the size there is room for, and how many lanes they have."""
+    if (group := current()) is not None:
+        from jinfer.distributed.assembling import hosted_programs
+
+        hosted = hosted_programs(group, model, opened, partial(_sizes, opened))
+        return hosted, hosted.lanes.count
     if not opened.spec.partition.is_plain:
         staged = _staged(model, opened)
         return staged, staged.lanes.count

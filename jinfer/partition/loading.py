@@ -21,9 +21,11 @@ def load_stages(
     """The parameters of all stages in their parts, one stage's after the other's.
 
     The host has as many parameters at a time as threads read them, and nothing else of the model.
+    Of stages that are in other processes nothing is read, and there are abstract arrays.
     """
     wanted: dict[str, list[tuple[int, int]]] = {}
-    for number, stage in enumerate(stages):
+    here = [(number, stage) for number, stage in enumerate(stages) if stage.site.here]
+    for number, stage in here:
         for index, source in enumerate(stage.model.sources):
             wanted.setdefault(source.name, []).append((number, index))
     found: dict[tuple[int, int], Any] = {}
@@ -39,12 +41,13 @@ def load_stages(
                 found[number, index] = here[key]
         jax.block_until_ready(here)
 
-    weights.place(place, progress)
+    weights.place(place, progress, wanted.keys())
+    absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf
         for number, stage in enumerate(stages)
         for index in range(len(stage.model.sources))
-        for leaf in jax.tree.leaves(found[number, index])
+        for leaf in jax.tree.leaves(found.get((number, index), absent[number][index]))
     )
 
 
@@ -57,7 +60,7 @@ def _placed(stage: Stage, source: Source, values: Any) -> Any:
     site = stage.site
     with target(site.platform):
         values = as_here(values)
-    parts = [cut(values, source.shares, device) for device in range(len(site.devices))]
+    parts = [cut(values, source.shares, device) for device in site.here]
     if source.once:
-        parts = [once(part, device) for device, part in enumerate(parts)]
+        parts = [once(part, device) for device, part in zip(site.here, parts, strict=True)]
     return jax.tree.map(lambda *each: site.joined(each), *parts)

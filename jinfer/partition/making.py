@@ -232,8 +232,11 @@ class Making:
     def lowered(
         self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
     ) -> Made:
-        """A program of a function, for a stage's site or for home."""
-        with self.tracing, target((site or self.home).platform):
+        """A program of a function, for a stage's site or for home; none for other processes'."""
+        where = site or self.home
+        with self.tracing, target(where.platform):
+            if not where.here:
+                return Made(_elsewhere, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return Made(lowered.compile(), lowered.out_info)
 
@@ -253,6 +256,10 @@ def _with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any
         return function(jax.tree.unflatten(tree, leaves), *rest)
 
     return with_parts
+
+
+def _elsewhere(*_: Any) -> Any:
+    raise AssertionError("another process has the devices of this program")
 
 
 def _leaves(stage: Stage) -> Any:

@@ -101,10 +101,11 @@ def _divides(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLik
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
     """What these devices are taken to be."""
-    first = devices[0]
-    if first.platform == "cpu":
-        return replace(_HOST, memory=free_memory(first) / len(devices))
-    return replace(_GPU, memory=min(map(free_memory, devices)))
+    # Of those of other processes nobody here knows: they are taken to be like these.
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if own[0].platform == "cpu":
+        return replace(_HOST, memory=free_memory(own[0]) / len(own))
+    return replace(_GPU, memory=min(map(free_memory, own)))
 
 
 def work_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,12 @@ class Weights:
     Attributes:
         model: with its parameters as they will be stored.
         load: gives them, in the order of `model.names`, and shows a bar if it is told to.
-        place: gives what is made of each, as it is read; with or without a bar.
+        place: gives what is made of each that is named, as it is read; with or without a bar.
     """
 
     model: AbstractModel
     load: Callable[[bool], tuple[Any, ...]]
-    place: Callable[[Place, bool], tuple[Any, ...]]
+    place: Callable[[Place, bool, Collection[str]], tuple[Any, ...]]
 
 
 def find_weights(
@@ -61,7 +61,7 @@ def find_weights(
         return Weights(
             whole,
             lambda progress: load_converted(whole, checkpoint),
-            lambda place, progress: place_converted(whole, checkpoint, place),
+            lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
     model = _typed(model, kept_types(model, spec.quantization, origins))
@@ -69,7 +69,9 @@ def find_weights(
     return Weights(
         stored(model, storages),
         lambda progress: load(model, origins, storages, progress=progress),
-        lambda place, progress: load(model, origins, storages, progress=progress, place=place),
+        lambda place, progress, names: load(
+            model, origins, storages, progress=progress, place=place, only=names
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -76,6 +76,7 @@ def load(
     *,
     progress: bool = False,
     place: Place = on_device,
+    only: Collection[str] | None = None,
 ) -> tuple[Any, ...]:
     """Loads the parameters of a model, in the order of `model.names`.
 
@@ -87,6 +88,7 @@ def load(
         storages: of the parameters that are to be quantized.
         progress: show a bar.
         place: is given each parameter once.
+        only: the names of those that are read; None: all.
 
     Returns:
         What `place` gave for each: a JAX array or a `QuantizedTensor` of JAX arrays.
@@ -99,7 +101,8 @@ def load(
     dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
     # What several layers share is one array on the device as well.
     same = same_arrays(model, origins, storages)
-    firsts = list(dict.fromkeys(same.values()))
+    wanted = [name for name in model.names if only is None or name in only]
+    firsts = list(dict.fromkeys(same[name] for name in wanted))
     names = {first: [name for name in model.names if same[name] == first] for first in firsts}
     bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
@@ -123,7 +126,7 @@ def load(
 
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
-    return tuple(arrays[same[name]] for name in model.names)
+    return tuple(arrays[same[name]] for name in wanted)
 
 
 def _bar(total: int) -> Any:

@@ -1,0 +1,173 @@
+"""The processes of a job as one of them sees them: who they are, what they say, when one is lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from jinfer.distributed.link import Link, LinkError
+
+LOST = 3  # the exit status of whoever loses another process
+
+
+@dataclass(eq=False)
+class Group:
+    """A job of several processes.
+
+    Attributes:
+        rank, size: the number of this process, and how many there are.
+        links: to each other process.
+        said: messages of each other process, in their order.
+        arrived: is told of what belongs to a call: its number, the result's name, the result.
+    """
+
+    rank: int
+    size: int
+    links: Mapping[int, Link]
+    said: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
+    arrived: Callable[[int, str, Any], None] | None = None
+    _early: list[tuple[int, str, Any]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ending: bool = False
+
+    def __post_init__(self) -> None:
+        for other, link in self.links.items():
+            self.said[other] = SimpleQueue()
+            reader = threading.Thread(
+                target=self._read, args=(other, link), name=f"process {other}", daemon=True
+            )
+            reader.start()
+
+    def tell(self, other: int, **message: Any) -> None:
+        """Says something to another process."""
+        try:
+            self.links[other].send(message)
+        except LinkError:
+            self._lost(other)
+
+    def tell_all(self, **message: Any) -> None:
+        """Says something to all others."""
+        for other in self.links:
+            self.tell(other, **message)
+
+    def hear(self, other: int) -> Any:
+        """The next message of another process; waits for it."""
+        return self.said[other].get()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each process gives, in process 0; in the others their own alone."""
+        if self.rank:
+            self.tell(0, value=value)
+            return [value]
+        return [value, *(self.hear(other)["value"] for other in range(1, self.size))]
+
+    def shared(self, value: Any) -> Any:
+        """What process 0 gives, in all processes."""
+        if self.rank:
+            return self.hear(0)["value"]
+        self.tell_all(value=value)
+        return value
+
+    def listen(self, arrived: Callable[[int, str, Any], None]) -> None:
+        """From now on `arrived` is told of results, also of those that came before."""
+        with self._lock:
+            early, self._early, self.arrived = self._early, [], arrived
+            for each in early:
+                arrived(*each)
+
+    def end(self, status: int = 0, reason: str = "") -> None:
+        """Ends the job, for all processes; this one goes on alone, to its own end.
+
+        Args:
+            status: with which the others exit.
+            reason: what they say.
+        """
+        with self._lock:
+            if self._ending:
+                return
+            self._ending = True
+        for link in self.links.values():
+            with suppress(LinkError):  # it has ended already
+                link.send({"end": status, "reason": reason})
+        if status != LOST:
+            _part()
+
+    def leave(self, status: int, reason: str) -> None:
+        """Ends this process at once, with a line."""
+        if reason:
+            print(f"error: {reason}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the job because something failed here that nobody can mend."""
+        reason = f"process {self.rank} failed: {type(error).__name__}: {error}"
+        self.end(LOST, reason)
+        self.leave(LOST, reason)
+
+    def _read(self, other: int, link: Link) -> None:
+        while True:
+            try:
+                message = link.receive()
+            except LinkError:
+                self._lost(other)
+                return
+            if "result" in message:
+                self._arrive(message["call"], message["result"], message["value"])
+            elif "end" in message:
+                self._ended(message["end"], message["reason"])
+            else:
+                self.said[other].put(message)
+
+    def _arrive(self, call: int, name: str, value: Any) -> None:
+        with self._lock:
+            if self.arrived is None:
+                self._early.append((call, name, value))
+                return
+        self.arrived(call, name, value)
+
+    def _ended(self, status: int, reason: str) -> None:
+        """Another process ends the job, and this one with it, whatever it does at the moment."""
+        with self._lock:
+            begun, self._ending = self._ending, True
+        if begun:
+            return
+        if status != LOST:
+            _part()
+        self.leave(status, reason)
+
+    def _lost(self, other: int) -> None:
+        with self._lock:
+            if self._ending:
+                return
+            self._ending = True
+        where = self.links[other].where
+        self.leave(LOST, f"process {other} of {self.size} at {where} was lost; the job ends")
+
+
+def _part() -> None:
+    """Ends JAX's own connections; each process waits for the others to do so."""
+    import jax
+
+    jax.distributed.shutdown()
+
+
+_current: Group | None = None
+
+
+def current() -> Group | None:
+    """The job that this process has joined, if any."""
+    return _current
+
+
+def become(group: Group | None) -> None:
+    """From now on this is the job."""
+    global _current
+    _current = group
