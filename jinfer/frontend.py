@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax.numpy as jnp
 
 from jinfer.assembly import all_shapes, assemble, first_shapes, load
+from jinfer.distributed.group import lead
 from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
@@ -78,6 +79,7 @@ class Frontend:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
+        lead()
         shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)

@@ -54,8 +54,9 @@ def _checkpoint(checkpoint: Checkpoint) -> str:
 
     All of them would be terabytes for some: a few places of each tensor tell models apart.
     """
-    converted = isinstance(checkpoint, ConvertedCheckpoint)
-    tensors = checkpoint.parts if converted else checkpoint.tensors
+    tensors = checkpoint.tensors
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        tensors = checkpoint.parts
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         known = name, tensor.shape, tensor.type, tensor.nbytes

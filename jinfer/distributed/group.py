@@ -1,17 +1,19 @@
-"""The processes of a job as one of them sees them: who they are, what they say, when one is lost."""
+"""The processes of a job as one of them sees them: what they say, and when one is lost."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
 from jinfer.distributed.link import Link, LinkError
+from jinfer.opening.sources import SourceError
 
 LOST = 3  # the exit status of whoever loses another process
 
@@ -25,6 +27,7 @@ class Group:
         links: to each other process.
         said: messages of each other process, in their order.
         arrived: is told of what belongs to a call: its number, the result's name, the result.
+        calls: numbers of calls, no two of which are the same in a job.
     """
 
     rank: int
@@ -32,6 +35,7 @@ class Group:
     links: Mapping[int, Link]
     said: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     arrived: Callable[[int, str, Any], None] | None = None
+    calls: Iterator[int] = field(default_factory=count)
     _early: list[tuple[int, str, Any]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _ending: bool = False
@@ -165,6 +169,15 @@ _current: Group | None = None
 def current() -> Group | None:
     """The job that this process has joined, if any."""
     return _current
+
+
+def lead() -> None:
+    """Raises `SourceError` in a process that follows another one."""
+    if _current is not None and _current.rank:
+        raise SourceError(
+            f"process {_current.rank} of {_current.size} follows process 0, which has the model; "
+            "call jinfer.following.follow here"
+        )
 
 
 def become(group: Group | None) -> None:

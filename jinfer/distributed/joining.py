@@ -19,6 +19,7 @@ import jax
 
 from jinfer.distributed.group import Group, become
 from jinfer.distributed.job import Job
+from jinfer.distributed.keeping import keep_programs
 from jinfer.distributed.link import Link, LinkError, hello, known
 from jinfer.opening.sources import SourceError
 from jinfer.version import __version__
@@ -37,6 +38,7 @@ def join(job: Job) -> Group:
     links, service = _lead(job, deadline) if job.rank == 0 else _call(job, deadline)
     _aside()
     same = len({link.host for link in links.values()}) == 1
+    keep_programs()
     _initialize(job, service, service if same else f"[::]:{service.rpartition(':')[2]}")
     for link in links.values():
         link.wait(None)

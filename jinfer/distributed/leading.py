@@ -34,7 +34,6 @@ class Kept:
 class LeadingPrograms(HostedPrograms):
     """The programs as an engine calls them."""
 
-    _calls: int = 0
     _dropped: deque[int] = field(default_factory=deque)
 
     def release(self) -> None:
@@ -68,8 +67,7 @@ class LeadingPrograms(HostedPrograms):
 
     def _called(self, shape: Shape, own: Program, given: tuple[Any, ...]) -> Any:
         """Has all processes compute a call; gives what an engine expects of it."""
-        self._calls += 1
-        call, kind = self._calls, shape.kind
+        call, kind = next(self.group.calls), shape.kind
         if kind == "admit":
             given = (as_leaves(given[0]), *given[1:])
         arguments = [_sent(one) for one in given]
@@ -128,4 +126,3 @@ def _sent(given: Any) -> Any:
     if isinstance(given, list):
         return given
     return np.asarray(given)
-

@@ -76,7 +76,7 @@ class Link:
             LinkError: there is none any more, or it cannot be read.
         """
         try:
-            text, data = lengths(self._exactly(HEAD))
+            text, data = lengths(bytes(self._exactly(HEAD)))
             if most is not None and text + data > most:
                 raise FrameError(f"a message of {text + data} bytes")
             return unpacked(bytes(self._exactly(text)), memoryview(self._exactly(data)))
@@ -86,14 +86,6 @@ class Link:
     def wait(self, seconds: float | None) -> None:
         """From now on `receive` and `send` take no longer than this."""
         self._socket.settimeout(seconds)
-
-    def close(self) -> None:
-        """Ends the connection; whoever waits for it is told."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was first
-        self._socket.close()
 
     def _exactly(self, count: int) -> bytearray:
         found, at = bytearray(count), 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -123,10 +123,10 @@ class Part:
         """Empties caches or states."""
         if what == "cache":
             for number, stage in self.own.items():
-                self.threads.add(f"stage {number}", lambda n=number, s=stage: self._empty(n, s))
+                self.threads.add(f"stage {number}", partial(self._empty, number, stage))
             return
         for lane in range(self.lanes.count):
-            self.lane(lane, lambda own=lane: self._fresh(own))
+            self.lane(lane, partial(self._fresh, lane))
 
     def _empty(self, number: int, stage: Stage) -> None:
         self.caches.pop(number, None)
@@ -174,9 +174,7 @@ class Part:
     def _stages(self, call: int, run: Callable[[int, Any], Any]) -> None:
         for number in self.own:
             coming = self.results.expect(call, X.format(number)) if number else None
-            self.threads.add(
-                f"stage {number}", lambda n=number, c=coming: self._stage(call, n, c, run)
-            )
+            self.threads.add(f"stage {number}", partial(self._stage, call, number, coming, run))
 
     def _stage(
         self, call: int, number: int, coming: Values | None, run: Callable[[int, Any], Any]

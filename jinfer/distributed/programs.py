@@ -275,5 +275,3 @@ class HostedPrograms(StagedPrograms):
 
 def _float32(array: Array) -> np.ndarray:
     return np.asarray(first_copy(array)).astype(np.float32)
-
-

@@ -31,9 +31,9 @@ class Threads:
         self._pools[name].submit(self._done, work)
 
     def close(self) -> None:
-        """Ends all threads, once they have nothing left to do."""
+        """Ends all threads; waits until they have nothing left to do."""
         for pool in self._pools.values():
-            pool.shutdown(wait=False)
+            pool.shutdown()
         self._pools = {}
 
     def _done(self, work: Callable[[], None]) -> None:

@@ -72,10 +72,15 @@ def _automatic(
     """The devices of each stage, as the cost model finds them best."""
     machine, work = machine_of(jax.devices()), work_of(spec, model, weight, dtype, kind)
     count = len(jax.devices())
+    # Each process of a job has to have something to do.
+    last = max(device.process_index for device in jax.devices())
+    least = next(n for n, device in enumerate(jax.devices(), 1) if device.process_index == last)
     possible = [
         (pipe, tensor)
         for pipe, tensor in product(range(1, count + 1), repeat=2)
-        if pipe * tensor <= count and pipe <= work.layers and _divides(spec, model, tensor, dtype)
+        if least <= pipe * tensor <= count
+        and pipe <= work.layers
+        and _divides(spec, model, tensor, dtype)
     ]
     found = best(work, machine, possible, context=context)
     if found is None:
