@@ -12,10 +12,14 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+import jax
+from jax._src import distributed
+
 from jinfer.distributed.link import Link, LinkError
 from jinfer.opening.sources import SourceError
 
 LOST = 3  # the exit status of whoever loses another process
+_PARTING = 10.0  # seconds that others may take to end
 
 
 @dataclass(eq=False)
@@ -38,11 +42,12 @@ class Group:
     calls: Iterator[int] = field(default_factory=count)
     _early: list[tuple[int, str, Any]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _gone: dict[int, threading.Event] = field(default_factory=dict)
     _ending: bool = False
 
     def __post_init__(self) -> None:
         for other, link in self.links.items():
-            self.said[other] = SimpleQueue()
+            self.said[other], self._gone[other] = SimpleQueue(), threading.Event()
             reader = threading.Thread(
                 target=self._read, args=(other, link), name=f"process {other}", daemon=True
             )
@@ -93,14 +98,14 @@ class Group:
             reason: what they say.
         """
         with self._lock:
-            if self._ending:
-                return
-            self._ending = True
+            begun, self._ending = self._ending, True
+        if begun:  # by another process, and a thread is about to end this one
+            threading.Event().wait()
         for link in self.links.values():
             with suppress(LinkError):  # it has ended already
                 link.send({"end": status, "reason": reason})
         if status != LOST:
-            _part()
+            self._part()
 
     def leave(self, status: int, reason: str) -> None:
         """Ends this process at once, with a line."""
@@ -121,12 +126,14 @@ class Group:
             try:
                 message = link.receive()
             except LinkError:
+                self._gone[other].set()
                 self._lost(other)
                 return
             if "result" in message:
                 self._arrive(message["call"], message["result"], message["value"])
             elif "end" in message:
-                self._ended(message["end"], message["reason"])
+                given = message["end"], message["reason"]
+                threading.Thread(target=self._ended, args=given, daemon=True).start()
             else:
                 self.said[other].put(message)
 
@@ -144,8 +151,19 @@ class Group:
         if begun:
             return
         if status != LOST:
-            _part()
+            self._part()
         self.leave(status, reason)
+
+    def _part(self) -> None:
+        """Ends JAX's own connections; each process waits for the others to do so."""
+        state = distributed.global_state
+        if self.rank == 0 and state.client is not None:
+            # The service has to answer the others until they have gone, which JAX does not see to.
+            state.client.shutdown()
+            state.client = None
+            for gone in self._gone.values():
+                gone.wait(_PARTING)
+        jax.distributed.shutdown()
 
     def _lost(self, other: int) -> None:
         with self._lock:
@@ -154,13 +172,6 @@ class Group:
             self._ending = True
         where = self.links[other].where
         self.leave(LOST, f"process {other} of {self.size} at {where} was lost; the job ends")
-
-
-def _part() -> None:
-    """Ends JAX's own connections; each process waits for the others to do so."""
-    import jax
-
-    jax.distributed.shutdown()
 
 
 _current: Group | None = None

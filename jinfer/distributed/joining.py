@@ -138,7 +138,9 @@ def _reached(host: str, port: int, deadline: float, who: str) -> Link:
             raise SourceError(reason) from None
         except OSError as error:
             if time.monotonic() > deadline:
-                reason = f"{who} cannot be reached at {_address(host, port)}: {error.strerror}"
+                reason = (
+                    f"{who} cannot be reached at {_address(host, port)}: {error.strerror or error}"
+                )
                 raise SourceError(f"{reason}; see whether it runs, and --coordinator") from None
             time.sleep(_PAUSE)
 

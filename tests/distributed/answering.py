@@ -1,6 +1,6 @@
 """A process of a job that answers what tests ask; process 0 prints the answers as JSON.
 
-Run as `python -m tests.distributed.answering CASES --coordinator ... --processes ... --process ...`.
+Run as `python -m tests.distributed.answering CASES`, with the flags of a job or alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,18 @@ def strategies(llm: LLM) -> Any:
     return {"tokens": chosen, "logits": [np.asarray(each).tolist() for each in numbers]}
 
 
-ASKED = {"plain": plain, "together": together, "strategies": strategies}
+def chances(llm: LLM) -> Any:
+    """Some ids alone, several answers of a prompt, a sampler that keeps a number."""
+    given = prompts(llm)
+    ways = [
+        SamplingParams(temperature=1.0, seed=4, max_tokens=6, allowed_token_ids=[7, 8, 9, 10]),
+        SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=5, logprobs=2, ignore_eos=True),
+        SamplingParams(mirostat=2, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True),
+    ]
+    return {"tokens": [[list(a.token_ids) for a in llm.generate(given, way)] for way in ways]}
+
+
+ASKED = {"chances": chances, "plain": plain, "together": together, "strategies": strategies}
 
 
 def lead(cases: Cases) -> int:

@@ -89,9 +89,7 @@ def ran(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) ->
                 process.communicate()
 
 
-def answered(
-    cases: Sequence[Mapping[str, Any]], processes: int, *, devices: int = 1
-) -> list[Any]:
+def answered(cases: Sequence[Mapping[str, Any]], processes: int, *, devices: int = 1) -> list[Any]:
     """What a job gives for each case, see `tests.distributed.answering`."""
     arguments = ["-m", "tests.distributed.answering", json.dumps(cases)]
     found = ran(started_job(arguments, processes, devices=devices))
