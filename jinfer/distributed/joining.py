@@ -35,7 +35,13 @@ def join(job: Job) -> Group:
         SourceError: somebody cannot be reached, or is not of this job.
     """
     deadline = time.monotonic() + float(os.environ.get("JINFER_JOIN_SECONDS", SECONDS))
-    links, service = _lead(job, deadline) if job.rank == 0 else _call(job, deadline)
+    links: dict[int, Link] = {}
+    try:
+        service = (_call if job.rank else _lead)(job, deadline, links)
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
     _aside()
     same = len({link.host for link in links.values()}) == 1
     keep_programs()
@@ -47,15 +53,16 @@ def join(job: Job) -> Group:
     return group
 
 
-def _lead(job: Job, deadline: float) -> tuple[dict[int, Link], str]:
-    """Process 0: waits for all others, and tells each of those before it."""
-    links: dict[int, Link] = {}
+def _lead(job: Job, deadline: float, links: dict[int, Link]) -> str:
+    """Process 0: waits for all others; tells them of one another, and where JAX's service is."""
     heard: dict[int, str] = {}
 
     def refuse(reason: str, *more: Link) -> SourceError:
         for link in (*links.values(), *more):
             with suppress(LinkError):
                 link.send({"refused": reason})
+        for link in more:
+            link.close()
         return SourceError(reason)
 
     with _listener(job.host, job.port) as listener:
@@ -78,7 +85,7 @@ def _lead(job: Job, deadline: float) -> tuple[dict[int, Link], str]:
         service = _address(link.host, port)
         before = {str(other): at for other, at in heard.items() if other < rank}
         link.send({"service": service, "before": before})
-    return links, _address(links[1].host, port)
+    return _address(links[1].host, port)
 
 
 def _wrong(job: Job, said: Any, links: dict[int, Link]) -> str:
@@ -94,9 +101,9 @@ def _wrong(job: Job, said: Any, links: dict[int, Link]) -> str:
     return ""
 
 
-def _call(job: Job, deadline: float) -> tuple[dict[int, Link], str]:
-    """Another process: calls process 0, and those with numbers between."""
-    first = _reached(job.host, job.port, deadline, "process 0")
+def _call(job: Job, deadline: float, links: dict[int, Link]) -> str:
+    """Another process: calls process 0, and those with numbers between; as `_lead`."""
+    first = links[0] = _reached(job.host, job.port, deadline, "process 0")
     with _listener(first.host, 0) as listener:
         at = _address(*listener.getsockname()[:2])
         mine = {"process": job.rank, "processes": job.size, **_versions()}
@@ -108,7 +115,6 @@ def _call(job: Job, deadline: float) -> tuple[dict[int, Link], str]:
             raise SourceError("process 0 ended before all had joined; see what it says") from None
         if "refused" in told:
             raise SourceError(told["refused"])
-        links = {0: first}
         for other, where in sorted(told["before"].items()):
             host, _, port = where.rpartition(":")
             link = _reached(host.strip("[]"), int(port), deadline, f"process {other}")
@@ -120,7 +126,7 @@ def _call(job: Job, deadline: float) -> tuple[dict[int, Link], str]:
             except (TimeoutError, LinkError) as error:
                 raise SourceError(f"a process did not call: {error}") from None
             links[said["process"]] = link
-    return links, told["service"]
+    return str(told["service"])
 
 
 def _versions() -> dict[str, str]:
@@ -150,8 +156,13 @@ def _accepted(listener: socket.socket, deadline: float) -> tuple[Link, Any]:
     listener.settimeout(max(0.01, deadline - time.monotonic()))
     connection, _ = listener.accept()
     link = known(connection, called=False, seconds=_ANSWER)
-    said = hello(link)
+    try:
+        said = hello(link)
+    except LinkError:
+        link.close()
+        raise
     if not isinstance(said, dict) or type(said.get("process")) is not int:
+        link.close()
         raise LinkError("a caller did not say who it is")
     return link, said
 

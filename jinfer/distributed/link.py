@@ -87,6 +87,10 @@ class Link:
         """From now on `receive` and `send` take no longer than this."""
         self._socket.settimeout(seconds)
 
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()
+
     def _exactly(self, count: int) -> bytearray:
         found, at = bytearray(count), 0
         view = memoryview(found)
@@ -122,8 +126,10 @@ def known(connection: socket.socket, *, called: bool, seconds: float) -> Link:
         connection.sendall(_proof(called, nonce, other))
         proof = bytes(link._exactly(hashlib.sha256().digest_size))
     except OSError as error:
+        link.close()
         raise LinkError(str(error)) from None
     if not hmac.compare_digest(proof, _proof(not called, other, nonce)):
+        link.close()
         raise LinkError(f"the other process has another {KEY}")
     return link
 
@@ -134,8 +140,11 @@ def hello(link: Link) -> Any:
 
 
 def _proof(called: bool, own: bytes, other: bytes) -> bytes:
-    key = os.environ.get(KEY, "").encode()
-    return hmac.digest(key, b"ca"[called : called + 1] + own + other, "sha256")
+    return hmac.digest(_key(), b"ca"[called : called + 1] + own + other, "sha256")
+
+
+def _key() -> bytes:
+    return os.environ.get(KEY, "").encode()
 
 
 def _shown(connection: socket.socket) -> str:
