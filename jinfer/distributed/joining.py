@@ -24,7 +24,8 @@ from jinfer.distributed.link import Link, LinkError, hello, known
 from jinfer.opening.sources import SourceError
 from jinfer.version import __version__
 
-SECONDS = 300.0  # that the others may take to start; JINFER_JOIN_SECONDS has another number
+PATIENCE = "JINFER_JOIN_SECONDS"  # of the environment: that the others may take to start
+SECONDS = 300.0  # where it says nothing
 _PAUSE, _ANSWER = 0.25, 20.0  # seconds between two calls, and for an answer
 
 
@@ -34,7 +35,7 @@ def join(job: Job) -> Group:
     Raises:
         SourceError: somebody cannot be reached, or is not of this job.
     """
-    deadline = time.monotonic() + float(os.environ.get("JINFER_JOIN_SECONDS", SECONDS))
+    deadline = time.monotonic() + _patience()
     links: dict[int, Link] = {}
     try:
         service = (_call if job.rank else _lead)(job, deadline, links)
@@ -127,6 +128,14 @@ def _call(job: Job, deadline: float, links: dict[int, Link]) -> str:
                 raise SourceError(f"a process did not call: {error}") from None
             links[said["process"]] = link
     return str(told["service"])
+
+
+def _patience() -> float:
+    given = os.environ.get(PATIENCE, str(SECONDS))
+    try:
+        return float(given)
+    except ValueError:
+        raise SourceError(f"{PATIENCE}={given!r}: write seconds, such as {SECONDS:g}") from None
 
 
 def _versions() -> dict[str, str]:
