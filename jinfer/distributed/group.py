@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,6 +16,7 @@ import jax
 from jax._src import distributed
 
 from jinfer.distributed.link import Link, LinkError
+from jinfer.distributed.results import Results
 from jinfer.opening.sources import SourceError
 
 LOST = 3  # the exit status of whoever loses another process
@@ -30,7 +31,7 @@ class Group:
         rank, size: the number of this process, and how many there are.
         links: to each other process.
         said: messages of each other process, in their order.
-        arrived: is told of what belongs to a call: its number, the result's name, the result.
+        results: what calls give.
         calls: numbers of calls, no two of which are the same in a job.
     """
 
@@ -38,9 +39,8 @@ class Group:
     size: int
     links: Mapping[int, Link]
     said: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
-    arrived: Callable[[int, str, Any], None] | None = None
+    results: Results = field(default_factory=Results)
     calls: Iterator[int] = field(default_factory=count)
-    _early: list[tuple[int, str, Any]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _gone: dict[int, threading.Event] = field(default_factory=dict)
     _ending: bool = False
@@ -83,13 +83,6 @@ class Group:
         self.tell_all(value=value)
         return value
 
-    def listen(self, arrived: Callable[[int, str, Any], None]) -> None:
-        """From now on `arrived` is told of results, also of those that came before."""
-        with self._lock:
-            early, self._early, self.arrived = self._early, [], arrived
-            for each in early:
-                arrived(*each)
-
     def end(self, status: int = 0, reason: str = "") -> None:
         """Ends the job, for all processes; this one goes on alone, to its own end.
 
@@ -130,19 +123,12 @@ class Group:
                 self._lost(other)
                 return
             if "result" in message:
-                self._arrive(message["call"], message["result"], message["value"])
+                self.results.put(message["call"], message["result"], message["value"])
             elif "end" in message:
                 given = message["end"], message["reason"]
                 threading.Thread(target=self._ended, args=given, daemon=True).start()
             else:
                 self.said[other].put(message)
-
-    def _arrive(self, call: int, name: str, value: Any) -> None:
-        with self._lock:
-            if self.arrived is None:
-                self._early.append((call, name, value))
-                return
-        self.arrived(call, name, value)
 
     def _ended(self, status: int, reason: str) -> None:
         """Another process ends the job, and this one with it, whatever it does at the moment."""

@@ -50,12 +50,10 @@ class Part:
     states: dict[int, Any] = field(default_factory=dict)
     _kept: dict[int, dict[str, Values]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def results(self) -> Results:
         """What calls give."""
-        results = Results(self.group)
-        self.group.listen(results.put)
-        return results
+        return self.group.results
 
     @cached_property
     def threads(self) -> Threads:
@@ -97,9 +95,13 @@ class Part:
         if self.group.rank in to:
             self.results.put(call, name, value)
         if others := to - {self.group.rank}:
-            self.threads.add(
-                f"{sender}, sending", lambda: self.results.send(call, name, value, others)
-            )
+            self.threads.add(f"{sender}, sending", partial(self._send, call, name, value, others))
+
+    def _send(self, call: int, name: str, value: Any, others: set[int]) -> None:
+        """Gives a result to other processes, as soon as it is computed."""
+        here = jax.tree.map(np.asarray, value)
+        for other in others:
+            self.group.tell(other, result=name, call=call, value=here)
 
     def keep(self, call: int, name: str) -> Values:
         """A place at home for a result that later calls name with a `Ref`, until it is dropped."""

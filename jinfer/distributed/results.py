@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.distributed.group import Group
-
 type Values = Future[Any]
 
 
@@ -19,10 +17,10 @@ type Values = Future[Any]
 class Results:
     """What calls give and others wait for, by the call's number and the result's name.
 
-    A result is expected in this process or forgotten: whoever waits has the only reference.
+    Calls have numbers of their own through all models of a job: a result may be there before this
+    process has heard of the model. It is forgotten once it is there: whoever waits has it.
     """
 
-    group: Group
     _waiting: dict[tuple[int, str], Values] = field(default_factory=dict)
     _early: dict[tuple[int, str], Values] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,12 +40,6 @@ class Results:
             if found is None:
                 found = self._early[call, name] = Future()
         found.set_result(value)
-
-    def send(self, call: int, name: str, value: Any, others: set[int]) -> None:
-        """Gives a result to other processes; waits until it is computed."""
-        here = jax.tree.map(np.asarray, value)
-        for other in others:
-            self.group.tell(other, result=name, call=call, value=here)
 
 
 class Whole:
