@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jinfer.partition.cutting import as_here, cut, once
 from jinfer.partition.making import Stage
 from jinfer.partition.stages import Source
 from jinfer.weights.find import Weights
+from jinfer.weights.windows import Rows
 
 
 def load_stages(
@@ -41,7 +43,11 @@ def load_stages(
                 found[number, index] = here[key]
         jax.block_until_ready(here)
 
-    weights.place(place, progress, wanted.keys())
+    rows = {
+        name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in each])
+        for name, each in wanted.items()
+    }
+    weights.place(place, progress, rows)
     absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf
@@ -55,12 +61,34 @@ def _key(shares: Mapping[int, Any]) -> Any:
     return tuple(sorted(shares.items()))
 
 
+def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
+    """The rows of a parameter that this process's devices have, of several stages; None: all."""
+    begin, end, total = [], [], 0
+    for stage, source in wanted:
+        share = source.shares.get(len(source.shape) - 2)
+        if share is None or len(source.shape) < 2:
+            return None
+        total = share.total
+        for device in stage.site.here:
+            if share.counts[device]:
+                begin.append(share.starts[device])
+                end.append(share.starts[device] + share.counts[device])
+    if not begin or max(end) - min(begin) == total:
+        return None
+    return range(min(begin), max(end))
+
+
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
     """A parameter of a stage, on its devices."""
-    site = stage.site
+    site, shares = stage.site, source.shares
+    if isinstance(values, Rows):
+        axis = len(source.shape) - 2
+        share, begin = shares[axis], values.begin
+        moved = tuple(start - begin for start in share.starts)
+        shares, values = {**shares, axis: replace(share, starts=moved)}, values.values
     with target(site.platform):
         values = as_here(values)
-    parts = [cut(values, source.shares, device) for device in site.here]
+    parts = [cut(values, shares, device) for device in site.here]
     if source.once:
         parts = [once(part, device) for device, part in zip(site.here, parts, strict=True)]
     return jax.tree.map(lambda *each: site.joined(each), *parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jinfer.weights.converted import (
 )
 from jinfer.weights.load import Place, find_origins, load
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
+from jinfer.weights.windows import Wanted
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Weights:
     Attributes:
         model: with its parameters as they will be stored.
         load: gives them, in the order of `model.names`, and shows a bar if it is told to.
-        place: gives what is made of each that is named, as it is read; with or without a bar.
+        place: gives what is made of each that is wanted, as it is read; with or without a bar.
     """
 
     model: AbstractModel
     load: Callable[[bool], tuple[Any, ...]]
-    place: Callable[[Place, bool, Collection[str]], tuple[Any, ...]]
+    place: Callable[[Place, bool, Wanted], tuple[Any, ...]]
 
 
 def find_weights(

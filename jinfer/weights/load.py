@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -29,6 +29,7 @@ from jinfer.weights.mapping import (
 )
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
+from jinfer.weights.windows import Rows, Wanted, rows_alone
 
 # Puts a parameter, in NumPy's arrays, where it is to be; told the names that it has.
 type Place = Callable[[Sequence[str], Any], Any]
@@ -76,7 +77,7 @@ def load(
     *,
     progress: bool = False,
     place: Place = on_device,
-    only: Collection[str] | None = None,
+    only: Wanted | None = None,
 ) -> tuple[Any, ...]:
     """Loads the parameters of a model, in the order of `model.names`.
 
@@ -88,7 +89,7 @@ def load(
         storages: of the parameters that are to be quantized.
         progress: show a bar.
         place: is given each parameter once.
-        only: the names of those that are read; None: all.
+        only: those that are read, where some rows are enough as `Rows`; None: all.
 
     Returns:
         What `place` gave for each: a JAX array or a `QuantizedTensor` of JAX arrays.
@@ -108,16 +109,20 @@ def load(
     lock = threading.Lock()
 
     def one(name: str) -> Any:
-        storage = storages.get(name)
+        storage, rows = storages.get(name), _rows(names[name], only)
+        alone = rows_alone(origins[name], shapes, storage, rows)
+        origin, sizes = alone or (origins[name], shapes)
         if storage is None:
-            values: Any = read_values(model, origins[name], shapes, dtypes[name])
+            values: Any = read_values(model, origin, sizes, dtypes[name])
             values = np.ascontiguousarray(values, dtypes[name])
         elif storage.kept:
-            values = storage.read(origins[name], shapes)
+            values = storage.read(origin, sizes)
         else:
-            values = quantized(model, origins[name], shapes, storage)
+            values = quantized(model, origin, sizes, storage)
+        if alone is not None and rows is not None:
+            values = Rows(values, rows.start)
         placed = place(names[name], values)
-        for file in origins[name].files:
+        for file in origin.files:
             release(file.raw())
         if bar is not None:
             with lock:
@@ -127,6 +132,12 @@ def load(
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
     return tuple(arrays[same[name]] for name in wanted)
+
+
+def _rows(names: Sequence[str], only: Wanted | None) -> range | None:
+    """The rows that are enough for all parameters that are one array."""
+    each = {(only or {}).get(name) for name in names if only is None or name in only}
+    return each.pop() if len(each) == 1 else None
 
 
 def _bar(total: int) -> Any:
