@@ -10,7 +10,7 @@ from tests.distributed.jobs import free_port, ran, started_job
 from tests.distributed.test_ending import answering
 from tools.bench_models import LlamaShape, make_up
 
-SMALL = LlamaShape(4, 64, 4, 4, 128, context=512)
+SMALL = LlamaShape(22, 64, 32, 4, 128, context=512)  # as many programs, of as many layers
 LARGE = LlamaShape(22, 2048, 32, 4, 5632, context=512)
 
 
