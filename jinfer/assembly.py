@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jinfer.distributed.group import current
 from jinfer.engine.blocks import BlockManager, BlockPool
 from jinfer.engine.device import flat_sizes
 from jinfer.engine.engine import Engine
@@ -63,13 +65,18 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
         return
     from jinfer.partition.loading import load_stages
 
-    if progress:
+    if progress and programs.memory:
         print(programs.memory, file=sys.stderr)
     engine.leaves = load_stages(weights, stages, progress=progress)
 
 
 def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
     """The programs, for a cache of the size there is room for, and how many lanes they have."""
+    if (group := current()) is not None:
+        from jinfer.distributed.assembling import hosted_programs
+
+        hosted = hosted_programs(group, model, opened, partial(_sizes, opened))
+        return hosted, hosted.lanes.count
     if not opened.spec.partition.is_plain:
         staged = _staged(model, opened)
         return staged, staged.lanes.count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax.numpy as jnp
 
 from jinfer.assembly import all_shapes, assemble, first_shapes, load
+from jinfer.distributed.group import lead
 from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
@@ -27,6 +27,7 @@ from jinfer.engine.thread import EngineThread
 from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
 from jinfer.model import build
 from jinfer.opening.conversation import Message
+from jinfer.opening.naming import family, stored_as
 from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.threads import bound
@@ -34,7 +35,6 @@ from jinfer.sampling.beam import Beams
 from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
-from jinfer.spec.files import read_toml
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.find import find_weights
 from jinfer.weights.sizes import count_text, sizes_of
@@ -77,6 +77,7 @@ class Frontend:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
+        lead()
         shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
@@ -94,7 +95,7 @@ class Frontend:
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
-        self._family, self._stored = _family(opened), _stored(opened)
+        self._family, self._stored = family(opened), stored_as(opened)
         self._ids = count()
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -381,19 +382,3 @@ def _drafts(
     from jinfer.drafting.find import open_drafts
 
     return open_drafts(opened, source, overrides)
-
-
-def _family(opened: Opened) -> str:
-    """Where the specification, or a GGUF file, says it."""
-    path, named = Path(opened.spec.path), None
-    if path.suffix == ".toml":
-        named = read_toml(path).get("family")
-    return str(named or opened.checkpoint.metadata.get("general.architecture", ""))
-
-
-def _stored(opened: Opened) -> str:
-    """How weights are kept: as asked, else as most of the file is."""
-    asked, sizes = opened.spec.quantization.weights, Counter[str]()
-    for tensor in opened.checkpoint.tensors.values():
-        sizes[tensor.type.lower()] += tensor.nbytes
-    return asked if asked.startswith("q") else next((t for t, _ in sizes.most_common(1)), asked)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from jinfer.distributed.job import Job, find_job
 from jinfer.engine.collector import imported
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
@@ -23,8 +24,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: the service needs the package {error.name}; {needed}", file=sys.stderr)
         return 2
     try:
-        return serve(options(arguments, os.environ))
+        found = options(arguments, os.environ)
+        job = find_job(found, os.environ)
+        return serve(found) if job is None else _serve_in_job(job, found)
     except (SourceError, SpecError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _serve_in_job(job: Job, found: Mapping[str, Any]) -> int:
+    # Here: one process alone needs none of it.
+    from jinfer.errors import USER_ERRORS
+    from jinfer.following import follow, run_job
+    from jinfer.server.flags import sources_of
+    from jinfer.server.process import serve
+
+    source, *others = sources_of(found)
+    if others:
+        raise SourceError(f"{job.size} processes serve one model; leave out {others[0].path}")
+    try:
+        return run_job(job, lambda: serve(found), lambda: follow(source.path, source.overrides))
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

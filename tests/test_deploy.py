@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from jinfer.distributed.job import PORT, Job, find_job
+from jinfer.distributed.joining import PATIENCE
+from jinfer.distributed.link import KEY
 from jinfer.server.flags import FLAGS, options, settings_of, sources_of
 from jinfer.server.routes import ENDPOINTS
 
@@ -20,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 VARIABLES = {flag.variable for flag in FLAGS} | {"JINFER_CACHE", "JINFER_SOURCE"}
+VARIABLES |= {KEY, PATIENCE}
 PUBLIC = {path for one in ENDPOINTS if one.public for path in one.paths}
 STOP = options(["m"], {})["stop_timeout"]
 
@@ -137,6 +141,44 @@ def test_parts_of_the_manifest_find_one_another(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(found["Secret"]["stringData"]["keys"])
     assert settings_of(options(["m", "--api-key-file", str(keys)], {})).keys == ("change-me",)
+
+
+def test_the_job_of_several_pods() -> None:
+    found = {each["kind"]: each for each in yaml.safe_load_all(text("job.yaml"))}
+    job, service = found["Job"], found["Service"]
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"]
+    (container,) = pod["containers"]
+    told = {one["name"]: one.get("value", "1") for one in container["env"]}
+    size = job["spec"]["completions"]
+    assert job["spec"]["parallelism"] == size
+    assert find_job({}, told) == Job(f"{name}-0.{pod['subdomain']}", PORT, size, 1)
+    options_ = options(container["args"], told)
+    assert [one.path for one in sources_of(options_)] == ["/models/model.gguf"]
+    assert options_["port"] == container["ports"][0]["containerPort"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in pod["volumes"]}
+    keys = found["Secret"]["stringData"].keys()
+    assert {"job", "keys"} == set(keys)
+    devices = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    (source,) = sources_of(options_)
+    assert len(re.findall(r"\d+", source.overrides["partition"]["devices"])) == size * devices
+
+
+def test_the_script_for_slurm() -> None:
+    script = re.sub(r"\\\n\s*", "", text("jinfer.sbatch"))
+    said = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, re.MULTILINE))
+    assert said["ntasks-per-node"] == "1"
+    (line,) = (line for line in script.splitlines() if line.startswith("exec srun"))
+    words = shlex.split(line)
+    assert words[3:5] == ["jinfer", "serve"]
+    (source,) = sources_of(options(words[5:], {}))
+    wanted = int(said["nodes"]) * int(said["gpus-per-node"])
+    assert len(re.findall(r"\d+", source.overrides["partition"]["devices"])) == wanted
+    assert subprocess.run(["sh", "-n", str(DEPLOY / "jinfer.sbatch")], check=False).returncode == 0
 
 
 def test_load_balancers() -> None:

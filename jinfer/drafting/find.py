@@ -173,7 +173,8 @@ def _other(
 
     def fill(progress: bool) -> None:
         if isinstance(programs, PlacedPrograms):
-            made.parameters = weights.place(programs.place, progress)
+            names = dict.fromkeys(weights.model.names)
+            made.parameters = weights.place(programs.place, progress, names)
         else:
             made.parameters = weights.load(progress)
 

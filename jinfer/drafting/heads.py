@@ -60,8 +60,9 @@ class HeadWeights:
     def load(self, engine: Engine, programs: Any, progress: bool) -> tuple[Any, ...]:
         """All of them; those of a model that is whole on the same device are its arrays."""
         if isinstance(programs, PlacedPrograms):
-            loaded = self.own.place(programs.place, progress)
-            known: tuple[Any, ...] = self.shared.place(programs.place, progress)
+            place, names = programs.place, dict.fromkeys(self.shared.model.names)
+            loaded = self.own.place(place, progress, dict.fromkeys(self.own.model.names))
+            known: tuple[Any, ...] = self.shared.place(place, progress, names)
         else:
             loaded = self.own.load(progress)
             every = dict(zip(engine.model.names, engine.parameters, strict=True))

@@ -152,8 +152,8 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """A thread that still computes while the interpreter ends would crash it."""
+def close_all() -> None:
+    """Ends all threads: one that still computes while the interpreter ends would crash it."""
     for owner in list(_running):
         owner.close()
     for thread in list(_threads):  # also those whose owner was forgotten a moment ago

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jinfer.partition.making import Stage
 from jinfer.partition.sites import HOST_MEMORY
 from jinfer.partition.stages import Source
 from jinfer.weights.find import Weights
+from jinfer.weights.windows import Rows
 
 
 def load_stages(
@@ -22,9 +24,11 @@ def load_stages(
     """The parameters of all stages in their parts, one stage's after the other's.
 
     The host has as many parameters at a time as threads read them, and nothing else of the model.
+    Of stages that are in other processes nothing is read, and there are abstract arrays.
     """
     wanted: dict[str, list[tuple[int, int]]] = {}
-    for number, stage in enumerate(stages):
+    here = [(number, stage) for number, stage in enumerate(stages) if stage.site.here]
+    for number, stage in here:
         for index, source in enumerate(stage.model.sources):
             wanted.setdefault(source.name, []).append((number, index))
     found: dict[tuple[int, int], Any] = {}
@@ -40,12 +44,17 @@ def load_stages(
                 found[number, index] = here[key]
         jax.block_until_ready(here)
 
-    weights.place(place, progress)
+    rows = {
+        name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in each])
+        for name, each in wanted.items()
+    }
+    weights.place(place, progress, rows)
+    absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf
         for number, stage in enumerate(stages)
         for index in range(len(stage.model.sources))
-        for leaf in jax.tree.leaves(found[number, index])
+        for leaf in jax.tree.leaves(found.get((number, index), absent[number][index]))
     )
 
 
@@ -53,13 +62,35 @@ def _key(shares: Mapping[int, Any]) -> Any:
     return tuple(sorted(shares.items()))
 
 
+def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
+    """The rows of a parameter that this process's devices have, of several stages; None: all."""
+    begin, end, total = [], [], 0
+    for stage, source in wanted:
+        share = source.shares.get(len(source.shape) - 2)
+        if share is None or len(source.shape) < 2:
+            return None
+        total = share.total
+        for device in stage.site.here:
+            if share.counts[device]:
+                begin.append(share.starts[device])
+                end.append(share.starts[device] + share.counts[device])
+    if not begin or max(end) - min(begin) == total:
+        return None
+    return range(min(begin), max(end))
+
+
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
     """A parameter of a stage, on its devices."""
-    site = stage.site
+    site, shares = stage.site, source.shares
+    if isinstance(values, Rows):
+        axis = len(source.shape) - 2
+        share, begin = shares[axis], values.begin
+        moved = tuple(start - begin for start in share.starts)
+        shares, values = {**shares, axis: replace(share, starts=moved)}, values.values
     with target(site.platform):
         values = as_here(values)
-    parts = [cut(values, source.shares, device) for device in range(len(site.devices))]
+    parts = [cut(values, shares, device) for device in site.here]
     if source.once:
-        parts = [once(part, device) for device, part in enumerate(parts)]
+        parts = [once(part, device) for device, part in zip(site.here, parts, strict=True)]
     memory = HOST_MEMORY if stage.streamed else None
     return jax.tree.map(lambda *each: site.joined(each, memory), *parts)

@@ -297,8 +297,11 @@ class Making:
     def lowered(
         self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
     ) -> Made:
-        """A program of a function, for a stage's site or for home."""
-        with self.tracing, target((site or self.home).platform):
+        """A program of a function, for a stage's site or for home; none for other processes'."""
+        where = site or self.home
+        with self.tracing, target(where.platform):
+            if not where.here:
+                return Made(_elsewhere, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return Made(lowered.compile(), lowered.out_info)
 
@@ -329,6 +332,10 @@ def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]
         return function(jax.tree.unflatten(tree, leaves), *rest)
 
     return with_parts
+
+
+def _elsewhere(*_: Any) -> Any:
+    raise AssertionError("another process has the devices of this program")
 
 
 def leaves_of(stage: Stage) -> Any:

@@ -73,10 +73,15 @@ def _automatic(
     """The devices of each stage, as the cost model finds them best."""
     machine, work = machine_of(jax.devices()), work_of(spec, model, weight, dtype, kind)
     count = len(jax.devices())
+    # Each process of a job has to have something to do.
+    last = max(device.process_index for device in jax.devices())
+    least = next(n for n, device in enumerate(jax.devices(), 1) if device.process_index == last)
     possible = [
         (pipe, tensor)
         for pipe, tensor in product(range(1, count + 1), repeat=2)
-        if pipe * tensor <= count and pipe <= work.layers and _divides(spec, model, tensor, dtype)
+        if least <= pipe * tensor <= count
+        and pipe <= work.layers
+        and _divides(spec, model, tensor, dtype)
     ]
     found = best(work, machine, possible, context=context)
     if found is None:
@@ -102,10 +107,11 @@ def _divides(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLik
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
     """What these devices are taken to be."""
-    first = devices[0]
-    if first.platform == "cpu":
-        return replace(_HOST, memory=free_memory(first) / len(devices))
-    return replace(_GPU, memory=min(map(free_memory, devices)))
+    # Of those of other processes nobody here knows: they are taken to be like these.
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if own[0].platform == "cpu":
+        return replace(_HOST, memory=free_memory(own[0]) / len(own))
+    return replace(_GPU, memory=min(map(free_memory, own)))
 
 
 def work_of(

@@ -34,6 +34,12 @@ class Site:
         return self.devices[0].platform
 
     @cached_property
+    def here(self) -> tuple[int, ...]:
+        """Which of the devices are this process's, by their places."""
+        own = jax.process_index()
+        return tuple(i for i, one in enumerate(self.devices) if one.process_index == own)
+
+    @cached_property
     def mesh(self) -> Mesh:
         """The devices as one axis."""
         return Mesh(np.array(self.devices), (AXIS,))
@@ -54,17 +60,16 @@ class Site:
 
     def take(self, array: Any) -> Array:
         """An array of the host or of another site, on all devices here; nobody waits for it."""
-        if not isinstance(array, Array):
+        sources = [array]
+        if isinstance(array, Array):
+            if array.sharding.device_set == set(self.devices):
+                return array
+            # JAX would send an array between sets of different sizes through the host.
+            sources = [shard.data for shard in array.addressable_shards]
+        elif len(self.here) == len(self.devices):
             return jax.device_put(array, self.same)
-        if array.sharding.device_set == set(self.devices):
-            return array
-        # JAX would send an array between sets of different sizes through the host.
-        sources = [shard.data for shard in array.addressable_shards]
-        copies = [
-            jax.device_put(sources[i % len(sources)], device)
-            for i, device in enumerate(self.devices)
-        ]
-        if len(copies) == 1:
+        copies = [jax.device_put(sources[i % len(sources)], self.devices[i]) for i in self.here]
+        if len(self.devices) == 1:
             return copies[0]
         return jax.make_array_from_single_device_arrays(array.shape, self.same, copies)
 
@@ -73,19 +78,19 @@ class Site:
         return jax.tree.map(self.take, tree)
 
     def joined(self, parts: Sequence[Any], memory: str | None = None) -> Array:
-        """The parts of the devices, from the host, as one array.
+        """The parts of the devices, from the host, as one array; of this process's alone.
 
         Args:
             memory: where it is to be; None: in the devices' own.
         """
         arrays = [
-            jax.device_put(part, SingleDeviceSharding(device, memory_kind=memory))
-            for part, device in zip(parts, self.devices, strict=True)
+            jax.device_put(part, SingleDeviceSharding(self.devices[i], memory_kind=memory))
+            for part, i in zip(parts, self.here, strict=True)
         ]
-        if len(arrays) == 1:
+        if len(self.devices) == 1:
             return arrays[0]
         first, *rest = arrays[0].shape
-        shape = (len(arrays) * first, *rest)
+        shape = (len(self.devices) * first, *rest)
         sharding = self.parts if memory is None else self.parts.with_memory_kind(memory)
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 

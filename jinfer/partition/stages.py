@@ -21,11 +21,13 @@ class Source:
 
     Attributes:
         name: of the whole model's parameter.
+        shape: its shape there.
         shares: which part of it each device has, by axis.
         once: it is added to a sum of all devices' parts, so one device alone has it.
     """
 
     name: str
+    shape: tuple[int, ...]
     shares: Mapping[int, Share]
     once: bool
 
@@ -78,7 +80,8 @@ def stage_model(
         cut_by = shares_of(parameter.shape, own, of_module)
         _check(name, parameter, cut_by, of_module)
         parameters.append(abstract_part(parameter, cut_by))
-        sources.append(Source(whole_name(name, shift), cut_by, _is_once(name, axes, of_module)))
+        shape, once = tuple(parameter.shape), _is_once(name, axes, of_module)
+        sources.append(Source(whole_name(name, shift), shape, cut_by, once))
     model = replace(model, parameters=tuple(parameters), never=whole.never)
     return StageModel(part, devices, model, tuple(sources))
 

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.commands.program import program
+from jinfer.distributed.job import FLAGS as JOB
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_keys
 from jinfer.server.settings import Settings, Source
@@ -98,6 +99,7 @@ FLAGS: tuple[Flag, ...] = (
         "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, command, "
         "seed",
     ),
+    *(Flag((f"--{name}",), about) for name, about in JOB.items()),
     Flag(("--queue",), "requests that may wait; more are answered with 429", int, 256),
     Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
     Flag(

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jinfer.distributed.job import FLAGS as JOB
 from jinfer.sampling.described import described
 from jinfer.sampling.params import SamplingParams
 
@@ -53,6 +54,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     _switch(add, "--json", "print one JSON object with text, ids and timings")
     add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
+    several = parser.add_argument_group("several hosts", "docs/partition.md says more")
+    for name, about in JOB.items():
+        several.add_argument(f"--{name}", help=about, metavar=name.upper())
     add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
     return parser
 

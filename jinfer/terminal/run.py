@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from jinfer.distributed.job import find_job
 from jinfer.engine.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.errors import USER_ERRORS
@@ -29,20 +31,30 @@ MAX_PROMPT = 64 << 20  # bytes
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status. A user's mistake is one line, and 2."""
     try:
-        return _run(options)
+        silent = options.prompt is None and options.prompt_file is None and options.ids is None
+        chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
+        check(options, chat)
+        if options.list is not None:
+            print(catalogue.table(text=options.list))
+            return 0
+        job = find_job(vars(options), os.environ)
+        if job is None:
+            return _run(options, chat, silent)
+        # Here: one process alone needs none of it.
+        from jinfer.following import follow, run_job
+
+        return run_job(
+            job,
+            lambda: _run(options, chat, silent),
+            lambda: follow(options.source, _overrides(options)),
+        )
     except (*USER_ERRORS, FlagError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _run(options: argparse.Namespace) -> int:
-    silent = options.prompt is None and options.prompt_file is None and options.ids is None
-    chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
-    check(options, chat)
-    if options.list is not None:
-        print(catalogue.table(text=options.list))
-        return 0
-    prompt = None if silent and chat else _prompt(options)
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Keys of the specification that are set."""
     overrides: dict[str, Any] = {}
     for text in options.set or ():
         overrides = merge(overrides, parse_override(text))
@@ -50,12 +62,17 @@ def _run(options: argparse.Namespace) -> int:
         overrides = merge(overrides, {"prompt": {"system": options.system}})
     if changes := sampling(options):
         overrides = merge(overrides, {"generation": changes})
+    return overrides
+
+
+def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
+    prompt = None if silent and chat else _prompt(options)
     llm = LLM(
         options.source,
         progress=sys.stderr.isatty(),
         threads=options.threads,
         first=lambda llm: _first(llm, options, None if chat else prompt),
-        **overrides,
+        **_overrides(options),
     )
     if sys.stderr.isatty():
         print(llm.frontend.cache_report(), file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -131,11 +131,11 @@ def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tup
 
 
 def place_converted(
-    model: AbstractModel, checkpoint: ConvertedCheckpoint, place: Place
+    model: AbstractModel, checkpoint: ConvertedCheckpoint, place: Place, only: Collection[str]
 ) -> tuple[Any, ...]:
-    """What `place` gives for each parameter, which it is given one after the other."""
+    """What `place` gives for each of some parameters, which it is given one after the other."""
     named: dict[str, list[str]] = {}
-    for name in model.names:
+    for name in (name for name in model.names if name in only):
         named.setdefault(checkpoint.same.get(name, name), []).append(name)
     parameters = dict(zip(model.names, model.parameters, strict=True))
     placed: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def place_converted(
         if packed is not None:
             values = _as_here(values, _activations(parameter))
         placed[first] = place(names, values)
-    return tuple(placed[checkpoint.same.get(name, name)] for name in model.names)
+    return tuple(placed[checkpoint.same.get(name, name)] for name in model.names if name in only)
 
 
 def _values(checkpoint: ConvertedCheckpoint, name: str, stored: Any) -> Any:

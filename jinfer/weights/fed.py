@@ -31,6 +31,7 @@ from jinfer.weights.load import Place, load
 from jinfer.weights.mapping import Origin
 from jinfer.weights.methods import obstacle, searched
 from jinfer.weights.storage import Storage, stored
+from jinfer.weights.windows import Wanted
 from jinfer.weights.writing import Writer
 
 
@@ -61,13 +62,14 @@ class Fed:
             return load(self.model, self.origins, searched(self.storages), progress=progress)
         return load_converted(stored_as(self.model, entry, self.activations), entry)
 
-    def place(self, place: Place, progress: bool) -> tuple[Any, ...]:
-        """What is made of each parameter, as it is read."""
+    def place(self, place: Place, progress: bool, names: Wanted) -> tuple[Any, ...]:
+        """What is made of each parameter that is wanted, as it is read."""
         entry = self._entry(progress)
         if entry is None:
             rest = searched(self.storages)
-            return load(self.model, self.origins, rest, progress=progress, place=place)
-        return place_converted(stored_as(self.model, entry, self.activations), entry, place)
+            return load(self.model, self.origins, rest, progress=progress, place=place, only=names)
+        whole = stored_as(self.model, entry, self.activations)
+        return place_converted(whole, entry, place, names)
 
     def _entry(self, progress: bool) -> ConvertedCheckpoint | None:
         """The weights as they are kept, quantized now if they are not yet; None: they cannot be."""

@@ -21,6 +21,7 @@ from jinfer.weights.converted import (
 from jinfer.weights.load import Place, find_origins, load
 from jinfer.weights.methods import fed_names, with_feedback
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
+from jinfer.weights.windows import Wanted
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Weights:
     Attributes:
         model: with its parameters as they will be stored.
         load: gives them, in the order of `model.names`, and shows a bar if it is told to.
-        place: gives what is made of each, as it is read; with or without a bar.
+        place: gives what is made of each that is wanted, as it is read; with or without a bar.
     """
 
     model: AbstractModel
     load: Callable[[bool], tuple[Any, ...]]
-    place: Callable[[Place, bool], tuple[Any, ...]]
+    place: Callable[[Place, bool, Wanted], tuple[Any, ...]]
 
 
 def find_weights(
@@ -67,7 +68,7 @@ def find_weights(
         return Weights(
             whole,
             lambda progress: load_converted(whole, checkpoint),
-            lambda place, progress: place_converted(whole, checkpoint, place),
+            lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
     model = _typed(model, kept_types(model, spec.quantization, origins))
@@ -83,7 +84,9 @@ def find_weights(
     return Weights(
         whole,
         lambda progress: load(model, origins, storages, progress=progress),
-        lambda place, progress: load(model, origins, storages, progress=progress, place=place),
+        lambda place, progress, names: load(
+            model, origins, storages, progress=progress, place=place, only=names
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from jinfer.weights.mapping import (
 )
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
+from jinfer.weights.windows import Rows, Wanted, rows_alone
 
 # Puts a parameter, in NumPy's arrays, where it is to be; told the names that it has.
 type Place = Callable[[Sequence[str], Any], Any]
@@ -76,6 +77,7 @@ def load(
     *,
     progress: bool = False,
     place: Place = on_device,
+    only: Wanted | None = None,
 ) -> tuple[Any, ...]:
     """Loads the parameters of a model, in the order of `model.names`.
 
@@ -87,6 +89,7 @@ def load(
         storages: of the parameters that are to be quantized.
         progress: show a bar.
         place: is given each parameter once.
+        only: those that are read, where some rows are enough as `Rows`; None: all.
 
     Returns:
         What `place` gave for each: a JAX array or a `QuantizedTensor` of JAX arrays.
@@ -95,18 +98,24 @@ def load(
         LoadError: a tensor does not fit.
         CheckpointError: the file is broken.
     """
-    storages = storages or {}
+    storages, shapes = storages or {}, parameter_shapes(model)
     # What several layers share is one array on the device as well.
     same = same_arrays(model, origins, storages)
-    firsts = list(dict.fromkeys(same.values()))
+    wanted = [name for name in model.names if only is None or name in only]
+    firsts = list(dict.fromkeys(same[name] for name in wanted))
     names = {first: [name for name in model.names if same[name] == first] for first in firsts}
     bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
 
     def one(name: str) -> Any:
-        values = read_parameter(model, origins[name], storages.get(name))
+        storage, rows = storages.get(name), _rows(names[name], only)
+        alone = rows_alone(origins[name], shapes, storage, rows)
+        origin, sizes = alone or (origins[name], shapes)
+        values = read_parameter(model, origin, storage, shapes=sizes)
+        if alone is not None and rows is not None:
+            values = Rows(values, rows.start)
         placed = place(names[name], values)
-        for file in origins[name].files:
+        for file in origin.files:
             release(file.raw())
         if bar is not None:
             with lock:
@@ -115,7 +124,13 @@ def load(
 
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
-    return tuple(arrays[same[name]] for name in model.names)
+    return tuple(arrays[same[name]] for name in wanted)
+
+
+def _rows(names: Sequence[str], only: Wanted | None) -> range | None:
+    """The rows that are enough for all parameters that are one array."""
+    each = {(only or {}).get(name) for name in names if only is None or name in only}
+    return each.pop() if len(each) == 1 else None
 
 
 def _bar(total: int) -> Any:
@@ -144,14 +159,17 @@ def read_parameter(
     storage: Storage | None,
     inputs: Inputs | None = None,
     watch: Watch | None = None,
+    *,
+    shapes: Shapes | None = None,
 ) -> Any:
     """A parameter as it is stored, in NumPy's arrays.
 
     Args:
         storage: None: it is not quantized.
         inputs, watch: as for `quantized`.
+        shapes: of all parameters, where that of this one is not the model's.
     """
-    shapes = parameter_shapes(model)
+    shapes = parameter_shapes(model) if shapes is None else shapes
     if storage is None:
         dtype = model.parameters[model.names.index(origin.parameter)].dtype
         return np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)

@@ -96,7 +96,7 @@ def test_refusals(golden: str, keys: dict[str, Any], reason: str) -> None:
 
 def test_no_drafts_beside_a_cache_on_the_host() -> None:
     with pytest.raises(SpecError, match=r"partition\.host_kv_cache: drafts are not verified"):
-        LLM(GOLDENS / "llama2", **{"partition.host_kv_cache": 0.5, "speculation.draft": "ngram"})
+        LLM(GOLDENS / "llama2", partition={"host_kv_cache": 0.5}, speculation={"draft": "ngram"})
 
 
 def test_what_a_plan_of_a_card_says(capsys: pytest.CaptureFixture[str]) -> None:

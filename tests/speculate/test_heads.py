@@ -12,7 +12,7 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.nn.step import Step
 from jinfer.opening.settings import open_model
-from jinfer.ops.cache import BLOCK
+from jinfer.ops.cache import BLOCK, empty
 from jinfer.spec.errors import SpecError
 from jinfer.speculate.head import HeadModel
 from jinfer.speculate.speculation import Speculation
@@ -48,7 +48,9 @@ def given_by(head: HeadModel, vectors: Floats) -> Floats:
     module = head.model.module(head.parameters)
     tokens = jnp.asarray(AHEAD[:count], jnp.int32)
     taken = module.taken(jnp.asarray(vectors, jnp.float32))
-    out, _ = module.decode_all(tokens, at, head.programs.empty_cache(), None, taken)
+    # In float32, which a head's own cache is not: it only drafts.
+    cache = empty(head.model.caches, 2, jnp.float32)
+    out, _ = module.decode_all(tokens, at, cache, None, taken)
     return np.asarray(out["logits"], np.float64)
 
 

@@ -1,0 +1,117 @@
+"""Messages between processes as bytes: JSON, and the arrays in it as they lie in memory.
+
+Nothing that is read is ever run; what does not fit its own lengths is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+HEAD = 12  # bytes: how long the JSON is, and how long the arrays are
+_TEXT, _DATA = 64 << 20, 1 << 36  # bytes of each, at most
+_ALIGNED = 64  # where arrays begin
+
+
+class FrameError(ValueError):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A result of a call that stays where it is.
+
+    Attributes:
+        call: the call's number.
+        name: of the result.
+    """
+
+    call: int
+    name: str
+
+
+def packed(message: Any) -> bytes:
+    """A message of dictionaries, lists, texts, numbers, `Ref` and arrays."""
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_coded(message, arrays)).encode()
+    parts, at = [text], 0
+    for array in arrays:
+        parts += [array.tobytes(), bytes(_padding(array.nbytes))]
+        at += array.nbytes + _padding(array.nbytes)
+    return b"".join([len(text).to_bytes(4, "little"), at.to_bytes(8, "little"), *parts])
+
+
+def lengths(head: bytes) -> tuple[int, int]:
+    """Bytes of JSON and of arrays that follow. Raises `FrameError`."""
+    text, data = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:], "little")
+    if text > _TEXT or data > _DATA:
+        raise FrameError(f"a message of {text + data} bytes")
+    return text, data
+
+
+def unpacked(text: bytes, data: memoryview) -> Any:
+    """The message; its arrays are views of `data`. Raises `FrameError`."""
+    try:
+        return _decoded(json.loads(text), _Reading(data))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FrameError(f"a message that cannot be read: {error}") from None
+
+
+def _padding(size: int) -> int:
+    return -size % _ALIGNED
+
+
+def _coded(tree: Any, arrays: list[np.ndarray]) -> Any:
+    match tree:
+        case None | bool() | int() | float() | str():
+            return tree
+        case Ref():
+            return {"ref": [tree.call, tree.name]}
+        case dict():
+            return {"dict": [[key, _coded(value, arrays)] for key, value in tree.items()]}
+        case np.ndarray() | np.generic() | Array():
+            array = np.ascontiguousarray(tree)
+            arrays.append(array)
+            return {"array": [array.dtype.name, *np.shape(tree)]}
+        case _ if isinstance(tree, Sequence):
+            return [_coded(value, arrays) for value in tree]
+    raise TypeError(f"a {type(tree).__name__} cannot be sent")
+
+
+class _Reading:
+    """Takes one array after the other."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, name: str, shape: Sequence[int]) -> np.ndarray:
+        """An array of a type and a shape."""
+        dtype = np.dtype(name)
+        if dtype.hasobject or any(type(n) is not int or n < 0 for n in shape):
+            raise FrameError(f"an array of {name} and {shape}")
+        size = math.prod(shape) * dtype.itemsize
+        if self.at + size > len(self.data):
+            raise FrameError("arrays that are cut short")
+        found = np.frombuffer(self.data[self.at : self.at + size], dtype).reshape(shape)
+        self.at += size + _padding(size)
+        return found
+
+
+def _decoded(coded: Any, reading: _Reading) -> Any:
+    if isinstance(coded, list):
+        return [_decoded(value, reading) for value in coded]
+    if not isinstance(coded, dict):
+        return coded
+    ((kind, parts),) = coded.items()
+    if kind == "ref":
+        return Ref(*parts)
+    if kind == "dict":
+        return {key: _decoded(value, reading) for key, value in parts}
+    name, *shape = parts
+    return reading.take(name, shape)

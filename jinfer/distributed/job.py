@@ -1,0 +1,119 @@
+"""Which job this process belongs to: as flags or the environment say, or as the cluster tells.
+
+Slurm, Open MPI and indexed jobs of Kubernetes are recognized by JAX, and a LeaderWorkerSet by the
+variables that it sets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinfer.opening.sources import SourceError
+
+PORT = 8476  # of process 0, where nobody names one
+FLAGS = {
+    "coordinator": "HOST:PORT at which process 0 waits for the others",
+    "processes": "of the job, one on each host",
+    "process": "number of this one, from 0 on",
+}
+# What whoever starts a process of a job sets for it: no need to ask JAX where there is none.
+_STARTED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+_NEIGHBOURS = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process of several.
+
+    Attributes:
+        host, port: where process 0 waits.
+        size, rank: how many processes there are, and which this one is.
+        devices: numbers of the machine's devices that are this process's; None: all.
+    """
+
+    host: str
+    port: int
+    size: int
+    rank: int
+    devices: tuple[int, ...] | None = None
+
+
+def find_job(given: Mapping[str, Any], environment: Mapping[str, str]) -> Job | None:
+    """The job that this process belongs to; None where it is alone.
+
+    Args:
+        given: values of the flags named in `FLAGS`; None where one was not given.
+
+    Raises:
+        SourceError: they are not enough, or contradict each other.
+    """
+    named = {
+        name: given.get(name) if given.get(name) is not None else environment.get(_variable(name))
+        for name in FLAGS
+    }
+    if any(value is not None for value in named.values()):
+        return _named(named)
+    if "LWS_LEADER_ADDRESS" in environment:
+        told = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+        values = dict(zip(FLAGS, (environment.get(name) for name in told), strict=True))
+        return None if values["processes"] == "1" else _named(values)
+    if any(name in environment for name in _STARTED):
+        return _detected(environment)
+    return None
+
+
+def _variable(name: str) -> str:
+    return f"JINFER_{name.upper()}"
+
+
+def _named(values: Mapping[str, Any]) -> Job | None:
+    if missing := [name for name, value in values.items() if value is None]:
+        one = missing[0]
+        raise SourceError(
+            f"a job of several processes needs --coordinator, --processes and --process, "
+            f"and --{one} is missing; give it, or set {_variable(one)}"
+        )
+    size, rank = (_count(name, values[name]) for name in ("processes", "process"))
+    if not 0 <= rank < size:
+        raise SourceError(
+            f"--process {rank} of --processes {size}: they are numbered from 0 to {size - 1}"
+        )
+    return _job(str(values["coordinator"]), size, rank, None)
+
+
+def _job(where: str, size: int, rank: int, devices: tuple[int, ...] | None) -> Job | None:
+    host, port = where, str(PORT)
+    if where.startswith("[") or where.count(":") == 1:
+        host, _, port = where.rpartition(":") if not where.endswith("]") else (where, "", port)
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise SourceError(f"--coordinator {where}: write HOST:PORT, such as 10.0.0.1:{PORT}")
+    return Job(host.strip("[]"), int(port), size, rank, devices) if size > 1 else None
+
+
+def _count(name: str, value: Any) -> int:
+    if not str(value).isdecimal():
+        raise SourceError(f"--{name} {value}: write a number")
+    return int(value)
+
+
+def _detected(environment: Mapping[str, str]) -> Job | None:
+    """What JAX finds out of the cluster; its own settings of a coordinator count as well."""
+    try:
+        from jax._src.clusters import ClusterEnv
+    except ImportError:  # it has no public name
+        return None
+    own = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(own, None, None, None, None, 300)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise SourceError(f"the cluster's job cannot be found: {reason}") from None
+    where, size, rank, devices = found
+    if where is None or size is None or rank is None:
+        return None
+    # Of several processes on a machine JAX gives each a device of its own; one has all of them.
+    alone = any(environment.get(name, "").partition("(")[0] == "1" for name in _NEIGHBOURS)
+    return _job(where, size, rank, None if alone or devices is None else tuple(devices))
