@@ -46,8 +46,7 @@ NOT_RUN = {
     "pytest -m gpu": "needs a GPU",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 "
-    '--calibrated "q3.5 calibrated" --calibrated "q3.5 by chance" --peer-python PYTHON': "needs "
-    "llama.cpp",
+    '--calibrated "q3.5 calibrated" --peer-python PYTHON': "needs llama.cpp",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[hub]'": "installs",

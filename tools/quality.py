@@ -35,6 +35,7 @@ from .perplexity import Window, perplexity, summary, text_windows
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
+QUICK = ("nearest", "search")  # "feedback" takes minutes for each format
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
@@ -241,7 +242,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=512, help="tokens of a window (512)")
     add("--windows", type=int, help="stop after so many windows")
     add("--weights", action="append", default=[], metavar="FORMAT", help="default: every width")
-    add("--method", action="append", default=[], choices=METHODS, help="default: all")
+    add("--method", action="append", default=[], choices=METHODS,
+        help="default: nearest, search")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
         help="also what tools.quantize wrote; the folder's name is the row's")  # fmt: skip
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
@@ -285,7 +287,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _ways(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, source and keys of each way to store weights or cache."""
-    for method in options.method or METHODS:
+    for method in options.method or QUICK:
         for weights in options.weights or WIDTHS:
             keys = {"quantization.weights": weights, "quantization.method": method}
             yield f"{weights} {method}", options.source, keys

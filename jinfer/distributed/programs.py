@@ -125,7 +125,8 @@ class HostedPrograms(StagedPrograms):
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
-        def run(call: int, slots: Any, tables: Any, steps: Any) -> None:
+        def run(call: int, slots: Any, tables: Any, *_: Any) -> None:
+            # Of one step, which nobody interrupts.
             lane, rows = self.lanes.of_slots(slots)
             chooses: Values = Future()
             self._begin(call, lane, begin, (rows, newest, every), chooses)

@@ -87,7 +87,7 @@ def test_rows_of_other_devices_change_nothing(
     stages = make_stages(plan, opened.spec, found.model, dtype)
     whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
     monkeypatch.setattr(Site, "here", property(lambda site: (own,)))
-    monkeypatch.setattr(Site, "joined", lambda site, parts: jax.device_put(parts[0]))
+    monkeypatch.setattr(Site, "joined", lambda site, parts, _: jax.device_put(parts[0]))
     alone = load_stages(found, stages)
     windows = [rows_of([(stages[0], source)]) for source in stages[0].model.sources]
     assert any(window is not None for window in windows)
