@@ -18,7 +18,7 @@ from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
 
-WHOLE_STEP = 16  # tokens; so few are not divided to fill a smaller program
+STEP = 16  # tokens that cost as much as a step does beside its tokens
 
 
 @dataclass(eq=False)
@@ -337,8 +337,12 @@ class Scheduler:
             (s, len(s.tokens) - s.computed - s.driven)
             for s in sorted(prompts, key=lambda s: s.order)
         ]
+        total = sum(count for _, count in wanted)
         most = self.mixed if decoding else self.chunk
-        total = self.filling(min(most, decoding + sum(count for _, count in wanted)))
+        if not decoding and len(wanted) > 1:
+            # Steps that are long enough, so that the first of them has a token soon.
+            most = min(most, max(self.mixed, min(count for _, count in wanted)))
+        total = self.filling(min(most, decoding + total), decoding)
         budget = max(1, total - decoding)
         chunks = []
         for sequence, count in shares(wanted, budget):
@@ -349,13 +353,24 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.computed, count, last))
         return chunks
 
-    def filling(self, count: int) -> int:
-        """So many of some tokens that a program is not mostly padding."""
-        if count <= WHOLE_STEP:
-            return count
-        size = next((size for size in self.sizes if size >= count), self.sizes[-1])
-        smaller = [size for size in self.sizes if size < count]
-        return smaller[-1] if smaller and 2 * size > 3 * count else min(size, count)
+    def filling(self, count: int, decoding: int = 0) -> int:
+        """So many of some tokens that a program is not mostly padding.
+
+        Args:
+            decoding: those of them that are in each step, whatever it takes besides.
+        """
+        size = self._size(count)
+        smaller = [size for size in self.sizes if decoding < size < count]
+        if not smaller:
+            return min(size, count)
+        steps, rest = divmod(count - decoding, smaller[-1] - decoding)
+        apart = steps * (smaller[-1] + STEP)
+        if rest:
+            apart += self._size(rest + decoding) + STEP
+        return smaller[-1] if apart < size + STEP else min(size, count)
+
+    def _size(self, count: int) -> int:
+        return next((size for size in self.sizes if size >= count), self.sizes[-1])
 
 
 def _able(sequence: Running) -> bool:

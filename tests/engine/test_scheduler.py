@@ -1,6 +1,7 @@
 """The scheduler, with nothing to compute: a step adds tokens that it makes up."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     s.submit(short := sequence(2, 30))
     plan = s.plan(8)
     assert {chunk.sequence: chunk.count for chunk in plan.chunks}[short] == 30
-    assert sum(chunk.count for chunk in plan.chunks) == 512
+    assert sum(chunk.count for chunk in plan.chunks) == 64, "no longer than that: it waits"
 
 
 def test_shares() -> None:
@@ -282,3 +283,23 @@ def test_lanes_take_turns() -> None:
     s.submit(third := sequence(3, 5))
     s.plan(1)
     assert third.slot % 3 == 2
+
+
+def test_a_prompt_is_not_dripped_in_beside_streams() -> None:
+    """A step of 16 beside 15 streams would take one of its tokens at a time."""
+    s = scheduler(slots=16)
+    streams = [sequence(i, 1) for i in range(15)]
+    for one in (*streams, new := sequence(99, 7)):
+        s.submit(one)
+    plan = s.plan(1)
+    assert len(plan.decoding) == 15
+    assert [(chunk.sequence, chunk.count) for chunk in plan.chunks] == [(new, 7)]
+
+
+def test_steps_are_not_mostly_padding() -> None:
+    s = replace(scheduler(), sizes=(1, 4, 8, 16, 32, 64, 256, 512))
+    assert s.filling(96) == 64, "64 and 32 instead of 256"
+    assert s.filling(200) == 64
+    assert s.filling(250) == 250
+    assert s.filling(5) == 5, "two steps cost more than three rows"
+    assert s.filling(40, decoding=30) == 40, "of 32 rows two would be left"
