@@ -82,7 +82,7 @@ class EngineSpec:
     context: Size | None = None
     kv_tokens: Size | None = None
     prefill_chunk: Size = 512
-    mixed_chunk: Size = 64
+    mixed_chunk: Size = 96
     queue: Size | None = None
     warm_up: bool = False
 

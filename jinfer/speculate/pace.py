@@ -42,10 +42,14 @@ class Pace:
         """Steps of a call without drafts: few where one was found a moment ago."""
         return most if self._rest else min(most, 1 << self._missed)
 
-    def watches(self) -> bool:
-        """During a rest: whether to see now what a draft would have been worth."""
+    def watches(self, *, new: bool) -> bool:
+        """During a rest: whether to see now what a draft would have been worth.
+
+        Args:
+            new: the rest is for what others were: of this sequence little is known.
+        """
         self._unwatched += 1
-        return self._unwatched >= self._gap
+        return new or self._unwatched >= self._gap
 
     def watched(self, *, right: bool) -> None:
         """It was seen: the next time is soon while drafts would be right, and rare while not."""

@@ -29,6 +29,7 @@ from jinfer.speculate.tree import Tree, merged
 
 SIZES = (4, 8, 16, 32, 64)  # of batches that verify
 _DEEPEST = 16  # tokens that a draft looks ahead
+_NEW = 16  # tokens of an answer, before which it counts as new
 _LOOKS = 128  # calls from one look at what a plain step takes to the next
 
 
@@ -62,6 +63,7 @@ class Speculation:
     _pace: Pace = field(default_factory=Pace)
     _calls: dict[int, tuple[Launched, int]] = field(default_factory=dict)
     _since: int = 0
+    _run: set[int] = field(default_factory=set)
 
     def waits(self, sequences: Sequence[Running]) -> bool:
         """As `Speculator.waits`: not while drafts do not pay, nor beside prompts."""
@@ -257,7 +259,9 @@ class Speculation:
         lane = sequence.slot % engine.scheduler.lanes
         if lane in self._calls and self._calls[lane][0] is launched:
             size = self._calls.pop(lane)[1]
-            self.control.costs.setdefault(size, Mean(0.0)).add(engine.call_seconds)
+            if size in self._run:  # the first call of a program takes longer than any other
+                self.control.costs.setdefault(size, Mean(0.0)).add(engine.call_seconds)
+            self._run.add(size)
         elif launched.decodes:
             mean = self.control.plain.setdefault(len(launched.rows), Mean(0.0))
             mean.add(engine.step_seconds)
@@ -290,7 +294,8 @@ class Speculation:
         """While drafts rest: what those would have been worth that cost nothing."""
         if not self._pace.resting or not launched.decodes or not ids or not _wants(sequence):
             return
-        if not self._pace.watches():
+        known = len(sequence.tokens) - len(sequence.request.prompt)
+        if not self._pace.watches(new=known < _NEW):
             return
         free = [drafter for drafter in self.drafters if not drafter.seconds]
         tree = merged([drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free])

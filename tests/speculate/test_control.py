@@ -158,12 +158,12 @@ def test_rests_grow_while_drafts_are_useless() -> None:
 def test_what_would_be_right_is_watched_rarely_while_nothing_is() -> None:
     pace, seen = Pace(), 0
     for _ in range(100):
-        if pace.watches():
+        if pace.watches(new=False):
             seen += 1
             pace.watched(right=False)
     assert seen < 20
     pace.watched(right=True)
-    assert pace.watches()
+    assert pace.watches(new=False)
 
 
 def test_what_was_useless_is_tried_again_after_some_tokens_that_were_right() -> None:
