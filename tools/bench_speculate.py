@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from jinfer.speculate.replay import Replay
 from jinfer.speculate.speculation import Speculation
 
 from .command import run
+from .speculate_figures import Gain, drawing
 
 _PASSAGE = (
     "The harbour master keeps three ledgers. In the first he writes the name of every ship, the "
@@ -39,41 +39,11 @@ _PASSAGE = (
     "barrels of salted fish, bales of wool, timber from the north, and now and then a crate of "
     "oranges. In the third ledger he writes what nobody asks him for: the colour of the sky."
 )
+_COPIED = 96  # tokens of the passage, or a little more
 _PROMPTS = {
     "copying": f"Repeat this text exactly, word for word:\n\n{_PASSAGE}",
     "editing": f"Repeat this text exactly, but write 'fleet' instead of 'ship':\n\n{_PASSAGE}",
 }
-
-
-@dataclass(frozen=True)
-class Gain:
-    """A way of drafting beside none.
-
-    Attributes:
-        name: what drafted.
-        streams: answers at a time.
-        ratios: seconds without drafts over seconds with them, of each round.
-        calls, tokens: of one round: tokens beyond the first of each answer.
-        accepted, drafted: tokens of drafts.
-        formula: tokens a call, as they should be; none: nobody knows.
-    """
-
-    name: str
-    streams: int
-    ratios: list[float]
-    calls: float
-    tokens: int
-    accepted: int
-    drafted: int
-    formula: float | None = None
-
-    def line(self) -> str:
-        """A row of the table."""
-        right = f"{self.accepted / self.drafted:.2f}" if self.drafted else ""
-        formula = "" if self.formula is None else f"{self.formula:.2f}"
-        middle, least, most = statistics.median(self.ratios), min(self.ratios), max(self.ratios)
-        rate, gain = self.tokens / self.calls, f"{middle:.2f} ({least:.2f}-{most:.2f})"
-        return f"| {self.name} | {self.streams} | {rate:.2f} | {formula} | {right} | {gain} |"
 
 
 class Turns:
@@ -93,7 +63,13 @@ class Turns:
         # A stream's own time has no prompt in it; several overlap.
         return answers[0].usage.decode_seconds if len(answers) == 1 else whole, answers
 
-    def gain(self, name: str, speculation: Speculation, formula: float | None = None) -> Gain:
+    def gain(
+        self,
+        name: str,
+        speculation: Speculation,
+        accuracy: float | None = None,
+        formula: float | None = None,
+    ) -> Gain:
         """Measures; the first round is left out."""
         for future in speculation.announce(self.llm.frontend.engine):
             future.result()
@@ -116,6 +92,8 @@ class Turns:
             new,
             accepted,
             sum(one.drafted_tokens for one in uses),
+            accuracy,
+            speculation.control.nodes,
             formula,
         )
 
@@ -129,7 +107,8 @@ def replayed(turns: Turns, accuracy: float, nodes: int | None) -> Gain:
     formula = None
     if nodes is not None:
         formula = (1 - accuracy**nodes) / (1 - accuracy) if accuracy < 1 else float(nodes)
-    return turns.gain(name, Speculation([replay], Control(nodes), branched=False), formula)
+    speculation = Speculation([replay], Control(nodes), branched=False)
+    return turns.gain(name, speculation, accuracy, formula)
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -150,15 +129,18 @@ def measure(options: argparse.Namespace) -> int:
                 for nodes in options.nodes:
                     found.append(replayed(turns, accuracy, nodes or None))
                     print(found[-1].line(), flush=True)
+        tokens = min(options.tokens, _COPIED)
         if llm.can_chat:
             for name, text in _PROMPTS.items():
-                turns = Turns(llm, [llm.encode_chat(text)], options.tokens, options.rounds)
+                turns = Turns(llm, [llm.encode_chat(text)], tokens, options.rounds)
                 speculation = Speculation([Lookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
     if options.json:
         record = json.dumps([asdict(gain) for gain in found], indent=1)
         Path(options.json).write_text(record, encoding="utf-8")
+    if options.svg:
+        drawing(found, options.svg, Path(options.source).stem)
     return 0
 
 
@@ -178,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=5)
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
     add("--json", metavar="FILE", help="also write all figures there")
+    add("--svg", metavar="FILE", help="draw them")
     return run(measure, parser.parse_args(arguments))
 
 
