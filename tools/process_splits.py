@@ -233,7 +233,7 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
         shares: which part of what is read each stage has.
     """
     own, found = single.figures, side.figures
-    alone = Machine(0, own["read"], own["flops"], _NO_LINK, _NO_LINK, 0.0)
+    alone = Machine(0.0, own["read"], own["flops"], _NO_LINK, _NO_LINK, 0.0)
     lanes = min(side.pipe, rows)
     batch = -(-rows // lanes)
     apart = {
@@ -243,9 +243,15 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
     few, many = min(apart), max(apart)
     part = (batch - few) / max(1, many - few)
     sums, passes = (Link(*found[name]) for name in ("sums", "passes"))
-    own_share = apart[few] + part * (apart[many] - apart[few])
     machine = Machine(
-        0, found["read"], found["flops"], sums, passes, 0.0, found["together"], own_share
+        memory=0.0,
+        read=found["read"],
+        flops=found["flops"],
+        sums=sums,
+        passes=passes,
+        call=0.0,
+        together=found["together"],
+        apart=apart[few] + part * (apart[many] - apart[few]),
     )
     split = _of(work, machine, side.pipe, side.tensor, batch, shares)
     return batch / split.step if lanes == 1 else split.tokens
