@@ -96,13 +96,15 @@ def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tupl
 
 def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
+    from jinfer.partition.automatic import settled
     from jinfer.partition.lanes import Lanes
     from jinfer.partition.memory import memory_plan
     from jinfer.partition.placing import free_of, make_stages, plan_of
     from jinfer.partition.programs import StagedPrograms
 
-    spec, context, kind = opened.spec, opened.context, opened.kv_cache
+    context, kind = opened.context, opened.kv_cache
     dtype = jnp.dtype(opened.dtype)
+    spec, why = settled(opened.spec, model, context, dtype, kind)
     plan = plan_of(spec, model, context, dtype, kind)
     memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))
     if memory.problem:
@@ -113,7 +115,7 @@ def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
         stages=make_stages(plan, spec, model, dtype),
         lanes=Lanes(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
-        memory=str(memory),
+        memory=f"{why}\n\n{memory}" if why else str(memory),
     )
 
 

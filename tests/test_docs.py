@@ -68,6 +68,7 @@ SLOW = {
     "jinfer bench engine smollm2_135m_instruct",
     "jinfer bench speculate smollm2_135m_instruct",
     "jinfer bench models made.gguf --shape 1.1b",
+    "jinfer bench partition MODEL.gguf --processes 2 --rounds 5",
     "jinfer quality SOURCE --text text.txt",
 }
 ELSEWHERE = {

@@ -18,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,7 +27,6 @@ from typing import Any
 from tqdm import tqdm
 
 import jinfer
-from jinfer import LLM, SamplingParams
 from jinfer.checkpoint import open_checkpoint
 from jinfer.commands.program import program
 from jinfer.cpu.cores import usable_cores
@@ -38,6 +36,7 @@ from .command import run
 from .llama_peer import answer_tasks, command
 from .machine import counters, machine, others, read_rate
 from .perplexity import parse_flat
+from .timed_engine import TimedEngine
 
 OWN, PEER = "jinfer", "llama.cpp"
 _ROOT = Path(jinfer.__path__[0]).parent
@@ -316,35 +315,10 @@ def _sides(options: argparse.Namespace) -> list[Side]:
 
 
 def _work(options: argparse.Namespace) -> int:
-    return answer_tasks(lambda: _Jinfer(options))
-
-
-class _Jinfer:
-    """This engine, greedy."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        overrides: dict[str, Any] = {"engine.slots": 16, "engine.context": 1024}
-        for text in options.set:
-            overrides |= parse_flat(text)
-        self.llm = LLM(options.models[0], **overrides)
-        self.fresh, self.words = 0, min(1000, self.llm.spec.dims["vocab"] - 100)
-
-    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
-        """Seconds to compute prompts and then so many tokens of each."""
-        # New tokens every time: nothing of a prompt is in the cache yet.
-        self.fresh += 1
-        prompts = [[(self.fresh * 31 + row * 7 + i * 3) % self.words + 100 for i in range(prompt)]
-                   for row in range(rows)]  # fmt: skip
-        begun = time.perf_counter()
-        self.llm.generate(prompts, SamplingParams(max_tokens=steps + 1, ignore_eos=True))
-        return time.perf_counter() - begun
-
-    def timed(self, prompt: int, rows: int, steps: int) -> float:
-        """Seconds of the decoding alone, or of the prefill where there are no steps."""
-        whole = self.run(prompt, rows, steps)
-        decoding = whole - self.run(prompt, rows) if steps else whole
-        # A tiny model's tokens take less time than two runs differ by.
-        return decoding if decoding > 0 else whole
+    overrides: dict[str, Any] = {"engine.slots": 16, "engine.context": 1024}
+    for text in options.set:
+        overrides |= parse_flat(text)
+    return answer_tasks(lambda: TimedEngine(options.models[0], overrides))
 
 
 if __name__ == "__main__":

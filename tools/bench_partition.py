@@ -5,8 +5,9 @@ how many tokens a second all requests get together. Virtual devices of one CPU s
 of these only what is exchanged and computed is said, and how much of the time stages worked at the
 same time.
 
-`--predict` measures nothing: it asks the cost model which split of well-known models is best on 1
-to 64 devices.
+`--processes 2` compares one process with jobs of several that share its cores, each bound to its
+own, and what the cost model predicts of them. `--predict` measures nothing: it asks the cost model
+which split of well-known models is best on 1 to 64 devices.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from .command import run
 from .known_shapes import SHAPES
 from .memory_examples import to_text as to_plans
 from .partition import PlanView, view
+from .perplexity import parse_flat
+from .process_splits import compare
+from .split_worker import work
 
 _PROMPT = 32  # tokens
 _COUNTS = (1, 2, 4, 8)
@@ -78,11 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=8, help="at a time (8)")
     add("--tokens", type=int, default=32, help="of each answer (32)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--processes", type=int, metavar="N", help="on its share of the cores each, beside one")
+    add("--rounds", type=int, default=5, metavar="N", help="of --processes, in turns (5)")
     add("--svg", metavar="FILE", help="draw when the stages of the last split were busy")
     add("--json", metavar="FILE", help="write the figures as JSON")
     add("--predict", action="store_true", help="ask the cost model; nothing is measured")
     add("--memory", action="store_true", help="what of 34B and 40B goes where on a card of 24 GB")
     add("--bits", default="q3.5", help="of the weights of --memory (q3.5)")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--coordinator", help=argparse.SUPPRESS)
+    add("--process", help=argparse.SUPPRESS)
     return parser
 
 
@@ -96,6 +105,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.source is None:
         print("error: a source is needed, or --predict or --memory", file=sys.stderr)
         return 2
+    if options.worker or options.processes:
+        return _processes(options)
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))
@@ -108,6 +119,24 @@ def _run(options: argparse.Namespace) -> int:
         Path(options.json).write_text(json.dumps([asdict(each) for each in every], indent=1) + "\n")
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
+    return 0
+
+
+def _processes(options: argparse.Namespace) -> int:
+    """Splits over processes, or one of these."""
+    keys: dict[str, Any] = {"engine.slots": options.requests, "engine.context": 256}
+    for text in options.set:
+        keys |= parse_flat(text)
+    if options.worker:
+        devices = {"partition.devices": options.devices[0]} if options.devices else {}
+        return work(options, keys | devices)
+    if options.processes < 2 or options.requests < 2 or options.rounds < 1:
+        print("error: --processes and --requests are at least 2, --rounds 1", file=sys.stderr)
+        return 2
+    passed = [word for text in options.set for word in ("--set", text)]
+    passed += ["--requests", str(options.requests)]
+    command = ["-P", "-m", "jinfer", "bench", "partition", options.source, "--worker", *passed]
+    print(compare(options, keys, command))
     return 0
 
 

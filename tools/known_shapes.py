@@ -44,6 +44,7 @@ class Shape:
             vocab=4 * self.vocab,
             cache=4 * self.layers * self.kv_heads * self.head_dim,
             kv_heads=self.kv_heads,
+            tables=rest / 2 * bits / 8,
         )
 
 

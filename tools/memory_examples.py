@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from jinfer.model import AbstractModel, build
 from jinfer.ops.backend import target
+from jinfer.partition.automatic import options, told
+from jinfer.partition.cost import MACHINES
 from jinfer.partition.memory import MemoryPlan, memory_plan
 from jinfer.partition.placing import plan_of
 from jinfer.spec.files import find_family, format_table, with_families
 from jinfer.spec.model import ModelSpec
-from jinfer.spec.partition import PartitionSpec
+from jinfer.spec.partition import AUTO, PartitionSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.tables import nested
 from jinfer.spec.values import lookup_in
@@ -28,7 +30,13 @@ _MACHINE, _CONTEXT, _TYPE = "rtx4090", 4096, jnp.dtype(jnp.bfloat16)
 # What is set, one after the other, and what the plan then is.
 _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "Yi-34B": ({}, {"host_kv_cache": 0.5}, {"host_kv_cache": 0.5, "host_embeddings": True}),
-    "Falcon-40B": ({}, {"host_kv_cache": 1.0}, {"streamed_layers": 15}, {"cpu_layers": 15}),
+    "Falcon-40B": (
+        {},
+        {"host_kv_cache": 1.0},
+        {"streamed_layers": 15},
+        {"cpu_layers": 15},
+        {"devices": AUTO},
+    ),
 }
 
 
@@ -62,22 +70,31 @@ def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
         return spec, stored(model, choose_storages(model, spec.quantization, {}, "float", name))
 
 
-def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], MemoryPlan]]:
-    """(model, keys of `[partition]`, plan) on one card of 24 GB, its cache as of 16 bits."""
+def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]:
+    """(model, keys of `[partition]`, why "auto" chose, plan) on one card of 24 GB.
+
+    The cache is as of 16 bits.
+    """
     for name, settings in _SETTINGS.items():
         spec, model = _model(name, bits)
         for keys in settings:
-            own = replace(spec, partition=PartitionSpec(**keys))
+            free, why = free_of(_MACHINE), ""
+            chosen: Mapping[str, Any] = keys
+            if keys.get("devices") == AUTO:
+                given = (spec, model, _CONTEXT, _TYPE, _TYPE)
+                found = options(*given, MACHINES[_MACHINE], 1, free)
+                why, chosen = told(found, 1), found[0].keys
+            own = replace(spec, partition=PartitionSpec(**chosen))
             plan = plan_of(own, model, _CONTEXT, _TYPE, _TYPE, imagined=True)
-            free = free_of(_MACHINE)
-            yield name, keys, memory_plan(plan, own, model, _TYPE, _TYPE, _CONTEXT, free)
+            yield name, keys, why, memory_plan(plan, own, model, _TYPE, _TYPE, _CONTEXT, free)
 
 
 def to_text(bits: str) -> str:
     """All of them."""
     parts = []
-    for name, keys, plan in plans(bits):
+    for name, keys, why, plan in plans(bits):
         said = ", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items())
         title = f"{name}, {bits}, {said or 'all on the card'}:"
-        parts.append("\n".join([title, "", str(plan), *([plan.problem] if plan.problem else [])]))
+        lines = [title, "", *([why, ""] if why else []), str(plan)]
+        parts.append("\n".join([*lines, *([plan.problem] if plan.problem else [])]))
     return "\n\n".join(parts)

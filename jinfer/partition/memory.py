@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -65,8 +66,14 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class _Sizing:
-    """All that the plan follows from but what may be changed to make it fit."""
+class Sizing:
+    """All that a memory plan follows from but what may be changed to make it fit.
+
+    Attributes:
+        kind, context: of the cache.
+        free: bytes of a device's memory, by its name, and of `HOST`.
+        holdings: of each stage, with all its weights on its devices.
+    """
 
     spec: ModelSpec
     kind: Kind
@@ -109,24 +116,37 @@ def memory_plan(
         SpecError: what it asks for cannot be, whatever there is of memory.
     """
     check_host_cache(plan, spec)
-    main, streamed = main_stack(spec), streamed_layers(plan, spec)
-    stages = stage_models(plan, spec, model, dtype)
-    holdings = tuple(
-        holding(stage, row.devices, main) for stage, row in zip(stages, plan.rows, strict=True)
-    )
-    sizing = _Sizing(spec, kind, context, free, holdings)
-    found = sizing.plan(spec.partition.host_kv_cache, streamed)
+    sizing = sizing_of(plan, spec, model, dtype, kind, context, free)
+    found = sizing.plan(spec.partition.host_kv_cache, streamed_layers(plan, spec))
     lacking = too_full(found.places)
     return found if lacking is None else replace(found, problem=_refusal(sizing, lacking))
 
 
-def _refusal(sizing: _Sizing, lacking: Place) -> str:
+def sizing_of(
+    plan: Plan,
+    spec: ModelSpec,
+    model: AbstractModel,
+    dtype: DTypeLike,
+    kind: Kind,
+    context: int,
+    free: Callable[[str], float],
+) -> Sizing:
+    """What memory plans of a plan of devices follow from; arguments and errors as above."""
+    stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
+    holdings = tuple(
+        holding(stage, row.devices, main) for stage, row in zip(stages, plan.rows, strict=True)
+    )
+    return Sizing(spec, kind, context, free, holdings)
+
+
+def _refusal(sizing: Sizing, lacking: Place) -> str:
     reason = (
         f"{_name(lacking)} would hold {bytes_text(lacking.together)} (weights "
         f"{bytes_text(lacking.weights + lacking.tables + lacking.streamed)}, cache "
         f"{bytes_text(lacking.cache)}) but has {bytes_text(lacking.free)}"
     )
-    settings = "; ".join(_remedy(sizing))
+    keys = next(remedies(sizing), {})
+    settings = "; ".join(f"partition.{key} = {value}" for key, value in keys.items())
     otherwise = (
         "quantize to fewer bits (quantization.weights), set engine.context or "
         "engine.kv_tokens lower, or take more devices"
@@ -138,8 +158,8 @@ def _name(place: Place) -> str:
     return place.name if place.name == HOST else f"device {place.name}"
 
 
-def _remedy(sizing: _Sizing) -> Sequence[str]:
-    """The keys that make it fit, as they would be written: the least change that does."""
+def remedies(sizing: Sizing) -> Iterator[Mapping[str, Any]]:
+    """Keys of `[partition]` that make it fit: of each kind of change the least that does."""
     own = sizing.spec.partition
     share, count = own.host_kv_cache, own.streamed_layers
     layers = sorted(layer for held in sizing.holdings if not held.on_host for layer in held.layers)
@@ -150,11 +170,13 @@ def _remedy(sizing: _Sizing) -> Sequence[str]:
     now = spread(layers, count) if count else frozenset()
     for other in shares:
         if sizing.fits(other, now):
-            return [f"partition.host_kv_cache = {other}"]
+            yield {"host_kv_cache": other}
+            break
     for more in counts:
         if sizing.fits(share, spread(layers, more)):
-            return [f"partition.streamed_layers = {more}"]
+            yield {"streamed_layers": more}
+            break
     for more in counts if shares else ():
         if sizing.fits(1.0, spread(layers, more)):
-            return ["partition.host_kv_cache = 1.0", f"partition.streamed_layers = {more}"]
-    return []
+            yield {"host_kv_cache": 1.0, "streamed_layers": more}
+            break

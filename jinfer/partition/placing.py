@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jinfer.engine.memory import block_bytes, free_memory, host_memory
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, ENCODER
-from jinfer.partition.cost import Machine, Work, best
+from jinfer.partition.cost import Link, Machine, Work, best
 from jinfer.partition.divide import whole_of
 from jinfer.partition.making import Stage
 from jinfer.partition.pieces import pieces, spread
@@ -30,9 +30,9 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.partition import CPU
 
 # What is taken for granted of devices that say nothing of themselves: the order of today's.
-_GPU = Machine(0, 1.5e12, 2e14, 1e11, 1e-5, 2e-4)
+_GPU = Machine(0, 1.5e12, 2e14, Link(1e11, 1e-5), Link(1e11, 1e-5), 2e-4)
 _MANY = 100_000
-_HOST = Machine(0, 2e10, 2e11, 1e10, 5e-5, 3e-4)
+HOST_MACHINE = Machine(0, 2e10, 2e11, Link(1e10, 5e-5), Link(1e10, 5e-5), 3e-4)
 
 
 def plan_of(
@@ -110,7 +110,7 @@ def machine_of(devices: Sequence[jax.Device]) -> Machine:
     # Of those of other processes nobody here knows: they are taken to be like these.
     own = [device for device in devices if device.process_index == jax.process_index()]
     if own[0].platform == "cpu":
-        return replace(_HOST, memory=free_memory(own[0]) / len(own))
+        return replace(HOST_MACHINE, memory=free_memory(own[0]) / len(own))
     return replace(_GPU, memory=min(map(free_memory, own)))
 
 
@@ -122,20 +122,26 @@ def work_of(
     own = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
     cache = sum(block_bytes(own, kind).values()) / BLOCK if own else 0.0
     width = jnp.dtype(dtype).itemsize
-    count = sum(float(prod(parameter.shape)) for parameter in model.parameters)
-    unread = sum(
-        nbytes(parameter) * (1 - _share_read(spec, name))
-        for name, parameter in zip(model.names, model.parameters, strict=True)
-    )
+    # Where there is no head of its own, the table of embeddings is that.
+    tables = {"table"} if "head" in model.roles else set()
+    active = parameters = looked_up = 0.0
+    for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
+        if role in tables:
+            looked_up += nbytes(parameter)
+            continue
+        share = _share_read(spec, name)
+        active += share * nbytes(parameter)
+        parameters += share * prod(parameter.shape)
     return Work(
         weights=weight.total,
-        active=weight.total - unread,
-        parameters=count,
+        active=active,
+        parameters=parameters,
         layers=layers,
         hidden=spec.dims.get("hidden", 0) * width,
         vocab=4.0 * model.vocab,
         cache=cache,
         kv_heads=min((shape.heads for shape in own.values()), default=1),
+        tables=looked_up,
     )
 
 

@@ -1,13 +1,17 @@
 """`inspect --partition` and `bench partition`: what they say is so."""
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from jinfer.partition.cost import Work
 from tools import bench_partition, inspect
+from tools.process_splits import Side, predict
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -75,3 +79,51 @@ def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_partition.main([]) == 2
     assert capsys.readouterr().err == "error: a source is needed, or --predict or --memory\n"
+
+
+def test_splits_over_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is predicted stands beside what is measured."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("each process needs a core of its own")
+    model, report = str(GOLDENS / "gguf_llama2" / "model.gguf"), tmp_path / "report.json"
+    given = ["--processes", "2", "--rounds", "1", "--requests", "2", "--json", str(report)]
+    assert bench_partition.main([model, *given]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^one process with \d+ cores reads [\d.]+ GB/s of weights; with ", out, re.M)
+    assert re.search(r"^a sum among processes takes \d+ µs, and ", out, re.MULTILINE)
+    row = r'^\| "0[;&]1" \| [12] \| [\d.]+ \| [\d.]+ \| .+ \| [\d.]+ \| [+-]\d+% \|$'
+    assert len(re.findall(row, out, re.MULTILINE)) == 4
+    found = json.loads(report.read_text())
+    assert [(each["devices"], each["rows"]) for each in found["splits"]] == [
+        ("0;1", 1), ("0&1", 1), ("0;1", 2), ("0&1", 2)
+    ]  # fmt: skip
+    assert found["figures"]["0&1"]["together"] > 0
+    assert bench_partition.main([model, "--processes", "1"]) == 2
+    assert "at least 2" in capfd.readouterr().err
+
+
+def test_a_prediction_follows_from_the_figures() -> None:
+    """With figures that are known, by hand: two processes of half of the cores."""
+    work = Work(
+        1e9, 0.8e9, 0.8e9, layers=10, hidden=4e3, vocab=0, cache=0, kv_heads=8, tables=0.2e9
+    )
+    none: list[Any] = []
+    single = Side("", 1, 1, none, {"read": 8e9, "flops": 1e15}, {1: [1 / 0.11], 8: [8 / 0.15]})
+    figures = {"read": 5e9, "flops": 1e15, "together": 8e9, "sums": [1e9, 1e-4]}
+    figures["passes"] = [1e12, 1e-3]
+    layers = Side("0;1", 2, 1, none, figures)
+    tensor = Side("0&1", 1, 2, none, figures)
+    halves = [0.5, 0.5]
+    # 0.8e9 / 5e9 s of reading, 10 ms that the single process took beside, a vector for each stage.
+    assert 1 / predict(single, layers, 1, work, halves) == pytest.approx(0.16 + 0.01 + 0.002)
+    # Half of it at half of what both read together, and 20 sums of two messages and 4 KB, 4 us.
+    sums = 20 * (2e-4 + 4e-6)
+    found = 1 / predict(single, tensor, 1, work, [1.0])
+    assert found == pytest.approx(0.1 + 0.01 + sums + 1e-4)
+    # Lanes of four: while both stages are busy each reads half of 8e9, and of the 10 to 50 ms
+    # between one sequence and eight, four have 10 + 3/7 of 40, half of them in a stage.
+    apart = (0.01 + 0.04 * 3 / 7) / 2
+    found = 4 / predict(single, layers, 8, work, halves)
+    assert found == pytest.approx(0.4e9 / 4e9 + apart + 0.001, rel=1e-3)
+    # The larger stage is waited for.
+    assert predict(single, layers, 8, work, [0.4, 0.6]) < 4 / found

@@ -1,0 +1,73 @@
+"""A process of a split that is measured: alone, or one of a job. It answers a task a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.distributed.group import current
+from jinfer.distributed.job import find_job
+from jinfer.following import follow, run_job
+from jinfer.model import AbstractModel, build
+from jinfer.opening.settings import open_model
+from jinfer.partition.weighing import nbytes
+from jinfer.weights.find import find_weights
+
+from .llama_peer import answer_tasks
+from .split_figures import Products, pass_link, sum_link
+from .timed_engine import TimedEngine
+
+
+def work(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
+    """Measures what standard input asks for, and says first what the cost model wants to know.
+
+    Args:
+        keys: that the model is opened with, by their dotted names.
+    """
+    job = find_job(vars(options), {})
+    if job is None:
+        return _lead(options, keys)
+    return run_job(job, lambda: _lead(options, keys), lambda: _follow(options, keys))
+
+
+def _lead(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
+    print(json.dumps(_figures(options, keys)), flush=True)
+    return answer_tasks(lambda: TimedEngine(options.source, keys))
+
+
+def _follow(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
+    _figures(options, keys)
+    follow(options.source, keys)
+
+
+def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What this process's cores give, and in a job the links and all processes' cores together."""
+    opened = open_model(options.source, dict(keys))
+    plain = build(opened.spec, jnp.dtype(opened.dtype))
+    model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
+    matrix, hidden, group = largest_matrix(model), opened.spec.dims["hidden"], current()
+    found, products = dict[str, Any](), Products(matrix)
+    if group is None or group.rank == 0:
+        found = {"read": products.read(), "flops": products.flops(options.requests)}
+    if group is None:
+        return found
+    group.gathered(True)  # all are ready,
+    group.shared(True)  # and begin
+    found["together"] = sum(group.gathered(products.read()))
+    for name, link in (("sums", sum_link(hidden)), ("passes", pass_link(group, hidden))):
+        found[name] = [link.rate, link.latency]
+    return found
+
+
+def largest_matrix(model: AbstractModel) -> Any:
+    """The largest matrix of a layer, as it is stored."""
+    found = [
+        parameter
+        for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True)
+        if role == "matrix" and len(parameter.shape) == 2 and name.split(".")[1].isdigit()
+    ]
+    return max(found, key=nbytes)
