@@ -257,7 +257,7 @@ def descend_reference(
             if np.linalg.det(normal) <= 1e-6 * np.prod(np.diag(normal)):
                 continue
             more = np.append(np.linalg.solve(normal, -basis @ H @ error[row]), 0)
-            numbers = np.float64([scale[row, n], low[row, n]])
+            numbers = np.array([scale[row, n], low[row, n]], np.float64)
             stored = (numbers + more[:2]).astype(np.float16)
             change = np.zeros_like(error)
             change[row] = (stored - numbers)[: len(ways)] @ basis

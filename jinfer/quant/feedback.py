@@ -136,7 +136,9 @@ def _sweep(
 
         def one_column(i: Array, here: Array) -> Array:
             # Once, not once for each column that it is subtracted from.
-            now, fixed, u = (lax.dynamic_slice_in_dim(each, i, 1) for each in (here, kept, diagonal))
+            now, fixed, u = (
+                lax.dynamic_slice_in_dim(each, i, 1) for each in (here, kept, diagonal)
+            )
             off = lax.optimization_barrier(error(now, fixed, u))
             return here - within[i][:, None] * off
 

@@ -128,11 +128,11 @@ def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _Found:
     return _Found(q, scale, base)
 
 
-def _blocks(x: _PerWeight, w: Array | None, format: QuantFormat) -> _Blocks:
+def _blocks(x: _PerWeight, w: Array | None, format: QuantFormat) -> _Affine | _Symmetric:
     return _Symmetric(x, w, format) if format.symmetric else _Affine(x, w, format)
 
 
-def _numbers(blocks: _Blocks) -> tuple[_PerBlock, _PerBlock]:
+def _numbers(blocks: _Affine | _Symmetric) -> tuple[_PerBlock, _PerBlock]:
     ranges = jnp.asarray(blocks.ranges, jnp.float32)
     zeros = jnp.zeros_like(blocks.x[0])
 
