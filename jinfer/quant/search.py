@@ -104,6 +104,7 @@ type _PerBlock = Float[Array, " n"]
 type _PerWeight = Float[Array, "block n"]
 
 
+@partial(jax.jit, static_argnums=2)
 def numbers(
     x: _PerWeight, w: Float[Array, "block some"] | None, format: QuantFormat
 ) -> tuple[_PerBlock, _PerBlock]:

@@ -18,6 +18,7 @@ from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
 
 MOST_SECONDS = 600.0  # that nobody has asked for
+_MOST_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
 # Seconds of a core for each weight, and for each weight and token that is read; cores that help.
 _PER_WEIGHT, _PER_PRODUCT, _CORES = 4e-7, 1.6e-10, 16
@@ -32,8 +33,8 @@ def with_feedback(
     """The storages with error feedback wherever the specification wants it.
 
     What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
-    share one input. "auto" wants it for models that write text, one process has whole, and are no
-    toys.
+    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
+    one process's.
     """
     method = spec.quantization.method
     if method not in ("auto", "feedback"):
@@ -45,6 +46,8 @@ def with_feedback(
 
     def is_fed(name: str, storage: Storage) -> bool:
         if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
+            return False
+        if method == "auto" and storage.format.levels > _MOST_LEVELS:
             return False
         return roles[name] == "head" or name.startswith(stacks)
 

@@ -78,11 +78,11 @@ def own_texts(
     """
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
-    # Not with this machine's activations: the texts would depend on them.
-    floats = {name: replace(each, activations="float") for name, each in storages.items()}
+    # Activations in 8 bits, whatever the model will have: it writes three times as fast.
+    fast = {name: replace(each, activations="int8") for name, each in storages.items()}
     while_writing = {
         name: each if each.kept else replace(each, format=_WRITES, method="nearest", outliers=0.0)
-        for name, each in floats.items()
+        for name, each in fast.items()
     }
     leaves = load(model, origins, while_writing)
     rng = np.random.default_rng(0)
