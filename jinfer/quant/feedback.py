@@ -2,10 +2,11 @@
 
 The method of GPTQ (arXiv 2210.17323): what counts is a layer's output on the inputs X that it
 meets, so that with H = X^T X the loss is sum_rows (w - w')^T H (w - w'). Columns are rounded one
-after the other; with U the upper Cholesky factor of the inverse of H, U^T U = H^-1, the columns not
-yet rounded make up best for column i's error by
+after the other. With H = R R^T, R upper triangular, the loss is the sum of all squares of
+(w - w') R, in whose column j only the errors of columns up to j are; so that column j's best value,
+given the roundings before it, is what GPTQ says with the inverse of R,
 
-    w_j -= (w_i - w'_i) / U_ii * U_ij,  j > i
+    w_j + sum_{i < j} (w_i - w'_i) R_ij / R_jj
 
 A block's scale and base are searched when its first column comes, on the weights as they are then.
 Blocks are taken by falling importance, and so are the columns within each: their order is free,
@@ -15,6 +16,7 @@ because a block's numbers belong to its inputs wherever it comes.
 from __future__ import annotations
 
 from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import jax
@@ -30,14 +32,14 @@ from jinfer.quant.tiles import by_rows
 
 VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
-_WHOLE = 64  # rows of a triangle that is inverted at once
+_one_at_a_time = Lock()  # BLAS has threads of its own, which would wait for each other
 
 
 class Factor(NamedTuple):
     """What error feedback needs to know of a layer's inputs.
 
     Attributes:
-        upper: U in the order of `places`, float32, and 1 on its diagonal for padding.
+        upper: R in the order of `places`, and 1 on its diagonal for padding.
         places: the columns in the order in which they are rounded, block after block, those that
             pad the last block after its others.
     """
@@ -72,11 +74,15 @@ def feedback(
     block = format.block
     upper, places = factor(hessian, inputs, block, damping)
     real, padded = places < inputs, len(places)
-    # The greater U_ii, the less its error costs, as others make up for it.
-    weights = np.where(real, np.diag(upper) ** -2.0, 0).astype(np.float32)
+    # The smaller R_ii, the less its error costs, as others make up for it.
+    diagonal = np.diag(upper)
+    weights = np.where(real, diagonal**2, 0)
     weights = np.stack([block_weights(each, block)[0] for each in weights.reshape(-1, block)])
-    lower = upper.T.reshape(-1, block, padded)
-    given = [jnp.asarray(each) for each in (lower, weights, real.reshape(-1, block))]
+    lower = (np.triu(upper, 1) / diagonal).T
+    own = lower.reshape(-1, block, padded // block, block)
+    settled = np.linalg.inv(own.diagonal(axis1=0, axis2=2).transpose(2, 0, 1) + np.eye(block))
+    numbers_of = [lower.reshape(-1, block, padded), settled, weights]
+    given = [jnp.asarray(each, jnp.float32) for each in numbers_of]
 
     def some(rows: slice) -> list[np.ndarray]:
         left = values[rows].T[np.where(real, places, 0)]
@@ -85,7 +91,8 @@ def feedback(
             kept = (exact[rows].T[np.where(real, places, 0)] & real[:, None]).reshape(
                 -1, block, left.shape[1]
             )
-        found = _sweep(left.reshape(-1, block, left.shape[1]), *given, kept, format)
+        inside = real.reshape(-1, block)
+        found = _sweep(left.reshape(-1, block, left.shape[1]), *given, inside, kept, format)
         return [np.asarray(each).T for each in found]
 
     moved, scale, base = by_rows(some, outputs)
@@ -99,10 +106,11 @@ def feedback(
     return codes, scale, bases, moved[:, :inputs]
 
 
-@partial(jax.jit, static_argnums=5)
+@partial(jax.jit, static_argnums=6)
 def _sweep(
     left: Float[Array, "blocks block rows"],
     lower: Float[Array, "blocks block columns"],
+    settled: Float[Array, "blocks block block"],
     weights: Float[Array, "blocks block"],
     real: Bool[Array, "blocks block"],
     exact: Bool[Array, "blocks block rows"] | None,
@@ -111,7 +119,9 @@ def _sweep(
     """The weights when their turn came [columns, rows], scales and bases [blocks, rows].
 
     Args:
-        lower: U's transpose.
+        lower: R_ij / R_jj at [j, i], 0 where i is not before j.
+        settled: what the errors before a block add to each of its columns, were the block not
+            rounded, of what they add if the columns before it in the block have no error.
         weights: what a squared error counts, for the search.
         real: columns that are no padding.
     """
@@ -120,30 +130,28 @@ def _sweep(
 
     def one_block(n: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         errors, moved, scales, bases = state
-        coupled = lower[n]
-        here = left[n] - coupled @ errors
-        here = jnp.where(real[n][:, None], here, here[:1])  # padding widens no range
-        own = lax.dynamic_slice_in_dim(coupled, n * block, block, 1)  # [to, from]
-        diagonal = jnp.diag(own)[:, None]
-        within = own.T * (1 - jnp.eye(block))
-        kept = jnp.zeros_like(here, bool) if exact is None else exact[n]
-        scale, base = numbers(_without(here, kept), weights[n][:, None], format)
+        coupled, given = lower[n], left[n]
+        added = coupled @ errors
+        whole = given + settled[n] @ added
+        whole = jnp.where(real[n][:, None], whole, whole[:1])  # padding widens no range
+        within = lax.dynamic_slice_in_dim(coupled, n * block, block, 1).T  # [from, to]
+        kept = jnp.zeros_like(whole, bool) if exact is None else exact[n]
+        scale, base = numbers(_without(whole, kept), weights[n][:, None], format)
         step, floor = (each.astype(jnp.float32)[None] for each in (scale, base))
 
-        def error(now: Array, kept: Array, diagonal: Array) -> Array:
-            off = now - rounded(now, step, floor, format)
-            return jnp.where(kept, 0, off) / diagonal
+        def error(given: Array, now: Array, kept: Array) -> Array:
+            return given - jnp.where(kept, now, rounded(now, step, floor, format))
 
         def one_column(i: Array, here: Array) -> Array:
-            # Once, not once for each column that it is subtracted from.
-            now, fixed, u = (
-                lax.dynamic_slice_in_dim(each, i, 1) for each in (here, kept, diagonal)
+            all_of = (given, here, kept)
+            # Once, not once for each column that it is added to.
+            off = lax.optimization_barrier(
+                error(*(lax.dynamic_slice_in_dim(each, i, 1) for each in all_of))
             )
-            off = lax.optimization_barrier(error(now, fixed, u))
-            return here - within[i][:, None] * off
+            return here + within[i][:, None] * off
 
-        here = lax.fori_loop(0, block, one_column, here)
-        off = error(here, kept, diagonal)
+        here = lax.fori_loop(0, block, one_column, given + added)
+        off = error(given, here, kept)
         errors = lax.dynamic_update_slice_in_dim(errors, off, n * block, 0)
         moved = lax.dynamic_update_slice_in_dim(moved, here, n * block, 0)
         return errors, moved, scales.at[n].set(scale), bases.at[n].set(base)
@@ -162,7 +170,7 @@ def _without(block: Array, kept: Array) -> Array:
 
 
 def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Factor:
-    """U and the order of the columns. Raises `ValueError`."""
+    """R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
             f"the inputs' products are {list(hessian.shape)}, not [{inputs}, {inputs}]; "
@@ -183,29 +191,15 @@ def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Fact
     H = H[np.ix_(order, order)]
     H[np.diag_indices(inputs)] += damping * mean
     try:
-        # Factored from its last column on, H = R R^T with R upper triangular, so that U is R^-1.
-        R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]
+        with _one_at_a_time:
+            R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
     except np.linalg.LinAlgError as error:
         raise ValueError(
             "the inputs' products are not positive definite; raise the damping"
         ) from error
-    upper = np.eye(len(padded), dtype=np.float32)
-    upper[np.ix_(at, at)] = _inverse(R)
+    upper = np.eye(len(padded))
+    upper[np.ix_(at, at)] = R
     return Factor(upper, places)
-
-
-def _inverse(upper: np.ndarray) -> np.ndarray:
-    """Of an upper triangular matrix; three times faster than what knows nothing of the zeros."""
-    size = len(upper)
-    if size <= _WHOLE:
-        return np.triu(np.linalg.inv(upper))
-    half = size // 2
-    result = np.zeros_like(upper)
-    result[:half, :half] = _inverse(upper[:half, :half])
-    result[half:, half:] = _inverse(upper[half:, half:])
-    corner = result[:half, :half] @ upper[:half, half:]
-    result[:half, half:] = -corner @ result[half:, half:]
-    return result
 
 
 def feedback_reference(
@@ -216,10 +210,11 @@ def feedback_reference(
     exact: np.ndarray | None = None,
     damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """The same, column by column in NumPy."""
+    """The same, column by column in NumPy, with the inverse of R: errors are passed on at once."""
     outputs, inputs = values.shape
     block = format.block
-    upper, places = factor(hessian, inputs, block, damping)
+    factored, places = factor(hessian, inputs, block, damping)
+    upper = np.linalg.inv(factored).astype(np.float32)
     kept = np.zeros(values.shape, bool) if exact is None else exact
     moved = values.copy()
     blocks = len(places) // block
