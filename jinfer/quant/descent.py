@@ -241,11 +241,6 @@ def descend_reference(
     q = codes.reshape(outputs, -1)[:, :inputs].astype(np.float64) - zero
     scale = scale.copy()
     low = np.zeros_like(scale) if base is None else base.copy()
-
-    def gain(change: np.ndarray) -> np.ndarray:
-        """What a change of errors takes off the loss of each row."""
-        return -np.einsum("oi,ij,oj->o", 2 * error + change, H, change)
-
     for begin in [*range(0, inputs, format.block)] * ROUNDS:
         n, part = begin // format.block, slice(begin, begin + format.block)
         for row in range(outputs):
@@ -259,10 +254,9 @@ def descend_reference(
             more = np.append(np.linalg.solve(normal, -basis @ H @ error[row]), 0)
             numbers = np.array([scale[row, n], low[row, n]], np.float64)
             stored = (numbers + more[:2]).astype(np.float16)
-            change = np.zeros_like(error)
-            change[row] = (stored - numbers)[: len(ways)] @ basis
-            if gain(change)[row] > 0:
-                error += change
+            change = (stored - numbers)[: len(ways)] @ basis
+            if (2 * error[row] + change) @ H @ change < 0:
+                error[row] += change
                 scale[row, n], low[row, n] = stored
         step = scale[:, n].astype(np.float64)
         inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +10,14 @@ from math import prod
 from jax import process_count
 
 from jinfer.model import AbstractModel
+from jinfer.ops.threads import cores
 from jinfer.spec.blocks import Head
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
 
-MOST_SECONDS = 600.0  # that nobody has asked for
+MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
 # Seconds of a core for each weight, and for each weight and token that is read; cores that help.
@@ -112,8 +112,7 @@ def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
     """About how long it takes here."""
     shapes = parameter_shapes(model)
     fed = sum(prod(shapes[name]) for name in names)
-    cores = min(os.cpu_count() or 1, _CORES)
-    return fed * (_PER_WEIGHT + _PER_PRODUCT * tokens) / cores
+    return fed * (_PER_WEIGHT + _PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
