@@ -16,7 +16,6 @@ because a block's numbers belong to its inputs wherever it comes.
 from __future__ import annotations
 
 from functools import partial
-from threading import Lock
 from typing import NamedTuple
 
 import jax
@@ -29,10 +28,10 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import block_weights, numbers, rounded
 from jinfer.quant.tiles import by_rows
+from jinfer.quant.triangle import cholesky
 
 VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
-_one_at_a_time = Lock()  # BLAS has threads of its own, which would wait for each other
 
 
 class Factor(NamedTuple):
@@ -191,8 +190,7 @@ def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Fact
     H = H[np.ix_(order, order)]
     H[np.diag_indices(inputs)] += damping * mean
     try:
-        with _one_at_a_time:
-            R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
+        R = cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
     except np.linalg.LinAlgError as error:
         raise ValueError(
             "the inputs' products are not positive definite; raise the damping"
