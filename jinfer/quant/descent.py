@@ -9,11 +9,17 @@ off the loss on other texts than the one that H is of, six rounds 1% more.
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
 
-from jinfer.quant.feedback import few_rows
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float
+
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks
+from jinfer.quant.tiles import by_rows
 
 ROUNDS = 2
 
@@ -41,136 +47,223 @@ def descend(
     Returns:
         As they are given.
     """
-    inputs = values.shape[1]
+    (outputs, inputs), block = values.shape, format.block
+    missing = -inputs % block
+    zero = np.float32(format.zero if base is None else 0)
+    H = np.pad(minimized(hessian, damping), (0, missing))
+    H[range(inputs, len(H)), range(inputs, len(H))] = 1
+    products = jnp.asarray(H.reshape(-1, block, len(H)))
+
+    def some(rows: slice) -> list[np.ndarray]:
+        low = None if base is None else base[rows]
+        error, free = _start(values[rows], codes[rows], scale[rows], low, format, kept, rows)
+        lanes = [_lanes(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
+        q = _lanes(codes[rows].reshape(len(error), -1).astype(np.float32) - zero, block)
+        numbers = (scale[rows].T, None if low is None else low.T)
+        found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
+        return [np.asarray(each).T for each in found if each is not None]
+
+    q, *found = by_rows(some, outputs)
+    whole = (q[:, :inputs] + zero).astype(np.uint8)
+    return in_blocks(whole, block), found[0], None if base is None else found[1]
+
+
+def minimized(hessian: np.ndarray, damping: float) -> np.ndarray:
+    """H as the loss has it, float32."""
     H = hessian / np.diag(hessian).mean()
-    H[np.diag_indices(inputs)] += damping
-    H = H.astype(np.float32)
-    parts = []
-    for rows in few_rows(len(values)):
-        numbers = (scale[rows], None if base is None else base[rows])
-        exact = None if kept is None else kept[rows]
-        parts.append(_some(values[rows], H, codes[rows], *numbers, format, exact))
-    codes_of, scale_of, base_of = zip(*parts, strict=True)
-    bases = None if base is None else np.concatenate(base_of)
-    return np.concatenate(codes_of), np.concatenate(scale_of), bases
+    H[np.diag_indices(len(H))] += damping
+    return H.astype(np.float32)
 
 
-def _some(
+def _start(
     values: np.ndarray,
-    H: np.ndarray,
     codes: np.ndarray,
     scale: np.ndarray,
     base: np.ndarray | None,
     format: QuantFormat,
     kept: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """`descend` for some rows, with H as it is minimized."""
+    rows: slice,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors, and 1 for weights that may change, 0 for others."""
     outputs, inputs = values.shape
     whole = decoded(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
     error = whole - values
-    free = np.ones(values.shape, np.float32)
-    if kept is not None:
-        error = np.where(np.isnan(kept), error, kept - values)
-        free = np.isnan(kept).astype(np.float32)
-    part_codes = codes.reshape(outputs, -1)[:, :inputs].astype(np.float32)
-    scale, base = scale.copy(), None if base is None else base.copy()
-    slope = error @ H
-    for _ in range(ROUNDS):
-        for number, begin in enumerate(range(0, inputs, format.block)):
-            part = slice(begin, min(begin + format.block, inputs))
-            block = _Block(
-                part_codes[:, part] - np.float32(format.zero if base is None else 0),
-                scale[:, number],
-                None if base is None else base[:, number],
-                error[:, part].copy(),
-                slope[:, part].copy(),
-                H[part, part],
-                free[:, part],
-            )
-            block.fit()
-            block.round(format)
-            scale[:, number] = block.scale
-            if base is not None:
-                base[:, number] = block.base
-            part_codes[:, part] = block.codes + np.float32(format.zero if base is None else 0)
-            slope += (block.error - error[:, part]) @ H[part]
-            error[:, part] = block.error
-    return in_blocks(part_codes.astype(np.uint8), format.block), scale, base
+    if kept is None:
+        return error, np.ones_like(error)
+    exact = kept[rows]
+    error = np.where(np.isnan(exact), error, exact - values)
+    return error, np.isnan(exact).astype(np.float32)
+
+
+def _lanes(numbers: np.ndarray, block: int) -> np.ndarray:
+    """[rows, columns] -> [blocks, block, rows]."""
+    return np.ascontiguousarray(numbers.T).reshape(-1, block, len(numbers))
+
+
+@partial(jax.jit, static_argnums=(6, 7))
+def _descend(
+    products: Float[Array, "blocks block columns"],
+    error: Float[Array, "blocks block rows"],
+    codes: Float[Array, "blocks block rows"],
+    scale: Float[Array, "blocks rows"],
+    base: Float[Array, "blocks rows"] | None,
+    free: Float[Array, "blocks block rows"],
+    format: QuantFormat,
+    rounds: int,
+) -> tuple[Array, Array, Array | None]:
+    """Codes [columns, rows], less that of 0 in symmetric formats, scales and bases."""
+    blocks, block, rows = error.shape
+
+    def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        n = turn % blocks
+        error, codes, scale, base = state
+        slope = products[n] @ error.reshape(-1, rows)
+        own = lax.dynamic_slice_in_dim(products[n], n * block, block, 1)
+        here = _Block(codes[n], scale[n], base[n], error[n], slope, own, free[n], format)
+        here.fit()
+        here.round()
+        return (
+            error.at[n].set(here.error),
+            codes.at[n].set(here.codes),
+            scale.at[n].set(here.scale),
+            base.at[n].set(here.base),
+        )
+
+    low = jnp.zeros_like(scale) if base is None else base
+    state = (error, codes, scale, low)
+    _, codes, scale, low = lax.fori_loop(0, rounds * blocks, one, state)
+    return codes.reshape(-1, rows), scale, None if base is None else low
 
 
 class _Block:
     """A block of each row, on its way to less loss.
 
     Attributes:
-        codes: float32 [rows, columns], less the code of 0 in symmetric formats.
-        scale, base: float16 [rows].
-        error, slope: [rows, columns], of the weights, and half the loss's derivative.
+        codes: float32 [columns, rows], less the code of 0 in symmetric formats.
+        scale, base: float16 [rows]; no base: 0.
+        error, slope: [columns, rows], of the weights, and half the loss's derivative.
+        H: [columns, columns].
+        free: [columns, rows], 1 for what may change.
     """
 
     def __init__(
         self,
-        codes: np.ndarray,
-        scale: np.ndarray,
-        base: np.ndarray | None,
-        error: np.ndarray,
-        slope: np.ndarray,
-        H: np.ndarray,
-        free: np.ndarray,
+        codes: Array,
+        scale: Array,
+        base: Array,
+        error: Array,
+        slope: Array,
+        H: Array,
+        free: Array,
+        format: QuantFormat,
     ) -> None:
         self.codes, self.scale, self.base = codes, scale, base
         self.error, self.slope, self.H, self.free = error, slope, H, free
+        self.format = format
 
     def fit(self) -> None:
         """The best scale and base for the codes, where they are better as they are stored."""
-        q = self.codes * self.free
-        Hq = q @ self.H
+        q, free = self.codes * self.free, self.free
+        Hq = self.H @ q
         qq, down = _dot(Hq, q), -_dot(self.slope, q)
-        if self.base is None:
-            more, lift = _ratio(down, qq, qq > 0), None
-        else:
-            Hf = self.free @ self.H
-            qf, ff, flat = _dot(Hq, self.free), _dot(Hf, self.free), -_dot(self.slope, self.free)
+        more, lift = _ratio(down, qq, qq > 0), jnp.zeros_like(down)
+        if not self.format.symmetric:
+            Hf = self.H @ free
+            qf, ff, flat = _dot(Hq, free), _dot(Hf, free), -_dot(self.slope, free)
             det = qq * ff - qf * qf
             some = det > 1e-6 * qq * ff
             more = _ratio(down * ff - flat * qf, det, some)
-            lift = self.base + _ratio(qq * flat - qf * down, det, some)
-        scale = _fp16(self.scale + more)
-        base = None if lift is None else _fp16(lift)
-        change = q * (scale.astype(np.float32) - self.scale.astype(np.float32))[:, None]
-        if base is not None and self.base is not None:
-            raised = base.astype(np.float32) - self.base.astype(np.float32)
-            change += self.free * raised[:, None]
-        bend = change @ self.H
-        better = (2 * _dot(self.slope, change) + _dot(bend, change) < 0)[:, None]
-        self.error += np.where(better, change, 0)
-        self.slope += np.where(better, bend, 0)
-        self.scale = np.where(better[:, 0], scale, self.scale)
-        if base is not None and self.base is not None:
-            self.base = np.where(better[:, 0], base, self.base)
+            lift = _ratio(qq * flat - qf * down, det, some)
+        before = self.scale.astype(jnp.float32), self.base.astype(jnp.float32)
+        scale, base = _fp16(before[0] + more), _fp16(before[1] + lift)
+        wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
+        change = q * wider[None] + free * raised[None]
+        bend = self.H @ change
+        better = 2 * _dot(self.slope, change) + _dot(bend, change) < 0
+        self.error += jnp.where(better[None], change, 0)
+        self.slope += jnp.where(better[None], bend, 0)
+        self.scale = jnp.where(better, scale, self.scale)
+        self.base = jnp.where(better, base, self.base)
 
-    def round(self, format: QuantFormat) -> None:
+    def round(self) -> None:
         """Each code to the nearest of what is best for it, one column after the other."""
-        step = self.scale.astype(np.float32)
-        least = -format.zero if self.base is None else 0
-        for j, h in enumerate(self.H):
-            steps = _ratio(-self.slope[:, j], h[j] * step, step != 0)
-            q = np.clip(np.rint(self.codes[:, j] + steps), least, least + format.levels - 1)
-            change = (q - self.codes[:, j]) * step * self.free[:, j]
-            self.codes[:, j] = q
-            self.error[:, j] += change
-            self.slope += change[:, None] * h
+        step = self.scale.astype(jnp.float32)
+        inverse = _ratio(jnp.ones_like(step), step, step != 0)
+        least = -self.format.zero if self.format.symmetric else 0
+        most = least + self.format.levels - 1
+
+        def column(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            slope, codes = state
+            h, before = self.H[j], codes[j]
+            q = jnp.clip(jnp.round(before - slope[j] / h[j] * inverse), least, most)
+            # Once, not once for each column whose slope it changes.
+            q = lax.optimization_barrier(q)
+            change = (q - before) * step * self.free[j]
+            return slope + h[:, None] * change[None], codes.at[j].set(q)
+
+        codes = self.codes
+        _, self.codes = lax.fori_loop(0, len(self.H), column, (self.slope, codes))
+        self.error += (self.codes - codes) * step[None] * self.free
 
 
-def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of each row with its row."""
-    return np.einsum("rc,rc->r", a, b)
+def _dot(a: Array, b: Array) -> Array:
+    """Of each column with its column."""
+    return jnp.sum(a * b, axis=0)
 
 
-def _ratio(above: np.ndarray, below: np.ndarray, where: np.ndarray) -> np.ndarray:
+def _ratio(above: Array, below: Array, where: Array) -> Array:
     """0 where it is not wanted."""
-    return np.divide(above, below, out=np.zeros_like(above), where=where)
+    return jnp.where(where, above / jnp.where(where, below, 1), 0)
 
 
-def _fp16(numbers: np.ndarray) -> np.ndarray:
-    limit = float(np.finfo(np.float16).max)
-    return np.clip(numbers, -limit, limit).astype(np.float16)
+def _fp16(numbers: Array) -> Array:
+    limit = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(numbers, -limit, limit).astype(jnp.float16)
+
+
+def descend_reference(
+    values: np.ndarray,
+    hessian: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray | None,
+    format: QuantFormat,
+    *,
+    damping: float,
+    kept: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The same in NumPy, and every number from the definition of the loss."""
+    outputs, inputs = values.shape
+    H = minimized(hessian, damping).astype(np.float64)
+    error, free = _start(values, codes, scale, base, format, kept, slice(None))
+    error, free = error.astype(np.float64), free.astype(np.float64)
+    zero = format.zero if base is None else 0
+    q = codes.reshape(outputs, -1)[:, :inputs].astype(np.float64) - zero
+    scale = scale.copy()
+    low = np.zeros_like(scale) if base is None else base.copy()
+    for begin in [*range(0, inputs, format.block)] * ROUNDS:
+        n, part = begin // format.block, slice(begin, begin + format.block)
+        for row in range(outputs):
+            ways = [q[row, part] * free[row, part]]
+            ways += [] if base is None else [free[row, part]]
+            basis = np.zeros((len(ways), inputs))
+            basis[:, part] = ways
+            normal = basis @ H @ basis.T
+            if np.linalg.det(normal) <= 1e-6 * np.prod(np.diag(normal)):
+                continue
+            more = np.append(np.linalg.solve(normal, -basis @ H @ error[row]), 0)
+            numbers = np.array([scale[row, n], low[row, n]], np.float64)
+            stored = (numbers + more[:2]).astype(np.float16)
+            change = (stored - numbers)[: len(ways)] @ basis
+            if (2 * error[row] + change) @ H @ change < 0:
+                error[row] += change
+                scale[row, n], low[row, n] = stored
+        step = scale[:, n].astype(np.float64)
+        inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
+        for j in range(begin, min(begin + format.block, inputs)):
+            best = q[:, j] - error @ H[j] / H[j, j] * inverse
+            nearest = np.clip(np.rint(best), -zero, format.levels - 1 - zero)
+            error[:, j] += (nearest - q[:, j]) * step * free[:, j]
+            q[:, j] = nearest
+    found = in_blocks((q + zero).astype(np.uint8), format.block)
+    return found, scale, None if base is None else low

@@ -53,7 +53,9 @@ def search(
     block, inputs = format.block, values.shape[-1]
     blocks = in_blocks(values, block)
     flat = blocks.reshape(-1, block)
-    weights = _weights(importance, inputs, block)
+    weights = None
+    if importance is not None or inputs % block:
+        weights = block_weights(np.ones(inputs) if importance is None else importance, block)
     size = min(max(1, _CHUNK // block), max(_FEWEST, 1 << (len(flat) - 1).bit_length()))
     codes = np.empty(flat.shape, np.uint8)
     scale, base = np.empty(len(flat), np.float16), np.empty(len(flat), np.float16)
@@ -75,13 +77,11 @@ def search(
     return codes.reshape(blocks.shape), scale.reshape(shape), bases
 
 
-def _weights(importance: np.ndarray | None, inputs: int, block: int) -> np.ndarray | None:
+def block_weights(importance: np.ndarray, block: int) -> np.ndarray:
     """The importance of each weight of a row, about 1, and 0 for padding: [blocks, block]."""
-    missing = -inputs % block
-    if importance is None and not missing:
-        return None
-    each = np.ones(inputs, np.float32) if importance is None else importance.astype(np.float32)
-    weights = np.pad(each, (0, missing)).reshape(-1, block)
+    inputs = len(importance)
+    each = importance.astype(np.float32)
+    weights = np.pad(each, (0, -inputs % block)).reshape(-1, block)
     mean = weights.mean(axis=1, keepdims=True)
     weights = np.where(mean > 0, weights / np.where(mean > 0, mean, 1), 1)
     weights = np.maximum(weights, np.float32(_LEAST))
@@ -105,10 +105,37 @@ type _PerWeight = Float[Array, "block n"]
 
 
 @partial(jax.jit, static_argnums=2)
+def numbers(
+    x: _PerWeight, w: Float[Array, "block some"] | None, format: QuantFormat
+) -> tuple[_PerBlock, _PerBlock]:
+    """The scales and bases, float16, with which blocks have a small error; bases 0 if symmetric."""
+    return _numbers(_blocks(x, w, format))
+
+
+def rounded(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
+    """Numbers of blocks as they will be decoded; scale and base in float32."""
+    offset = format.zero if format.symmetric else 0
+    q = jnp.clip(jnp.round((x - base) * _inverse(scale) + offset), 0, format.levels - 1) - offset
+    return q * scale + base
+
+
+@partial(jax.jit, static_argnums=2)
 def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _Found:
-    blocks = _Symmetric(x, w, format) if format.symmetric else _Affine(x, w, format)
+    blocks = _blocks(x, w, format)
+    scale, base = _numbers(blocks)
+    q = blocks.codes(scale.astype(jnp.float32), base.astype(jnp.float32)) + blocks.offset
+    # The transposition must not become part of the loop that rounds.
+    q = lax.optimization_barrier(q.astype(jnp.uint8)).T
+    return _Found(q, scale, base)
+
+
+def _blocks(x: _PerWeight, w: Array | None, format: QuantFormat) -> _Affine | _Symmetric:
+    return _Symmetric(x, w, format) if format.symmetric else _Affine(x, w, format)
+
+
+def _numbers(blocks: _Affine | _Symmetric) -> tuple[_PerBlock, _PerBlock]:
     ranges = jnp.asarray(blocks.ranges, jnp.float32)
-    zeros = jnp.zeros_like(x[0])
+    zeros = jnp.zeros_like(blocks.x[0])
 
     def attempt(i: Array, best: tuple[_PerBlock, ...]) -> tuple[_PerBlock, ...]:
         gain, scale, base = blocks.fit(*blocks.numbers(ranges[i]))
@@ -127,10 +154,7 @@ def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _Found:
     better = error < blocks.error(nearest_scale, nearest_base)
     scale = jnp.where(better, scale, nearest_scale)
     base = jnp.where(better, base, nearest_base)
-    q = blocks.codes(scale, base) + blocks.offset
-    # The transposition must not become part of the loop that rounds.
-    q = lax.optimization_barrier(q.astype(jnp.uint8)).T
-    return _Found(q, scale.astype(jnp.float16), base.astype(jnp.float16))
+    return scale.astype(jnp.float16), base.astype(jnp.float16)
 
 
 class _Blocks:
@@ -139,7 +163,7 @@ class _Blocks:
     ranges: tuple[tuple[float, ...], ...]
     offset: float
 
-    def __init__(self, x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> None:
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         self.x, self.w, self.format = x, w, format
 
     def sum(self, numbers: _PerWeight) -> _PerBlock:
@@ -160,7 +184,7 @@ class _Blocks:
 class _Affine(_Blocks):
     offset = 0.0
 
-    def __init__(self, x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> None:
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         super().__init__(x, w, format)
         self.low, self.high = jnp.min(x, axis=0), jnp.max(x, axis=0)
         self.middle, self.width = 0.5 * (self.low + self.high), self.high - self.low
@@ -195,7 +219,7 @@ class _Affine(_Blocks):
 
 
 class _Symmetric(_Blocks):
-    def __init__(self, x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> None:
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         super().__init__(x, w, format)
         self.offset = float(format.zero)
         low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)

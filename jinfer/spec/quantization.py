@@ -57,7 +57,8 @@ class QuantizationSpec:
         threshold: matrices of fewer weights are not quantized.
         outliers: share of the weights that are kept exactly, beside the others.
         method: "nearest" only rounds, "search" minimizes the squared error of each block,
-            "feedback" that of a layer's results, which takes minutes, once, and is kept.
+            "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
+            "auto": "feedback" for what writes text, where it takes some minutes at most.
         activations: of products with quantized weights on a CPU: "int8" rounds them to 8 bits in
             blocks of 32, "float" does not; "auto": "float" where `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
@@ -70,7 +71,7 @@ class QuantizationSpec:
     rules: tuple[RuleSpec, ...] = ()
     threshold: Count = 4096
     outliers: NotNegative = 0.0
-    method: Literal["search", "nearest", "feedback"] = "search"
+    method: Literal["auto", "search", "nearest", "feedback"] = "auto"
     activations: Literal["auto", "int8", "float"] = "auto"
     kv_cache: str = AUTO
 

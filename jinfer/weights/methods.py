@@ -7,11 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from jax import process_count
+
 from jinfer.model import AbstractModel
+from jinfer.ops.threads import cores
+from jinfer.spec.blocks import Head
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
+
+MOST_SECONDS = 300.0  # that nobody has asked for
+_MOST_LEVELS = 64  # above, a search loses next to nothing
+_FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
+# Seconds of a core for each weight, and for each weight and token that is read; cores that help.
+_PER_WEIGHT, _PER_PRODUCT, _CORES = 4e-7, 1.6e-10, 16
 
 
 def with_feedback(
@@ -23,9 +33,11 @@ def with_feedback(
     """The storages with error feedback wherever the specification wants it.
 
     What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
-    share one input.
+    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
+    one process's.
     """
-    if spec.quantization.method != "feedback":
+    method = spec.quantization.method
+    if method not in ("auto", "feedback"):
         return dict(storages)
     same = same_arrays(model, origins, storages)
     uses = Counter(same.values())
@@ -35,12 +47,27 @@ def with_feedback(
     def is_fed(name: str, storage: Storage) -> bool:
         if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
             return False
+        if method == "auto" and storage.format.levels > _MOST_LEVELS:
+            return False
         return roles[name] == "head" or name.startswith(stacks)
 
-    return {
+    fed = {
         name: replace(storage, method="feedback") if is_fed(name, storage) else storage
         for name, storage in storages.items()
     }
+    if method == "auto":
+        shapes = parameter_shapes(model)
+        count = sum(prod(shapes[name]) for name in fed_names(fed))
+        if count < _FEWEST or not writes(spec) or len(spec.stacks) != 1 or process_count() > 1:
+            return dict(storages)
+    return fed
+
+
+def writes(spec: ModelSpec) -> bool:
+    """Whether a model gives probabilities of next tokens."""
+    own = spec.decoder.modules if spec.decoder else ()
+    heads = [block for _, block in (*spec.shared, *own) if isinstance(block, Head)]
+    return spec.decoder is not None and bool(heads)
 
 
 def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:
@@ -74,7 +101,18 @@ def obstacle(
     if needed > free:
         has = f"{free / 2**30:.1f} are free"
         return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
+    seconds = _seconds(model, names, tokens)
+    if spec.quantization.method == "auto" and seconds > MOST_SECONDS:
+        which = 'quantization.method = "feedback" asks for it, "search" for none'
+        return f"error feedback would take some {seconds / 60:.0f} minutes, once ({which})"
     return None
+
+
+def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
+    """About how long it takes here."""
+    shapes = parameter_shapes(model)
+    fed = sum(prod(shapes[name]) for name in names)
+    return fed * (_PER_WEIGHT + _PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:

@@ -22,11 +22,11 @@ from jinfer.model import AbstractModel
 from jinfer.nn.step import Step
 from jinfer.ops import cache
 from jinfer.quant import parse_format
-from jinfer.spec.blocks import Head
 from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import load
 from jinfer.weights.mapping import Origin
+from jinfer.weights.methods import writes
 from jinfer.weights.storage import Storage
 from jinfer.weights.walk import Texts
 
@@ -54,9 +54,7 @@ def usual_texts(
 ) -> list[Texts]:
     """What the model of a specification reads where it is given no text, in batches."""
     context = min(spec.dims.get("context", DEFAULT_CONTEXT), DEFAULT_CONTEXT)
-    own = spec.decoder.modules if spec.decoder else ()
-    heads = [block for _, block in (*spec.shared, *own) if isinstance(block, Head)]
-    if spec.decoder is None or not heads:
+    if not writes(spec):
         return chance_texts(model.vocab, context, tokens)
     return own_texts(model, origins, storages, context, tokens=tokens, progress=progress)
 
@@ -80,11 +78,11 @@ def own_texts(
     """
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
-    # Not with this machine's activations: the texts would depend on them.
-    floats = {name: replace(each, activations="float") for name, each in storages.items()}
+    # Activations in 8 bits, whatever the model will have: it writes three times as fast.
+    fast = {name: replace(each, activations="int8") for name, each in storages.items()}
     while_writing = {
         name: each if each.kept else replace(each, format=_WRITES, method="nearest", outliers=0.0)
-        for name, each in floats.items()
+        for name, each in fast.items()
     }
     leaves = load(model, origins, while_writing)
     rng = np.random.default_rng(0)

@@ -97,6 +97,41 @@ def test_what_cannot_be_is_said_in_a_line(
     assert list(cache.iterdir()) == []
 
 
+def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What writes text in fewer than 8 bits, is not tiny, and is one process's."""
+    small = leaves(MODEL, **Q3)
+    assert not cache.exists()
+    monkeypatch.setattr(methods, "_FEWEST", 0)
+    fed_back = leaves(MODEL, **FED)
+    check_equal(leaves(MODEL, **Q3), fed_back)
+    assert len(list(cache.iterdir())) == 1
+    wide = {**Q3, "weights": "q8"}
+    check_equal(leaves(MODEL, **wide), leaves(MODEL, **wide, method="search"))
+    for other in ("bert", "t5"):
+        LLM(GOLDENS / other, quantization=Q3)
+    monkeypatch.setattr(methods, "process_count", lambda: 2)
+    check_equal(leaves(MODEL, **Q3), small)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_nobody_waits_long_unasked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(methods, "_FEWEST", 0)
+    monkeypatch.setattr(methods, "_PER_WEIGHT", 1.0)
+    check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="search"))
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"jinfer: error feedback would take some \d+ minutes, once \(quantization\.method = "
+        r'"feedback" asks for it, "search" for none\); weights are quantized without error '
+        r"feedback\n",
+        said,
+    )
+    assert list(cache.iterdir()) == []
+    leaves(MODEL, **FED)
+    assert len(list(cache.iterdir())) == 1
+
+
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> Path:
         raise kept.NotKept("JINFER_CACHE is off")
