@@ -13,10 +13,10 @@ STORIES = Path(__file__).parents[1] / "goldens" / "stories260K"
 
 def test_it_measures(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "a.json"
-    arguments = ["--accuracy", "0", "1", "--nodes", "4", "0", "--tokens", "61", "--rounds", "1"]
+    arguments = ["--accuracy", "0", "1", "--nodes", "4", "--tokens", "61", "--rounds", "1"]
     assert bench_speculate.main([str(STORIES), *arguments, "--json", str(file)]) == 0
     assert "| replay, 1.0, 4 nodes | 1 | 4.00 | 4.00 | 1.00 |" in capsys.readouterr().out
-    wrong, _, right, _ = json.loads(file.read_text())
+    wrong, right = json.loads(file.read_text())
     assert (wrong["accepted"], right["accepted"]) == (0, 45)
     assert wrong["formula"] == pytest.approx(1.0)
     assert len(right["ratios"]) == 1
