@@ -5,13 +5,15 @@ from contextlib import contextmanager
 
 import jax
 
+FLAG = "jax_disable_most_optimizations"
+
 
 @contextmanager
 def optimized() -> Iterator[None]:
     """Programs that this process makes meanwhile are optimized like those of users."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
+    before = jax.config.values[FLAG]
+    jax.config.update(FLAG, False)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+        jax.config.update(FLAG, before)
