@@ -22,12 +22,17 @@ help:
 demo: $(VENV)/installed
 	"$(BIN)/python" -m jinfer.generate "$(SPEC)" --prompt "$(PROMPT)"
 
-# A file at a time to as many processes as there are cores; four hold enough models in memory.
-test: $(VENV)/installed-dev
-	"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile
+# A file at a time to as many processes as there are cores, in the order that tests/conftest.py says;
+# four hold enough models in memory.
+TEST = "$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+test: $(VENV)/installed-dev
+	$(TEST)
+
+# Programs are optimized here as they are for users, in most of the tests of `make test` they are not.
 soak: $(VENV)/installed-dev
-	"$(BIN)/python" -m pytest -m soak --hypothesis-profile random
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(TEST)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 "$(BIN)/python" -m pytest -m soak --hypothesis-profile random
 
 # The custom calls' own tests, with what finds every access outside of a buffer, on each set of
 # instructions. Python itself has no sanitizer in it, hence the preloading; it never frees all.

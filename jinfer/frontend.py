@@ -118,9 +118,9 @@ class Frontend:
         file = replace(self.opened.checkpoint, tensors={}, metadata={})
         self.opened = replace(self.opened, checkpoint=file)
         self._lift()
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        # At any collection JAX lets the host's arrays go that its own were made of. Cycles of a
+        # model's own hold next to nothing, and a search of all objects would stop other models.
+        gc.collect(0)
         trim()
 
     def warm_up(self, progress: bool = False) -> None:

@@ -24,6 +24,9 @@ def _cache_directory() -> str:
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_directory())
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Compiling is most of the work of the tests, and LLVM's optimizations are a third of that. Tests in
+# which these decide something take the fixture `optimized`; `make soak` runs all tests with them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # One library of custom calls, for every set of instructions that tests lower themselves to.
@@ -36,6 +39,24 @@ hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
 
+# Files that take longest, which begin first: at the end the others fill what time is left.
+LONGEST = (
+    *("tests/partition/test_eight.py", "tests/test_goldens.py", "tests/test_docs.py"),
+    *("tests/kernels_pallas/test_attention.py", "tests/distributed/", "tests/test_lifetime.py"),
+    *("tests/speculate/", "tests/engine/", "tests/server/", "tests/ops/", "tests/test_wheel.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which files are handed to processes, see `--no-loadscope-reorder`."""
+
+    def rank(item: pytest.Item) -> int:
+        found = (n for n, name in enumerate(LONGEST) if item.nodeid.startswith(name))
+        return next(found, len(LONGEST))
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _let_programs_go() -> Iterator[None]:
     """Each compiled program takes memory maps, of which a process has 65,530 on Linux."""
@@ -44,6 +65,15 @@ def _let_programs_go() -> Iterator[None]:
 
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """For a whole file: see `tests.compiling.optimized`."""
+    from tests.compiling import optimized
+
+    with optimized():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,7 @@
 """Every golden checkpoint gives its reference's logits, hidden states and greedy tokens."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
+from tests.compiling import optimized
 from tests.reference.numpy_llama import numpy_llama
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -34,6 +37,11 @@ CAUSAL |= {
         *("baichuan2_7b", "bloom", "chatglm2", "falcon7b", "gemma", "gpt2", "llama2"),
         *("minicpm", "orion", "phi2", "qwen15", "xverse", "mixtral", "deepseek_moe"),
     )
+}
+# Of each structure one, whose programs are optimized also where those of most tests are not.
+OPTIMIZED = {
+    *("llama2", "gpt2", "falcon7b", "bloom", "gemma2", "gpt_oss"),
+    *("mixtral", "deepseek_v2", "chatglm2", "gguf_llama_mixed"),
 }
 # Its hidden states are narrower than its layers, and were left out of the values.
 NO_HIDDEN = ("opt350m",)
@@ -64,8 +72,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def llm(name: str) -> LLM:
-    return open_model(name)
+def llm(name: str) -> Iterator[LLM]:
+    with optimized() if name in OPTIMIZED else nullcontext():
+        yield open_model(name)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("optimized")
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "goldens" / "real_smollm2_135m_q4_1"
 

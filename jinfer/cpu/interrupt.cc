@@ -13,10 +13,12 @@ namespace {
 constexpr int32_t kFlags = 1024;
 std::atomic<bool> raised[kFlags];
 
+bool known(int32_t flag) { return flag >= 0 && flag < kFlags; }
+
 ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
                        ffi::Result<ffi::Buffer<ffi::PRED>> out) {
   const int32_t which = flag.typed_data()[0];
-  if (which < 0 || which >= kFlags) return ffi::Error::InvalidArgument("there is no such flag");
+  if (!known(which)) return ffi::Error::InvalidArgument("there is no such flag");
   out->typed_data()[0] = raised[which].load(std::memory_order_relaxed);
   return ffi::Error::Success();
 }
@@ -31,6 +33,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_interrupted, jinfer::interrupted,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>());
 
-extern "C" __attribute__((visibility("default"))) void jinfer_raise(int32_t flag, bool on) {
-  jinfer::raised[flag % jinfer::kFlags].store(on, std::memory_order_relaxed);
+// Whether there is such a flag.
+extern "C" __attribute__((visibility("default"))) bool jinfer_raise(int32_t flag, bool on) {
+  if (!jinfer::known(flag)) return false;
+  jinfer::raised[flag].store(on, std::memory_order_relaxed);
+  return true;
 }

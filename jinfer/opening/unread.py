@@ -133,6 +133,20 @@ def _turns(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return not ropes or any(_near(value, rope.theta) for rope in ropes)
 
 
+def _same_scoring(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether experts are scored so; GGUF numbers the functions."""
+    name = {"1": "softmax", "2": "sigmoid"}.get(str(value), str(value))
+    return not value or name in (_values(spec, "scoring") or {"softmax"})
+
+
+def _same_choice(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether experts are chosen by that method, in DeepSeek's words."""
+    if True in _values(spec, "correction_bias"):
+        return not value or value == "noaux_tc"
+    groups = max(_values(spec, "groups"), default=1)
+    return not value or value in ("group_limited_greedy", "greedy" if groups == 1 else "")
+
+
 def _is_parallel(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether a line of a layer's formula calls an attention and a feed-forward."""
     layers = [layer for stack in spec.stacks for layer in stack.layers]
@@ -162,7 +176,9 @@ _ALIBI = ("attention has linear biases", _usual())
 _CLIP = ("queries, keys and values are clipped", _usual())
 _LAYERS = ("layers differ from each other", _plain_layers)
 _PARALLEL = ("attention and feed-forward stand side by side", _is_parallel)
-_ROUTING = ("how experts are chosen and weighed", _usual(1, "softmax", "greedy"))
+_ROUTING_HOW = "how experts are chosen and weighed"
+_ROUTING = (_ROUTING_HOW, _usual(1))
+_SCORING = (_ROUTING_HOW, _same_scoring)
 _DENSE = ("some layers have no experts", _usual(1))
 _SHARING = ("layers use what others computed", _usual())
 _CLAMP = ("the gated unit is clamped", _is_built("limit", "alpha"))
@@ -196,10 +212,11 @@ _KNOWN: dict[str, tuple[str, _Rule]] = {
     "apply_residual_connection_post_layernorm": ("residuals start after the norm", _usual()),
     "position_embedding_type": ("another kind of positions", _usual("absolute", "rope", "rotary")),
     "scale_attn_by_inverse_layer_idx": ("scores are divided by the layer's number", _usual()),
-    **dict.fromkeys(("norm_topk_prob", "routed_scaling_factor", "scoring_func"), _ROUTING),
-    **dict.fromkeys(("topk_method", "n_group", "moe_router_use_sigmoid"), _ROUTING),
+    **dict.fromkeys(("norm_topk_prob", "routed_scaling_factor", "n_group"), _ROUTING),
     **dict.fromkeys(("expert_weights_scale", "expert_weights_norm"), _ROUTING),
-    "expert_gating_func": _ROUTING,
+    "moe_router_use_sigmoid": _ROUTING,
+    **dict.fromkeys(("scoring_func", "expert_gating_func"), _SCORING),
+    "topk_method": (_ROUTING_HOW, _same_choice),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step"), _DENSE),
     **dict.fromkeys(("mlp_only_layers", "leading_dense_block_count"), _DENSE),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), _CLAMP),

@@ -150,7 +150,9 @@ class Values:
             try:
                 return self._evaluate(alternative, key, names or {})
             except Missing as absent:
-                missing.append(absent)
+                # Its frames would hold this list, and with those that called all that is opened.
+                absent.__context__ = None
+                missing.append(absent.with_traceback(None))
         where = key if key.startswith("dims.") else "it"
         reason = f"{self._lacking(missing)}; set {where} or add a default: '| ...'"
         raise SpecError(self.path, key, reason)

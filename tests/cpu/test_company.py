@@ -23,7 +23,10 @@ from jinfer.quant.sparse import OutlierTensor, sparse_of
 from tests.cpu.helpers import isas
 from tests.cpu.test_linear import CODEBOOK, TWO_LEVEL, WIDTHS, matrix
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not build.available(), reason="no C++ compiler"),
+    pytest.mark.usefixtures("optimized"),
+]
 
 FORMATS = [
     *(QuantFormat(width) for width in WIDTHS),

@@ -1,12 +1,16 @@
 """Several processes give what one device gives."""
 
+import json
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jinfer import LLM
+from tests.distributed.answering import ASKED
 from tests.distributed.jobs import answered
+from tests.partition.eight.models import GOLDENS
 
 KEYS = {"engine.slots": 6, "engine.kv_tokens": 1024}
 
@@ -25,10 +29,10 @@ def case(golden: str, ask: str, layout: Layout, **more: Any) -> dict[str, Any]:
 
 @cache
 def alone(golden: str, ask: str, weights: str) -> Any:
-    """What one device gives."""
-    keys = {**KEYS, "quantization.weights": weights}
-    (found,) = answered([{"golden": golden, "ask": ask, "keys": keys}], 1)
-    return found
+    """What one device gives, here."""
+    keys: dict[str, Any] = {"dtype": "float32", **KEYS, "quantization.weights": weights}
+    with LLM(GOLDENS / golden, **keys) as llm:
+        return json.loads(json.dumps(ASKED[ask](llm)))
 
 
 def compare(cases: list[dict[str, Any]], processes: int, devices: int) -> None:

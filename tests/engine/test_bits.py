@@ -10,6 +10,7 @@ from jinfer import LLM
 from jinfer.cpu.build import ISAS, Isa, isa, lowered_isa
 from tests.test_smollm2 import ROOT
 
+pytestmark = pytest.mark.usefixtures("optimized")
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLLM2 = ROOT / "specs" / "smollm2_135m_instruct.toml"
 IDS = np.random.default_rng(2).integers(3, 250, 90).tolist()

@@ -459,7 +459,8 @@ def test_several_answers(llm: LLM) -> None:
 
 
 def test_all_programs_at_start() -> None:
-    with open_model(**{"engine.warm_up": True}) as llm:
+    few = {"engine.slots": 3, "engine.prefill_chunk": 32}
+    with open_model(**few, **{"engine.warm_up": True}) as llm:
         made = llm.compilations
         drawing = SamplingParams(temperature=0.5, top_k=5, max_tokens=7)
         rare = SamplingParams(temperature=0.5, mirostat=2, repetition_penalty=1.2, max_tokens=7)

@@ -21,6 +21,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]
 TEXTS = [PROMPT, [8, 3]]
 WIDTH = Shape("forward", 1, rows=1, want="hidden")  # asked for its result's shape, not compiled
+FEW = {"engine.slots": 1, "engine.prefill_chunk": 8}  # programs, where it matters not which
 EVERY: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=6, ignore_eos=True),
     "drawn": SamplingParams(max_tokens=6, temperature=0.9, typical_p=0.9, seed=3, logprobs=2),
@@ -100,17 +101,17 @@ def test_a_second_start_traces_nothing(
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_damaged_programs_are_made_again(shelf: Shelf, damage: str) -> None:
-    first, _ = results(shelf, "llama2", ("greedy",))
+    first, _ = results(shelf, "llama2", ("greedy",), **FEW)
     before = sorted(path.name for path in shelf.folder.iterdir())
     for path in shelf.folder.iterdir():
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content[:-100] if damage == "cut" else content)
-    again, traced = results(shelf, "llama2", ("greedy",))
+    again, traced = results(shelf, "llama2", ("greedy",), **FEW)
     same(first, again)
     assert traced
     assert sorted(path.name for path in shelf.folder.iterdir()) == before
-    assert results(shelf, "llama2", ("greedy",))[1] == set()
+    assert results(shelf, "llama2", ("greedy",), **FEW)[1] == set()
 
 
 @pytest.mark.parametrize("which", ["dumped", "loaded"])
@@ -118,10 +119,10 @@ def test_what_cannot_be_kept_is_left_to_jax(
     shelf: Shelf, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a version of JAX that looks another way inside."""
-    before = results(shelf, "llama2", ("greedy",))[0] if which == "loaded" else None
+    before = results(shelf, "llama2", ("greedy",), **FEW)[0] if which == "loaded" else None
     monkeypatch.setattr(programs, which, lambda _: None)
-    first, made = results(shelf, "llama2", ("greedy",))
-    second, traced = results(shelf, "llama2", ("greedy",))
+    first, made = results(shelf, "llama2", ("greedy",), **FEW)
+    second, traced = results(shelf, "llama2", ("greedy",), **FEW)
     assert made == traced != set()
     same(first, second)
     if before is not None:

@@ -138,21 +138,27 @@ def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
     assert llm.stats().running == llm.stats().waiting == 0
 
 
-def variants(source: Path, most: int, **overrides: Any) -> Iterator[LLM]:
+ALL, FEW, MANY = slice(None), slice(2), slice(2, None)  # of the variants, by their slots
+
+
+def variants(source: Path, most: int, which: slice = ALL, **overrides: Any) -> Iterator[LLM]:
     """The model with different sizes of pools, slots and chunks."""
     settings: dict[str, Any] = {"engine.context": most, **overrides}
     small = most + 640  # what one request of four candidates needs at most
-    for keys in (
+    every: tuple[dict[str, Any], ...] = (
         {"engine.slots": 1},
         {"engine.slots": 4, "engine.kv_tokens": small, "engine.prefill_chunk": 64},
         {"engine.slots": 16, "engine.prefill_chunk": 100, "engine.mixed_chunk": 17},
         {"engine.slots": 7, "engine.kv_tokens": small, "engine.mixed_chunk": 40},
-    ):
+    )
+    for keys in every[which]:
         with LLM(source, **{**settings, **keys}) as llm:
             yield llm
 
 
-def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any) -> None:
+def schedules(
+    source: Path, most: int, rounds: int, seed: int, which: slice = ALL, **overrides: Any
+) -> None:
     rng = random.Random(seed)
     with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
         vocab = alone.spec.dims["vocab"]
@@ -162,7 +168,7 @@ def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any)
         for one in every:
             one.expected = alone.generate([one.prompt], one.params)[0].token_ids
     preempted = 0
-    for llm in variants(source, most, **overrides):
+    for llm in variants(source, most, which, **overrides):
         for number in range(rounds):
             asked = [
                 Asked(one.prompt, one.params, one.expected, [], one.cancel_after)
@@ -173,17 +179,25 @@ def schedules(source: Path, most: int, rounds: int, seed: int, **overrides: Any)
     assert preempted > 0, "the small pools were meant to be too small"
 
 
-@pytest.mark.parametrize("seconds", [0.0, chosen.CALL_SECONDS])
-def test_stories(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "which"),
+    [
+        pytest.param(0.0, FEW, id="a step a call"),
+        pytest.param(chosen.CALL_SECONDS, MANY, id="several"),
+        pytest.param(0.0, MANY, id="a step a call of many", marks=pytest.mark.soak),
+        pytest.param(chosen.CALL_SECONDS, FEW, id="several of few", marks=pytest.mark.soak),
+    ],
+)
+def test_stories(monkeypatch: pytest.MonkeyPatch, seconds: float, which: slice) -> None:
     monkeypatch.setattr(chosen, "CALL_SECONDS", seconds)
-    schedules(STORIES, 256, 2, seed=int(seconds > 0))
+    schedules(STORIES, 256, 2, int(seconds > 0), which)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cache", ["f32", "q8", "q4"])
 @pytest.mark.parametrize("seed", range(10))
 def test_many_of_stories(cache: str, seed: int) -> None:
-    schedules(STORIES, 256, 5, seed, **{"quantization.kv_cache": cache})
+    schedules(STORIES, 256, 5, seed, ALL, **{"quantization.kv_cache": cache})
 
 
 @pytest.mark.soak

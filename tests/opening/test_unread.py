@@ -12,6 +12,8 @@ from jinfer.opening.recognize import recognize
 from jinfer.opening.settings import open_model
 from jinfer.opening.unread import consequences
 from tests.families.gguf_files import write_gguf
+from tests.families.test_scaled_families import LATENT, latent_shapes
+from tests.families.tiny import random_tensors, write
 from tools.inspect import main
 from tools.matching import describe
 
@@ -88,6 +90,24 @@ def test_a_value_that_changes_nothing_is_not(
     keys: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert warned(with_keys(tmp_path / "model", **keys), caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({}, []),
+        ({"scoring_func": "softmax"}, ["scoring_func"]),
+        ({"topk_method": "greedy", "scoring_func": ["x"]}, ["scoring_func", "topk_method"]),
+    ],
+)
+def test_how_a_family_chooses_experts(
+    keys: dict[str, Any], wrong: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSeek-V3's way is the family's: a file that says it too is followed, another is not."""
+    write(tmp_path, LATENT | keys, random_tensors(latent_shapes(), seed=1))
+    lines = warned(tmp_path, caplog)
+    assert sorted(line.split()[1] for line in lines) == wrong
+    assert all(line.endswith("followed: how experts are chosen and weighed") for line in lines)
 
 
 def test_a_key_of_gguf(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, seq
 from tests.ops.paged import filled as filled_pool
 from tests.reference.numpy_blocks import Floats
 
+pytestmark = pytest.mark.usefixtures("optimized")
 HEAD_DIM = 8
 
 

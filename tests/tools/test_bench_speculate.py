@@ -13,11 +13,11 @@ STORIES = Path(__file__).parents[1] / "goldens" / "stories260K"
 
 def test_it_measures(tmp_path: Path, capsys: Any) -> None:
     file, picture = tmp_path / "a.json", tmp_path / "a.svg"
-    arguments = ["--accuracy", "0", "1", "--nodes", "4", "0", "--tokens", "61", "--rounds", "1"]
+    arguments = ["--accuracy", "0", "1", "--nodes", "4", "--tokens", "61", "--rounds", "1"]
     arguments += ["--json", str(file)]
     assert bench_speculate.main([str(STORIES), *arguments, "--svg", str(picture)]) == 0
     assert "| replay, 1.0, 4 nodes | 1 | 4.00 | 4.00 | 1.00 |" in capsys.readouterr().out
-    wrong, _, right, _ = json.loads(file.read_text())
+    wrong, right = json.loads(file.read_text())
     assert (wrong["accepted"], right["accepted"]) == (0, 45)
     assert wrong["formula"] == pytest.approx(1.0)
     assert len(right["ratios"]) == 1
