@@ -143,8 +143,7 @@ class EngineThread:
                     self._thread.start()
                     _running.add(self)
                     _threads.add(self._thread)
-        self._loop.inbox.put(message)
-        self._loop.engine.interrupt.set(True)
+        self._loop.send(message)
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
@@ -205,6 +204,8 @@ class _Loop:
     tokenizer: Tokenizer | None
     owner: weakref.ref[EngineThread]
     inbox: SimpleQueue[Callable[[_Loop], Any] | None] = field(default_factory=SimpleQueue)
+    # A finalizer may cancel a request while its thread sends something else.
+    sending: threading.RLock = field(default_factory=threading.RLock)
     jobs: deque[_Work] = field(default_factory=deque)
     pause: Pause | None = None
     generations: dict[int, tuple[Generation, Callable[[Any], None]]] = field(default_factory=dict)
@@ -212,6 +213,12 @@ class _Loop:
     cached_tokens: int = 0
     new_tokens: int = 0
     started: bool = False
+
+    def send(self, message: Callable[[_Loop], Any]) -> None:
+        """Puts a message into the inbox, and ends the call that runs early for it."""
+        with self.sending:
+            self.inbox.put(message)
+            self.engine.interrupt.set(True)
 
     def stop(self) -> None:
         """Ends the thread, whether or not it was ever needed; also when the owner is forgotten."""
@@ -240,14 +247,18 @@ class _Loop:
 
     def _receive(self) -> bool:
         """Takes all messages; waits for one where there is nothing to do. False: the end."""
-        # What comes from here on interrupts what is launched after this.
-        self.engine.interrupt.set(False)
         idle = not self.engine.busy and (not self.jobs or isinstance(self.pause, Shape))
         while True:
             try:
                 message = self.inbox.get(block=idle, timeout=_LOOK if self.jobs else None)
             except Empty:
-                return True
+                with self.sending:
+                    if self.inbox.empty():
+                        # What was taken does not interrupt what is launched for it.
+                        self.engine.interrupt.set(False)
+                        return True
+                idle = False
+                continue
             if message is None:
                 return False
             message(self)

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,38 @@ def test_interrupted_calls(
     assert ids(llm.generate(PROMPTS, GREEDY)) == alone
     assert 0 in taken
     assert max(taken) > 1
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
+def test_a_request_does_not_interrupt_itself(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the flag is raised for what an idle engine has taken already."""
+    steps: list[int] = []
+    was_raised = threading.Event()
+    raise_flag, decode, read = cpu.Flag.set, Engine._decode, Engine._read
+
+    def late(self: cpu.Flag, raised: bool) -> None:
+        time.sleep(0.05 if raised else 0.0)
+        raise_flag(self, raised)
+        if raised:
+            was_raised.set()
+
+    def decoded(self: Engine, plan: Any) -> bool:
+        assert was_raised.wait(60)
+        return decode(self, plan)
+
+    def watched(self: Engine, launched: Any) -> Any:
+        steps.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
+        return read(self, launched)
+
+    monkeypatch.setattr(cpu.Flag, "set", late)
+    monkeypatch.setattr(Engine, "_decode", decoded)
+    monkeypatch.setattr(Engine, "_read", watched)
+    for _ in range(2):  # computed, and cached
+        was_raised.clear()
+        assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
+    assert 0 not in steps
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
