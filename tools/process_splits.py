@@ -280,9 +280,9 @@ def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
     for name, words in (("sums", "a sum among"), ("passes", "a vector between")):
         rate, latency = splits[0].figures[name]
         times = 2 if name == "sums" else 1
-        lines.append(
-            f"{words} processes takes {latency * times * 1e6:.0f} µs, and {rate / 1e9:.2f} GB/s go"
-        )
+        took = f"{words} processes takes {latency * times * 1e6:.0f} µs"
+        found = rate < single.figures["read"]  # else size made no difference that could be measured
+        lines.append(f"{took}, and {rate / 1e9:.2f} GB/s go" if found else f"{took} of any size")
     return lines
 
 

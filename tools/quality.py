@@ -35,7 +35,7 @@ from .perplexity import Window, perplexity, summary, text_windows
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
-QUICK = ("nearest", "search")  # "feedback" takes minutes for each format
+QUICK = ("nearest", "search")  # "feedback" takes a minute or more for each format
 PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jinfer.engine.memory import free_memory, host_memory
 from jinfer.model import AbstractModel
 from jinfer.partition.cost import Machine, layouts, with_host
-from jinfer.partition.memory import MemoryPlan, Sizing, memory_plan, remedies, sizing_of
+from jinfer.partition.memory import Sizing, remedies, sizing_of
 from jinfer.partition.placing import HOST_MACHINE, machine_of, plan_of, work_of
 from jinfer.partition.weighing import weigh
 from jinfer.quant.kind import Kind
@@ -59,17 +59,16 @@ class _Asked:
     kind: Kind
     free: Callable[[str], float]
 
-    def sizing(self, keys: Mapping[str, Any]) -> tuple[Sizing, MemoryPlan]:
+    def sizing(self, keys: Mapping[str, Any]) -> Sizing:
         """Of a specification with these keys. Raises `SpecError` where they cannot be."""
         spec = replace(self.spec, partition=replace(self.spec.partition, **keys))
-        common = (spec, self.model, self.dtype, self.kind, self.context, self.free)
         plan = plan_of(spec, self.model, self.context, self.dtype, self.kind, imagined=True)
-        return sizing_of(plan, *common), memory_plan(plan, *common)
+        return sizing_of(plan, spec, self.model, self.dtype, self.kind, self.context, self.free)
 
     def fits(self, keys: Mapping[str, Any]) -> bool:
         """Whether all memories have room with these keys."""
         try:
-            return not self.sizing(keys)[1].problem
+            return not self.sizing(keys).asked().problem
         except SpecError:
             return False
 
@@ -88,12 +87,8 @@ def settled(
     if any(getattr(part, key) for key in _WORDS):
         return spec, ""
     free, count = memories(), len(jax.devices())
-    try:
-        plan = plan_of(spec, model, context, dtype, kind)
-        if not memory_plan(plan, spec, model, dtype, kind, context, free).problem:
-            return spec, ""
-    except SpecError:
-        pass  # it fits on no division of the devices; where nothing else does it is said again
+    if _Asked(spec, model, context, dtype, kind, free).fits({}):
+        return spec, ""
     machine = machine_of(jax.devices())
     found = options(spec, model, context, dtype, kind, machine, count, free)
     if not found:
@@ -147,10 +142,10 @@ def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator
     """Of each kind of change the least that fits."""
     for start in ({}, {"host_embeddings": True}):
         try:
-            sizing, plan = asked.sizing({**devices, **start})
+            sizing = asked.sizing({**devices, **start})
         except SpecError:  # it cannot be divided like that
             continue
-        if not plan.problem:
+        if not sizing.asked().problem:
             yield start
             continue
         for more in remedies(sizing):

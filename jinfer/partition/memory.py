@@ -73,6 +73,7 @@ class Sizing:
         kind, context: of the cache.
         free: bytes of a device's memory, by its name, and of `HOST`.
         holdings: of each stage, with all its weights on its devices.
+        streamed: layers whose weights the specification keeps on the host.
     """
 
     spec: ModelSpec
@@ -80,6 +81,13 @@ class Sizing:
     context: int
     free: Callable[[str], float]
     holdings: tuple[Holding, ...]
+    streamed: frozenset[int]
+
+    def asked(self) -> MemoryPlan:
+        """As the specification has it, or why that does not fit."""
+        found = self.plan(self.spec.partition.host_kv_cache, self.streamed)
+        lacking = too_full(found.places)
+        return found if lacking is None else replace(found, problem=_refusal(self, lacking))
 
     def plan(self, share: float, streamed: frozenset[int]) -> MemoryPlan:
         """With a share of the cache on the host, and some layers' weights."""
@@ -105,21 +113,8 @@ def memory_plan(
     context: int,
     free: Callable[[str], float],
 ) -> MemoryPlan:
-    """The memory plan of a plan of devices.
-
-    Args:
-        model: with its parameters as they will be stored.
-        kind, context: of the cache.
-        free: bytes of a device's memory, by its name in the plan, and of `HOST`.
-
-    Raises:
-        SpecError: what it asks for cannot be, whatever there is of memory.
-    """
-    check_host_cache(plan, spec)
-    sizing = sizing_of(plan, spec, model, dtype, kind, context, free)
-    found = sizing.plan(spec.partition.host_kv_cache, streamed_layers(plan, spec))
-    lacking = too_full(found.places)
-    return found if lacking is None else replace(found, problem=_refusal(sizing, lacking))
+    """What goes where; arguments and errors as of `sizing_of`."""
+    return sizing_of(plan, spec, model, dtype, kind, context, free).asked()
 
 
 def sizing_of(
@@ -131,12 +126,22 @@ def sizing_of(
     context: int,
     free: Callable[[str], float],
 ) -> Sizing:
-    """What memory plans of a plan of devices follow from; arguments and errors as above."""
+    """What the memory plans of a plan of devices follow from.
+
+    Args:
+        model: with its parameters as they will be stored.
+        kind, context: of the cache.
+        free: bytes of a device's memory, by its name in the plan, and of `HOST`.
+
+    Raises:
+        SpecError: what it asks for cannot be, whatever there is of memory.
+    """
+    check_host_cache(plan, spec)
     stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
     holdings = tuple(
         holding(stage, row.devices, main) for stage, row in zip(stages, plan.rows, strict=True)
     )
-    return Sizing(spec, kind, context, free, holdings)
+    return Sizing(spec, kind, context, free, holdings, streamed_layers(plan, spec))
 
 
 def _refusal(sizing: Sizing, lacking: Place) -> str:
