@@ -68,6 +68,8 @@ SLOW = {
     "jinfer bench cpu MODEL.gguf --beside CHECKOUT",
     "jinfer bench engine smollm2_135m_instruct",
     "jinfer bench speculate smollm2_135m_instruct",
+    "jinfer bench speculate MODEL.gguf --accuracy 0 0.8 0.9 --nodes 0 4 8 16 --tokens 192 "
+    "--rounds 3",
     "jinfer bench models made.gguf --shape 1.1b",
     "jinfer bench partition MODEL.gguf --processes 2 --rounds 5",
     "jinfer quality SOURCE --text text.txt",

@@ -249,7 +249,9 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
         flops=found["flops"],
         sums=sums,
         passes=passes,
-        call=0.0,
+        # Of stages that follow each other the model counts a message for each; devices of one stage
+        # are told as well where a step's tokens stand.
+        call=passes.latency if side.pipe == 1 else 0.0,
         together=found["together"],
         apart=apart[few] + part * (apart[many] - apart[few]),
     )
@@ -277,7 +279,7 @@ def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
         f"with {share}, {splits[0].figures['read'] / 1e9:.1f} alone, and "
         f"{splits[0].figures['together'] / 1e9:.1f} are read by all together"
     ]
-    for name, words in (("sums", "a sum among"), ("passes", "a vector between")):
+    for name, words in (("sums", "a sum after a product among"), ("passes", "a vector between")):
         rate, latency = splits[0].figures[name]
         times = 2 if name == "sums" else 1
         took = f"{words} processes takes {latency * times * 1e6:.0f} µs"

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jinfer.distributed.group import Group
@@ -27,7 +26,7 @@ from jinfer.partition.weighing import nbytes
 _BYTES = 256 << 20  # of all matrices, more than caches hold
 _MOST = 64  # of them
 _SECONDS = 1.0  # of a measurement of products
-_SUMS, _MESSAGES = 64, 200
+_RUNS, _MESSAGES = 15, 200
 _LARGE = 64  # times a token's vector: what tells a link's rate from its latency
 
 
@@ -57,6 +56,24 @@ class Products:
         compiled = self._compiled.get(rows) or self._compile(rows)
         x = jnp.ones((rows, self._inputs), jnp.float32)
         return median_seconds(lambda: compiled(x, self._weights).block_until_ready(), _SECONDS)
+
+    def before_sums(self, site: Site, numbers: int) -> float:
+        """Seconds of a product, and of the sum of so many numbers of all devices after it."""
+
+        @jax.jit
+        @partial(jax.shard_map, mesh=site.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        def added(x: Array, weights: list[Any]) -> Array:
+            total = jnp.zeros(numbers or 1, jnp.float32)
+            for weight in weights:
+                one = linear(x + total[0], weight)[0, 0].astype(jnp.float32) * jnp.float32(0)
+                total = jax.lax.psum(total + one, AXIS) if numbers else total + one
+            return total
+
+        given = site.take(np.ones((1, self._inputs), np.float32)), site.taken(self._weights)
+        added(*given).block_until_ready()
+        # As many runs in all processes: each waits for the others in every sum.
+        runs = [_timed(lambda: added(*given).block_until_ready()) for _ in range(_RUNS)]
+        return statistics.median(runs) / len(self._weights)
 
     def _compile(self, rows: int) -> Any:
         def products(x: Array, weights: list[Any]) -> Array:
@@ -94,32 +111,21 @@ def median_seconds(run: Callable[[], Any], seconds: float) -> float:
     return statistics.median(taken)
 
 
-def sum_link(size: int) -> Link:
+def sum_link(size: int, products: Products) -> Link:
     """The link of sums among all devices of a job, of which each process has one.
+
+    Sums that follow products, as a layer's do, take longer than one sum after another: the
+    processes come to them at different times, and who waits has to wake up.
 
     Args:
         size: numbers of a token's vector.
+        products: that sums follow.
     """
     site = Site(tuple(jax.devices()))
-    mesh, count = Mesh(np.array(site.devices), (AXIS,)), len(site.devices)
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    def added(x: Array) -> Array:
-        for _ in range(_SUMS):
-            x = jax.lax.psum(x, AXIS) * jnp.float32(1 / count)
-        return x
-
-    def took(numbers: int) -> float:
-        x = site.take(np.ones((1, numbers), np.float32))
-        added(x).block_until_ready()
-        # As many runs in all processes: each waits for the others in every sum.
-        runs = [_timed(lambda: added(x).block_until_ready()) for _ in range(9)]
-        return statistics.median(runs) / _SUMS
-
+    count = len(site.devices)
+    alone, small, large = (products.before_sums(site, n * size) for n in (0, 1, _LARGE))
     # A sum is two messages and 2 (T - 1) / T of the vector.
-    bytes_of_one = 4 * size * 2 * (count - 1) / count
-    found = _link(took(size), took(_LARGE * size), bytes_of_one)
+    found = _link(small - alone, large - alone, 4 * size * 2 * (count - 1) / count)
     return Link(found.rate, found.latency / 2)
 
 

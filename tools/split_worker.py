@@ -58,7 +58,8 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     group.gathered(True)  # all are ready,
     group.shared(True)  # and begin
     found["together"] = sum(group.gathered(products.read()))
-    for name, link in (("sums", sum_link(hidden)), ("passes", pass_link(group, hidden))):
+    links = {"sums": sum_link(hidden, products), "passes": pass_link(group, hidden)}
+    for name, link in links.items():
         found[name] = [link.rate, link.latency]
     return found
 
