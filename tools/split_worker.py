@@ -49,8 +49,8 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     opened = open_model(options.source, dict(keys))
     plain = build(opened.spec, jnp.dtype(opened.dtype))
     model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
-    matrix, hidden, group = largest_matrix(model), opened.spec.dims["hidden"], current()
-    found, products = dict[str, Any](), Products(matrix)
+    matrices, hidden, group = matrices_of(model), opened.spec.dims["hidden"], current()
+    found, products = dict[str, Any](), Products(matrices[-1])
     if group is None or group.rank == 0:
         found = {"read": products.read(), "flops": products.flops(options.requests)}
     if group is None:
@@ -58,17 +58,18 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     group.gathered(True)  # all are ready,
     group.shared(True)  # and begin
     found["together"] = sum(group.gathered(products.read()))
-    links = {"sums": sum_link(hidden, products), "passes": pass_link(group, hidden)}
-    for name, link in links.items():
+    # Sums follow parts of matrices, about as large as one of middle size is.
+    sums = sum_link(hidden, Products(matrices[len(matrices) // 2]))
+    for name, link in (("sums", sums), ("passes", pass_link(group, hidden))):
         found[name] = [link.rate, link.latency]
     return found
 
 
-def largest_matrix(model: AbstractModel) -> Any:
-    """The largest matrix of a layer, as it is stored."""
+def matrices_of(model: AbstractModel) -> list[Any]:
+    """The matrices of layers, as they are stored, the smallest first."""
     found = [
         parameter
         for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True)
         if role == "matrix" and len(parameter.shape) == 2 and name.split(".")[1].isdigit()
     ]
-    return max(found, key=nbytes)
+    return sorted(found, key=nbytes)
