@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import jax
 from jax import Array
 
+from jinfer.engine.memory import trim
 from jinfer.ops.backend import target
 from jinfer.partition.cutting import as_here, cut, once
 from jinfer.partition.making import Stage
 from jinfer.partition.sites import HOST_MEMORY
 from jinfer.partition.stages import Source
+from jinfer.partition.weighing import nbytes
 from jinfer.weights.find import Weights
 from jinfer.weights.windows import Rows
+
+_KEPT = 32 << 20  # bytes that were cut into parts, and may be free but not the system's yet
 
 
 def load_stages(
@@ -32,8 +37,10 @@ def load_stages(
         for index, source in enumerate(stage.model.sources):
             wanted.setdefault(source.name, []).append((number, index))
     found: dict[tuple[int, int], Any] = {}
+    freed = 0
 
     def place(names: Sequence[str], values: Any) -> None:
+        nonlocal freed
         here: dict[Any, Any] = {}
         for name in names:
             for number, index in wanted.get(name, ()):
@@ -43,12 +50,18 @@ def load_stages(
                     here[key] = _placed(stages[number], source, values)
                 found[number, index] = here[key]
         jax.block_until_ready(here)
+        freed += nbytes(values.values if isinstance(values, Rows) else values)
+        if freed > _KEPT:  # where two threads count at once, a little later
+            freed = 0
+            trim()
 
     rows = {
         name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in each])
         for name, each in wanted.items()
     }
     weights.place(place, progress, rows)
+    gc.collect(0)  # JAX lets go of the arrays that parts were made of
+    trim()
     absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf

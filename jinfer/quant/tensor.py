@@ -200,22 +200,26 @@ class _Slabs:
 
     def take(self, size: int) -> np.ndarray:
         """uint8 [size], aligned; the slab lives as long as a part of it."""
-        if size > _SLAB // 4:
-            return _aligned(np.zeros(size + ALIGNMENT, np.uint8))[:size]
+        if size > _SLAB:
+            return _whole_pages(size)
         with self._lock:
             if self._begin + size > self._slab.size:
-                self._slab, self._begin = _aligned(np.zeros(_SLAB, np.uint8)), 0
+                self._slab, self._begin = _whole_pages(_SLAB), 0
             begin = self._begin
             self._begin += -(-size // ALIGNMENT) * ALIGNMENT
             return self._slab[begin : begin + size]
 
 
-_SLAB = 64 << 20
+# All of a slab stays as long as a matrix in it, also where others, of which devices took their
+# parts, are gone. What of it nobody touches takes no memory.
+_SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
 _slabs = _Slabs()
 
 
-def _aligned(room: np.ndarray) -> np.ndarray:
-    return room[-room.ctypes.data % ALIGNMENT :]
+def _whole_pages(size: int) -> np.ndarray:
+    """Zeros that begin with a huge page; what stands before them is never touched."""
+    room = np.zeros(size + _HUGE_PAGE, np.uint8)
+    return room[-room.ctypes.data % _HUGE_PAGE :][:size]
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -122,8 +122,11 @@ def load(
                 bar.update(origins[name].nbytes)
         return placed
 
+    # Tables first, of which what is made on the way is largest, as long as there is the most room.
+    roles = dict(zip(model.names, model.roles, strict=True))
+    order = sorted(firsts, key=lambda name: roles[name] not in ("table", "head"))
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        arrays = dict(zip(firsts, pool.map(one, firsts), strict=True))
+        arrays = dict(zip(order, pool.map(one, order), strict=True))
     return tuple(arrays[same[name]] for name in wanted)
 
 
