@@ -68,7 +68,7 @@ def test_figures_for_prometheus(llm: LLM) -> None:
         assert f'jinfer:spec_decode_num_{name}_total{{model_name="m"}}' in text
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("logprobs", [None, pytest.param(1, marks=pytest.mark.soak)])
 def test_grammars(logprobs: int | None) -> None:
     """Drafts that are right, and those that are often wrong, beside answers without a grammar."""
     keys = {**KEYS, "engine.slots": 4, "tokenizer": str(GOLDENS / "tok_llama2c")}
