@@ -107,6 +107,7 @@ def test_random_schedules(seed: int) -> None:
         check(llm, seed, asked, rng)
 
 
+@pytest.mark.soak
 def test_nothing_compiles_after_start_while_sizes_change() -> None:
     keys: dict[str, Any] = {"engine.warm_up": True, "engine.context": 128, "engine.slots": 1}
     keys |= {"engine.mixed_chunk": 8, "engine.prefill_chunk": 16}
