@@ -74,6 +74,13 @@ def test_every_kind_of_cache(kind: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_all_rules(name: str) -> None:
     check("f16", name)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize(
+    "name", [n if n == "all" else pytest.param(n, marks=pytest.mark.soak) for n in RULES]
+)
+def test_all_rules_of_a_long_run_of_codes(name: str) -> None:
     check("q8", name, 70)
 
 

@@ -42,6 +42,7 @@ def nothing_held(llm: LLM) -> bool:
     return blocks.held == 0
 
 
+@pytest.mark.soak
 def test_sixteen_at_a_time() -> None:
     requests = asked(16)
     with opened("llama2", **KEYS) as llm:
