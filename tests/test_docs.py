@@ -64,6 +64,8 @@ NOT_RUN = {
 }
 # What takes long is run with the other tests that do.
 SLOW = {
+    "jinfer bench partition --memory",
+    "jinfer chat spec.toml --set quantization.weights=q3.5 --set quantization.kv_cache=q8",
     "jinfer bench cpu MODEL.gguf",
     "jinfer bench cpu MODEL.gguf --beside CHECKOUT",
     "jinfer bench engine smollm2_135m_instruct",
@@ -90,6 +92,7 @@ NAMES = {command.name for command in COMMANDS} - {"list"}
 PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail", "curl")
 ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client |jinfer bench serve ")
 AT = "localhost:8080"
+FEW = "[generation]\nmax_tokens = 24\n"
 LANGUAGES = {"", "sh", "console", "python", "toml", "json", "ini", "text"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
@@ -177,9 +180,10 @@ def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         # What exists as a folder is meant before a name.
         (folder / "smollm2_135m_instruct").mkdir()
         os.link(tiny, folder / "smollm2_135m_instruct/model.gguf")
-        (folder / "spec.toml").write_text('weights = "model.gguf"\n')
+        # Where nobody says how long an answer may be, this one would fill the context.
+        (folder / "spec.toml").write_text(f'weights = "model.gguf"\n{FEW}')
         for name in ("small", "smollm2_135m_instruct"):
-            (folder / f"specs/{name}.toml").write_text('weights = "../model.gguf"\n')
+            (folder / f"specs/{name}.toml").write_text(f'weights = "../model.gguf"\n{FEW}')
         shutil.copy(ROOT / "specs/families/gptj.toml", folder / "specs/families")
         for name in ("text.txt", "calibration.txt"):
             (folder / name).write_text("The quick brown fox jumps over the lazy dog. " * 80)
@@ -202,7 +206,7 @@ def folder(
 @pytest.fixture(scope="module")
 def service(tiny: Path) -> Iterator[str]:
     """Where a server is that answers."""
-    with serving([Source("tiny", str(tiny), {})]) as running:
+    with serving([Source("tiny", str(tiny), {"generation.max_tokens": 24})]) as running:
         yield running.url
 
 

@@ -38,7 +38,8 @@ CAUSAL |= {
         *("minicpm", "orion", "phi2", "qwen15", "xverse", "mixtral", "deepseek_moe"),
     )
 }
-# Of each structure one, whose programs are optimized also where those of most tests are not.
+# Of each structure one, whose programs are optimized also where those of most tests are not, and
+# whose steps are run: a step of another one is made of the parts that its logits went through.
 OPTIMIZED = {
     *("llama2", "gpt2", "falcon7b", "bloom", "gemma2", "gpt_oss"),
     *("mixtral", "deepseek_v2", "chatglm2", "gguf_llama_mixed"),
@@ -98,6 +99,11 @@ def test_hidden_states(name: str, llm: LLM, values: dict[str, np.ndarray]) -> No
     np.testing.assert_allclose(got, values["hidden_states_row0"][-1], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in OPTIMIZED else pytest.mark.soak) for n in CAUSAL],
+    indirect=True,
+)
 def test_greedy_tokens(llm: LLM, values: dict[str, np.ndarray]) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     together = llm.generate(prompts(values), params)

@@ -175,7 +175,7 @@ print(json.dumps([opened, seen]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("how", ["close", "forget"])
+@pytest.mark.parametrize("how", [pytest.param("close", marks=pytest.mark.soak), "forget"])
 def test_ten_models_one_after_another_take_no_more_memory(how: str) -> None:
     """The weights alone are 90 MiB, ten times 900; the first time, code and libraries stay."""
     done = subprocess.run(

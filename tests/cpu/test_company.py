@@ -69,7 +69,7 @@ counts_of_rows = st.tuples(
 ).map(lambda drawn: [*drawn[0], drawn[1], drawn[2]])
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     format=st.sampled_from(FORMATS),
     columns=st.sampled_from((None, 2, 4, 8)),
@@ -105,7 +105,7 @@ def test_quantized(
     check(function, random(600, inputs) / 8, counts, seed=inputs)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     type=st.sampled_from(("float32", "bfloat16", "float16")),
     of=st.sampled_from(("float32", "bfloat16")),

@@ -56,6 +56,7 @@ def test_both_ways_with_two_devices_each() -> None:
     compare([case("llama2", "plain", ("0&2;1&3", [2, 1]))], 2, 2)
 
 
+@pytest.mark.soak
 def test_four_processes() -> None:
     compare([case("llama2", "plain", ("0&1;2&3", [2, 1]))], 4, 1)
 

@@ -182,7 +182,7 @@ def schedules(
 @pytest.mark.parametrize(
     ("seconds", "which"),
     [
-        pytest.param(0.0, FEW, id="a step a call"),
+        pytest.param(0.0, FEW, id="a step a call", marks=pytest.mark.soak),
         pytest.param(chosen.CALL_SECONDS, MANY, id="several"),
         pytest.param(0.0, MANY, id="a step a call of many", marks=pytest.mark.soak),
         pytest.param(chosen.CALL_SECONDS, FEW, id="several of few", marks=pytest.mark.soak),

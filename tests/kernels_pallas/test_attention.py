@@ -278,7 +278,7 @@ def test_every_kind(kind: str, backend: str) -> None:
     "kind",
     [
         # Scores are changed after codes have become numbers: the kinds differ in nothing here.
-        pytest.param(kind, marks=() if kind in ("f32", "q8", "q3.5") else pytest.mark.soak)
+        pytest.param(kind, marks=() if kind in ("f32", "q3.5") else pytest.mark.soak)
         for kind in KINDS
     ],
 )
@@ -288,13 +288,22 @@ def test_everything_of_a_kind(kind: str, backend: str) -> None:
 
 
 @BACKENDS
-@pytest.mark.parametrize("kinds", [("f16", "q8"), ("q3.5", "bf16"), ("q8", "q4"), ("f32", "q2")])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *[("q3.5", "bf16"), ("q8", "q4")],
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (("f16", "q8"), ("f32", "q2"))),
+    ],
+)
 def test_keys_and_values_of_other_kinds_and_widths(kinds: tuple[str, str], backend: str) -> None:
     Case(kinds, ((2, 100, 5),), dims=(48, 192)).check(backend)
 
 
 @BACKENDS
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8", "q3.5"])
+@pytest.mark.parametrize(
+    "kind",
+    ["f32", "q3.5", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bf16", "q8"))],
+)
 def test_keys_that_are_the_values_too(kind: str, backend: str) -> None:
     """As in latent attention; 288 wide, so in several tiles, and heads of a token in two."""
     case = Case((kind, None), ((0, 150, 2),), heads=(20, 1), dims=(288, 288), dtype=jnp.float32)
@@ -302,7 +311,9 @@ def test_keys_that_are_the_values_too(kind: str, backend: str) -> None:
 
 
 @BACKENDS
-@pytest.mark.parametrize("dim", [16, 40, 80, 100, 160])
+@pytest.mark.parametrize(
+    "dim", [40, 100, *(pytest.param(dim, marks=pytest.mark.soak) for dim in (16, 80, 160))]
+)
 def test_odd_widths_of_codes(dim: int, backend: str) -> None:
     """A last column that is not full, and columns that are no power of two."""
     Case(("q4", "q6"), dims=(dim, dim + 3)).check(backend)
@@ -360,7 +371,9 @@ def test_as_many_splits_as_there_are(low: int) -> None:
     Case(("f32", "f32"), runs, heads=(1, 1), dims=(16, 16), window=3968, **shape).check()
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize(
+    "kind", ["q8", *(pytest.param(k, marks=pytest.mark.soak) for k in ("f32", "bf16"))]
+)
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_same_bits_in_any_company(
     kind: str, whole: bool, monkeypatch: pytest.MonkeyPatch
@@ -393,7 +406,7 @@ def test_the_same_bits_wherever_blocks_lie() -> None:
     assert before.tobytes() == case.run().tobytes()
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_anything_together(data: st.DataObject) -> None:
     draw = data.draw

@@ -78,7 +78,14 @@ def run(
         [Run(-1, 3, 2), Run(2, 599), Run(0, 9), Run(-1, 999_999), Run(1, 50, 20), Run(-1, -1)],
     ],
 )
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param((4, 4), id="MHA", marks=pytest.mark.soak),
+        pytest.param((4, 2), id="GQA"),
+        pytest.param((4, 1), id="MQA", marks=pytest.mark.soak),
+    ],
+)
 def test_any_batch(form: Any, heads: tuple[int, int], runs: list[Run]) -> None:
     keys, values, cache, tables = filled([10, 130, 600], heads[1])
     q = random(1, sum(run.length for run in runs), heads[0], HEAD_DIM)
@@ -87,7 +94,10 @@ def test_any_batch(form: Any, heads: tuple[int, int], runs: list[Run]) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("window", [1, 2, 50, BLOCK, BLOCK + 1, 10_000])
+@pytest.mark.parametrize(
+    "window",
+    [1, 50, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, BLOCK, 10_000)), BLOCK + 1],
+)
 def test_window(form: Any, window: int) -> None:
     """Sequences far apart, so that a window skips blocks for one token that another needs."""
     keys, values, cache, tables = filled([8, 600], 1)
@@ -146,7 +156,10 @@ def test_blocks_before_the_window_may_have_been_given_back(form: Any) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("garbage", [1e30, -1e30, 3e38, np.nan, np.inf])
+@pytest.mark.parametrize(
+    "garbage",
+    [3e38, np.nan, *(pytest.param(x, marks=pytest.mark.soak) for x in (1e30, -1e30, np.inf))],
+)
 def test_what_lies_beyond_does_not_matter(form: Any, garbage: float) -> None:
     """What other sequences hold, and what was before in the rest of one's own blocks."""
     _, _, cache, tables = filled([300, 100, 100], 2)

@@ -135,7 +135,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("isa")
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_any_schedule_gives_the_same_bits(data: st.DataObject) -> None:
     """Against each token computed alone, in another order of blocks; and against the definition."""

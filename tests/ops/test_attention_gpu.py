@@ -65,7 +65,14 @@ def jitted(form: Callable[..., Any], rules: dict[str, Any]) -> Callable[..., Any
 
 
 @pytest.mark.usefixtures("_interpreted")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Of the kernel itself tests/kernels_pallas has every kind.
+        pytest.param(kind, marks=() if kind in ("f32", "q8", "q3.5") else pytest.mark.soak)
+        for kind in KINDS
+    ],
+)
 def test_every_kind_of_cache(kind: str) -> None:
     check(kind, "all")
 
@@ -74,6 +81,13 @@ def test_every_kind_of_cache(kind: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_all_rules(name: str) -> None:
     check("f16", name)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize(
+    "name", [n if n == "all" else pytest.param(n, marks=pytest.mark.soak) for n in RULES]
+)
+def test_all_rules_of_a_long_run_of_codes(name: str) -> None:
     check("q8", name, 70)
 
 

@@ -151,7 +151,9 @@ def test_a_prompt_in_chunks_is_the_prompt(form: Any, kind: str) -> None:
 
 @FORMS
 @pytest.mark.parametrize("kind", ["f32", "q8", "q4"])
-@pytest.mark.parametrize("dim", [8, 24, 32, 40, 72, 104, 120])
+@pytest.mark.parametrize(
+    "dim", [24, 40, *(pytest.param(dim, marks=pytest.mark.soak) for dim in (8, 32, 72, 104, 120))]
+)
 def test_what_is_not_there_is_not_read(form: Any, kind: str, dim: int) -> None:
     """All that no token has written is NaN: in one's own blocks too."""
     tables = tables_of([120, 64])

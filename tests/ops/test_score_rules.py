@@ -84,7 +84,9 @@ def test_rules_of_whole_texts(form: Any, name: str) -> None:
 
 
 @TEXTS
-@pytest.mark.parametrize("window", [1, 4, 30, 1000])
+@pytest.mark.parametrize(
+    "window", [4, 1000, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 30))]
+)
 def test_looking_ahead(form: Any, window: int) -> None:
     """Each token sees as far ahead as back; texts longer than a step."""
     got, wanted = whole_texts(form, 301, [301, 64], window=window, ahead=window)

@@ -71,6 +71,7 @@ def soaked(clients: int, seconds: float, *more: str) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.soak
 def test_a_moment_of_clients_that_behave_badly() -> None:
     soaked(8, 3.0)
 

@@ -122,8 +122,8 @@ def stories() -> Any:
     ("draft", "least"),
     [
         (str(STORIES / "model.bin"), 0.4),  # half of each level are siblings
-        ([{"weights": "q4"}], 0.05),
-        ([{"weights": "q3"}], 0.02),
+        pytest.param([{"weights": "q4"}], 0.05, marks=pytest.mark.soak),
+        pytest.param([{"weights": "q3"}], 0.02, marks=pytest.mark.soak),
         ([{"skip": [3]}], 0.02),
         (["ngram", "suffix", {"weights": "q6"}], 0.05),
     ],
@@ -144,6 +144,7 @@ def test_an_expansion(stories: Any) -> None:
     assert check(STORIES, plain, prompts, **settings) > 0.2
 
 
+@pytest.mark.soak
 def test_two_drafts_merged_accept_at_least_as_much(stories: Any) -> None:
     prompts, plain = stories
     steps = []

@@ -68,7 +68,7 @@ def test_figures_for_prometheus(llm: LLM) -> None:
         assert f'jinfer:spec_decode_num_{name}_total{{model_name="m"}}' in text
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("logprobs", [None, pytest.param(1, marks=pytest.mark.soak)])
 def test_grammars(logprobs: int | None) -> None:
     """Drafts that are right, and those that are often wrong, beside answers without a grammar."""
     keys = {**KEYS, "engine.slots": 4, "tokenizer": str(GOLDENS / "tok_llama2c")}
@@ -92,9 +92,8 @@ def test_grammars(logprobs: int | None) -> None:
         assert drafted.accepted == drafted.drafted > 0
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     keys = {**KEYS, "engine.slots": 3, "engine.kv_tokens": 640, "engine.prefill_chunk": 64}
@@ -107,6 +106,7 @@ def test_random_schedules(seed: int) -> None:
         check(llm, seed, asked, rng)
 
 
+@pytest.mark.soak
 def test_nothing_compiles_after_start_while_sizes_change() -> None:
     keys: dict[str, Any] = {"engine.warm_up": True, "engine.context": 128, "engine.slots": 1}
     keys |= {"engine.mixed_chunk": 8, "engine.prefill_chunk": 16}

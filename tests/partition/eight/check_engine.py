@@ -42,6 +42,7 @@ def nothing_held(llm: LLM) -> bool:
     return blocks.held == 0
 
 
+@pytest.mark.soak
 def test_sixteen_at_a_time() -> None:
     requests = asked(16)
     with opened("llama2", **KEYS) as llm:
@@ -60,7 +61,7 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     model = made_up(tmp_path, LlamaShape(6, 1024, 8, 8, 3072, context=256))
     keys: dict[str, Any] = {**KEYS, "dtype": "float32"}
     plan: dict[str, Any] = {"partition.devices": "0;1;2"}
-    requests = asked(9)
+    requests = asked(6)
     with LLM(model, **keys) as llm:
         wanted = tokens(llm, requests)
     with LLM(model, **keys, **plan) as llm:

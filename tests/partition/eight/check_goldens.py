@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 USUAL = {
     ("llama2", "4x1", "auto"),
     ("mixtral", "2x2", "auto"),
-    ("deepseek_v2", "1x4", "q3.5"),
+    ("llama2", "1x4", "q3.5"),
     ("m2m100", "cpu+1x2", "q8"),
 }
 CASES = [(g, name, w) for w in ("auto", "q8", "q3.5") for g in GOLDENS for name in LAYOUTS]

@@ -142,7 +142,8 @@ def test_quantized_caches(kind: str, most: float) -> None:
 
 
 # With few blocks sequences are preempted and begin again.
-@pytest.mark.parametrize("blocks", [5, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("blocks", [5, 16])
 def test_eight_at_a_time_and_again(blocks: int) -> None:
     requests = asked(8)
     keys = {**KEYS, "engine.context": 160, "engine.prefill_chunk": 64}
@@ -157,7 +158,8 @@ def test_eight_at_a_time_and_again(blocks: int) -> None:
         assert nothing_held(llm)
 
 
-@pytest.mark.parametrize("searched", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("searched", [False, True])
 def test_a_common_beginning(searched: bool) -> None:
     """Held by several, and copied in part from one place to the other."""
     rng = np.random.default_rng(6)

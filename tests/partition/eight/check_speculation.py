@@ -60,19 +60,13 @@ def test_trees(split: str, params: SamplingParams) -> None:
         assert llm.frontend.engine.scheduler.blocks.held == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("split", "golden"),
     [
-        ("2x1", "bloom"),
-        *(
-            pytest.param(split, golden, marks=pytest.mark.soak)
-            for split in ("1x1", "2x2")
-            for golden in ("deepseek_v2", "bloom", "mixtral")
-        ),
-        *(
-            pytest.param("2x1", golden, marks=pytest.mark.soak)
-            for golden in ("deepseek_v2", "mixtral")
-        ),
+        (split, golden)
+        for split in ("2x1", "1x1", "2x2")
+        for golden in ("bloom", "deepseek_v2", "mixtral")
     ],
 )
 def test_other_models(split: str, golden: str) -> None:
