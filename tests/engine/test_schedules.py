@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -99,8 +99,8 @@ def request(
     return Asked((begin + own)[: most - 61], params, cancel_after=cancel)
 
 
-def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
-    """Requests that arrive over time; some callers leave before their answer is complete."""
+def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[float]) -> None:
+    """Requests that arrive over time, after one of the pauses each; some callers leave before their answer is complete."""
     done = threading.Semaphore(0)
 
     def consume(one: Asked, prepared: Any, pieces: SimpleQueue[Any]) -> None:
@@ -119,14 +119,20 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random) -> None:
         pieces: SimpleQueue[Any] = SimpleQueue()
         llm.frontend.submit(prepared, pieces.put)
         threading.Thread(target=consume, args=(one, prepared, pieces)).start()
-        time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+        time.sleep(rng.choice(pauses))
     for _ in asked:
         assert done.acquire(timeout=300)
 
 
-def check(llm: LLM, seed: int, asked: list[Asked], rng: random.Random) -> None:
+def check(
+    llm: LLM,
+    seed: int,
+    asked: list[Asked],
+    rng: random.Random,
+    pauses: Sequence[float] = (0, 0, 0.002, 0.02),
+) -> None:
     """Plays a schedule; nothing may differ, nothing may leak."""
-    play(llm, asked, rng)
+    play(llm, asked, rng, pauses)
     for index, one in enumerate(asked):
         assert one.error is None, (seed, index, one.params)
         assert one.got, (seed, index)
@@ -170,11 +176,13 @@ def schedules(
     preempted = 0
     for llm in variants(source, most, which, **overrides):
         for number in range(rounds):
+            # First many at once, which small pools have no room for however fast they are computed.
+            count, pauses = (rng.randint(4, 20), (0, 0, 0.002, 0.02)) if number else (20, (0,))
             asked = [
                 Asked(one.prompt, one.params, one.expected, [], one.cancel_after)
-                for one in rng.sample(every, rng.randint(4, 20))
+                for one in rng.sample(every, count)
             ]
-            check(llm, 1000 * seed + number, asked, rng)
+            check(llm, 1000 * seed + number, asked, rng, pauses)
         preempted += llm.stats().preemptions
     assert preempted > 0, "the small pools were meant to be too small"
 
