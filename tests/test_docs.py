@@ -45,8 +45,8 @@ NOT_RUN = {
     "jinfer bench kernels": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
-    "jinfer quality smol_f16.gguf --text text.txt --windows 32 "
-    '--calibrated "q3.5 calibrated" --peer-python PYTHON': "needs llama.cpp",
+    "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
+    "--method feedback --peer-python PYTHON": "needs llama.cpp",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[hub]'": "installs",

@@ -14,6 +14,7 @@ from jinfer.distributed.job import find_job
 from jinfer.following import follow, run_job
 from jinfer.model import AbstractModel, build
 from jinfer.opening.settings import open_model
+from jinfer.partition.cost import Link
 from jinfer.partition.weighing import nbytes
 from jinfer.weights.find import find_weights
 
@@ -58,8 +59,10 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     group.gathered(True)  # all are ready,
     group.shared(True)  # and begin
     found["together"] = sum(group.gathered(products.read()))
-    # Sums follow parts of matrices, about as large as one of middle size is.
-    sums = sum_link(hidden, Products(matrices[len(matrices) // 2]))
+    # One of a layer's sums follows a matrix of middle size, attention's, one the largest ones.
+    after = [sum_link(hidden, each) for each in (Products(matrices[len(matrices) // 2]), products)]
+    rate = len(after) / sum(1 / link.rate for link in after)
+    sums = Link(rate, sum(link.latency for link in after) / len(after))
     for name, link in (("sums", sums), ("passes", pass_link(group, hidden))):
         found[name] = [link.rate, link.latency]
     return found

@@ -100,7 +100,9 @@ def request(
 
 
 def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[float]) -> None:
-    """Requests that arrive over time, after one of the pauses each; some callers leave before their answer is complete."""
+    """Requests that arrive over time, a pause after each other; some callers leave before their
+    answer is complete.
+    """
     done = threading.Semaphore(0)
 
     def consume(one: Asked, prepared: Any, pieces: SimpleQueue[Any]) -> None:

@@ -20,7 +20,6 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.partition import CPU, PartitionSpec
 from jinfer.weights.find import find_weights
 from tools import bench_partition, inspect
-from tools.memory_examples import to_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PAGE = (GOLDENS.parents[1] / "docs" / "partition.md").read_text(encoding="utf-8")
@@ -115,7 +114,6 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     """What the page shows of 34B and 40B models is what the plan says."""
     assert bench_partition.main(["--memory"]) == 0
     printed = capsys.readouterr().out
-    assert printed.strip() == to_text("q3.5")
     assert printed.strip() in PAGE
     assert "set partition.streamed_layers = " in printed
 
