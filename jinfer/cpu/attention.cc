@@ -8,20 +8,15 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <climits>
-#include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "attention_checks.h"
+#include "attention_plan.h"
 #include "isa.h"
 #include "parallel.h"
 
 namespace jinfer {
 namespace {
-
-constexpr int64_t INLINE = 1 << 18;    // multiplications that are not worth waking a thread for
-constexpr int64_t PARTIALS = 1 << 24;  // floats of results of parts, at most
 
 struct Scratch {
   std::vector<float> memory;
@@ -34,6 +29,7 @@ struct Scratch {
 };
 
 thread_local Scratch scratch, partials, biases;
+thread_local Plan plans;
 
 const Kernels& kernels() { return JINFER_PICK(attention); }
 
@@ -49,94 +45,48 @@ const float* turned_biases(const float* from, int64_t heads, int64_t distances) 
   return to - heads * row;
 }
 
-void write(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  constexpr int64_t SOME = 16;
+void write_all(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
+  constexpr int64_t SOME = 16, FEW = 1 << 14;  // tokens a thread; numbers for one thread
   const int64_t chunks = (call.tokens + SOME - 1) / SOME;
-  const bool few = call.kv_heads * call.tokens * call.keys.dim < INLINE / 16;
+  const bool few = call.kv_heads * call.tokens * call.keys.dim < FEW;
   parallel(pool, chunks, few ? 1 : chunks, [&](int64_t chunk) {
     const int64_t end = std::min(call.tokens, (chunk + 1) * SOME);
     float* x = scratch.of(write_floats(call));
     for (int64_t t = chunk * SOME; t < end; ++t)
-      if (call.rows[t] >= 0) kernels.write(call, t, x);
+      for (int64_t head = 0; call.rows[t] >= 0 && head < call.kv_heads; ++head)
+        kernels.write(call, t, head, x);
   });
-}
-
-// Tiles of tokens that stand next to each other; those of padding have none, and get zeros.
-std::vector<Tile> tiles_of(const Call& call) {
-  const int64_t group = call.group(), most = std::max<int64_t>(1, ROWS / group);
-  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_kind());
-  std::vector<Tile> tiles;
-  for (int64_t token = 0, count; token < call.tokens; token += count) {
-    count = 1;
-    if (call.rows[token] < 0) {
-      memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
-      for (int64_t head = 0; call.sums && head < call.heads; ++head) {
-        float* sums = call.sums + 2 * (token * call.heads + head);
-        sums[0] = -INFINITY, sums[1] = 0;
-      }
-      continue;
-    }
-    int first, end;
-    call.seen(token, &first, &end);
-    for (; count < most && token + count < call.tokens; ++count) {
-      if (call.rows[token + count] != call.rows[token]) break;
-      int from, to;
-      call.seen(token + count, &from, &to);
-      if (from >= to) continue;
-      first = first < end ? std::min(first, from) : from;
-      end = std::max(end, to);
-    }
-    for (int64_t head = 0; head < call.kv_heads; ++head)
-      tiles.push_back({token, head, int(count * group), first, end, 0});
-  }
-  return tiles;
 }
 
 void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  std::vector<Tile> tiles = tiles_of(call);
-  auto cost = [&](const Tile& tile) {
-    return int64_t(tile.end - tile.first) * call.keys.dim * (2 * tile.rows + 4);
+  const bool late = call.k && apart(call);
+  if (call.k && !late) write_all(call, kernels, pool);
+  Plan& plan = plans;  // this thread's, also for the others
+  plan.make(call, most_threads(pool));
+  auto write = [&](const Tile& tile) {
+    for (int64_t t = 0; late && t < tile.rows / call.group; ++t)
+      kernels.write(call, tile.token + t, tile.head, scratch.of(write_floats(call)));
   };
-  int64_t all = 0;
-  for (const Tile& tile : tiles) all += cost(tile);
-  const bool alone = all < INLINE || pool.num_threads() < 2;
-  // The longest first, so that threads end together.
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
-  struct Item {
-    const Tile* tile;
-    int part;  // -1: the whole tile
-  };
-  std::vector<Item> items;
-  std::vector<const Tile*> cut;
-  int64_t room = 0;
-  for (Tile& tile : tiles) {
-    const int first = tile.first_part(), end = tile.end_part();
-    const int64_t floats = (end - first) * tile.rows * partial_floats(call);
-    if (alone || end - first < 2 || room + floats > PARTIALS ||
-        cost(tile) * 4 * pool.num_threads() < all) {
-      items.push_back({&tile, -1});
-      continue;
-    }
-    tile.at = room, room += floats;
-    cut.push_back(&tile);
-    for (int part = first; part < end; ++part) items.push_back({&tile, part});
-  }
-  float* partial = partials.of(room);
-  const int64_t count = int64_t(items.size());
-  parallel(pool, count, alone ? 1 : count, [&](int64_t i) {
-    const Tile& tile = *items[i].tile;
-    if (items[i].part < 0) {
+  for (int tile : plan.cut) write(plan.tiles[tile]);
+  float* partial = partials.of(plan.room);
+  const int64_t count = int64_t(plan.items.size());
+  parallel(pool, count, plan.threads, [&](int64_t i) {
+    const Item item = plan.items[i];
+    const Tile& tile = plan.tiles[item.tile];
+    if (item.part < 0) {
+      write(tile);
       kernels.whole(call, tile, scratch.of(whole_floats(call)));
     } else {
-      const int64_t before = items[i].part - tile.first_part();
+      const int64_t before = item.part - tile.first_part();
       float* to = partial + tile.at + before * tile.rows * partial_floats(call);
-      kernels.part(call, tile, items[i].part, to, scratch.of(part_floats(call)));
+      kernels.part(call, tile, item.part, to, scratch.of(part_floats(call)));
     }
   });
-  const int64_t merges = int64_t(cut.size());
-  parallel(pool, merges, room < INLINE ? 1 : merges, [&](int64_t i) {
-    kernels.merge(call, *cut[i], partial + cut[i]->at, scratch.of(merge_floats(call)));
+  constexpr int64_t FEW = 1 << 18;  // floats that one thread merges
+  const int64_t merges = int64_t(plan.cut.size());
+  parallel(pool, merges, plan.room < FEW ? 1 : merges, [&](int64_t i) {
+    const Tile& tile = plan.tiles[plan.cut[i]];
+    kernels.merge(call, tile, partial + tile.at, scratch.of(merge_floats(call)));
   });
 }
 
@@ -161,7 +111,6 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   if (call.rules.by_distance)
     call.rules.by_distance =
         turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
-  if (written) write(call, kernels(), pool);
   attend(call, kernels(), pool);
   return ffi::Error::Success();
 }

@@ -28,6 +28,13 @@ struct Kept {
   void* data;
   uint16_t* numbers;
 
+  // Whether vectors are computed with as they stand: in whole vectors of any machine's.
+  bool streams() const { return kind != Kind::codes && dim == padded(); }
+
+  const char* at(int64_t vector) const {
+    return static_cast<const char*>(data) + vector * dim * bytes_of(kind);
+  }
+
   // Floats of a vector in scratch memory: whole vectors of any machine's.
   int padded() const {
     int whole = kind == Kind::codes ? codes.columns(dim) * codes.per_code * 32 : dim;
@@ -73,16 +80,15 @@ struct Call {
   bool shared;  // values are the keys
   Rules rules;
   int64_t tokens, heads, kv_heads;
+  int group;             // query heads of a key head
   int64_t blocks, size;  // of the pool, and positions of a block
   int64_t width;         // entries of a row of the tables
-
-  int64_t group() const { return heads / kv_heads; }
 
   Kind out_kind() const { return sums ? Kind::f32 : kind; }
 
   // Which of the queries [tokens, heads] is row r of a tile.
   int64_t row_of(const Tile& tile, int r) const {
-    return (tile.token + r / group()) * heads + tile.head * group() + r % group();
+    return (tile.token + r / group) * heads + tile.head * group + r % group;
   }
 
   int32_t block(int64_t row, int64_t position) const {
@@ -107,8 +113,8 @@ struct Call {
 
 // `scratch` has room for as many floats as the function of its name with `_floats` says.
 struct Kernels {
-  // New keys and values of one token into the cache.
-  void (*write)(const Call&, int64_t token, float* scratch);
+  // A token's new key and value of one head into the cache.
+  void (*write)(const Call&, int64_t token, int64_t head, float* scratch);
   // One part of a tile into `partial`, and all of them to the results.
   void (*part)(const Call&, const Tile&, int part, float* partial, float* scratch);
   void (*merge)(const Call&, const Tile&, const float* partial, float* scratch);

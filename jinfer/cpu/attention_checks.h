@@ -42,6 +42,7 @@ struct Buffers {
   std::string error;
 
   ffi::Error take(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+    in.reserve(args.size()), out.reserve(rets.size());
     for (size_t i = 0; i < args.size(); ++i) {
       auto buffer = args.get<ffi::AnyBuffer>(i);
       if (!buffer) return buffer.error();
@@ -89,8 +90,10 @@ struct Buffers {
     call.tokens = q[0], call.heads = q[1];
     call.width = tables[1];
     call.blocks = pool[0], call.kv_heads = pool[1], call.size = pool[2];
-    if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads || call.group() > ROWS)
+    if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads ||
+        call.heads / call.kv_heads > ROWS)
       return wrong("query heads that key heads do not divide, or too many, or none");
+    call.group = int(call.heads / call.kv_heads);
     if (call.size < 1 || (call.size % KEYS && call.width > 1))
       return wrong("blocks must be of " + std::to_string(KEYS) + " tokens, or one a sequence");
     if (!kind_of(in[0].element_type(), &call.kind) || call.kind == Kind::codes ||

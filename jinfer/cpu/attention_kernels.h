@@ -111,11 +111,13 @@ inline bool in_place(const Kept& kept, int64_t vector, F f) {
 }
 
 // f(vectors, ahead, first, count) for the vectors first .. first + count of a block, in place or a
-// few at a time through scratch memory; `ahead` of them is the block that begins with `next`.
+// few at a time through scratch memory; what is used after them, `then`, stands `ahead` of them.
 template <class F>
-inline void each(const Kept& kept, int64_t vector, int64_t next, int count, float* some, F f) {
-  const int64_t ahead = (next - vector) * kept.dim;
-  if (in_place(kept, vector, [&](const auto* x) { f(x, ahead, 0, count); })) return;
+inline void each(const Kept& kept, int64_t vector, const char* then, int count, float* some, F f) {
+  auto use = [&](const auto* x) {
+    f(x, (then - reinterpret_cast<const char*>(x)) / int64_t(sizeof *x), 0, count);
+  };
+  if (in_place(kept, vector, use)) return;
   for (int j = 0; j < count; j += SOME) {
     const int part = std::min(SOME, count - j);
     f(read(kept, vector + j, part, some), 0, j, part);
@@ -136,13 +138,20 @@ struct Block {
     if (!turned && call.keys.kind == Kind::codes)
       to_columns(call.keys, vector, count, words(), columns);
     else if (!turned)
-      each(call.keys, vector, next, count, some,
+      each(call.keys, vector, nullptr, count, some,
            [&](const auto* keys, int64_t, int first, int part) {
              to_columns(keys, dim, part, dim, columns + first);
            });
     turned = true;
     return columns;
   }
+
+  // What few rows have fetched while they use the keys, and while they use the values from `first` on:
+  // the values of this block, and the keys of the next.
+  const char* after_keys() const {
+    return call.shared ? call.keys.at(next) : call.values.at(vector);
+  }
+  const char* after_values(int first) const { return call.keys.at(next + first); }
 
   Words* words() { return reinterpret_cast<Words*>(some); }
 
@@ -193,7 +202,7 @@ void take(Walk& walk, Block& block, int row, bool few) {
   if (few && call.keys.kind == Kind::codes) {
     scores_of_few<M>(q, walk.key_dim, call.keys, block.vector, end, block.words(), scores);
   } else if (few) {
-    each(call.keys, block.vector, block.next, end, block.some,
+    each(call.keys, block.vector, block.after_keys(), end, block.some,
          [&](const auto* keys, int64_t ahead, int j, int part) {
            scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, ahead, part, walk.key_dim,
                             scores + j);
@@ -204,7 +213,7 @@ void take(Walk& walk, Block& block, int row, bool few) {
   for (int m = 0; m < M; ++m) keep[m] = soften(walk, row + m, start, scores + m * KEYS);
   const int dim = walk.value_dim;
   if (few) {
-    each(call.values, block.vector + first, block.next + first, end - first, block.some,
+    each(call.values, block.vector + first, block.after_values(first), end - first, block.some,
          [&](const auto* values, int64_t ahead, int j, int part) {
            add_values<M, true>(scores + first + j, values, dim, ahead, part, dim, keep,
                                walk.out_of(row), partial_floats(call));
@@ -218,13 +227,13 @@ void take(Walk& walk, Block& block, int row, bool few) {
 
 // The tile's queries as floats, scaled, in rows of whole vectors.
 void read_queries(const Call& call, const Tile& tile, float* q) {
-  const int64_t group = call.group();
+  const int group = call.group;
   const int dim = call.keys.dim, padded = call.keys.padded();
   for (int r = 0; r < tile.rows; ++r, q += padded) {
     const int64_t at = call.row_of(tile, r) * dim;
     to_floats(call.kind, static_cast<const char*>(call.q) + at * bytes_of(call.kind), dim, q);
-    for (int d = 0; d < dim; ++d) q[d] *= call.rules.scale;
     std::fill(q + dim, q + padded, 0.0f);
+    for (int d = 0; d < padded; d += LANES) store(q + d, load(q + d) * call.rules.scale);
   }
 }
 
@@ -232,7 +241,7 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
 // the weighted sum of values.
 void walk_part(const Call& call, const Tile& tile, int part, float* q, float* partial,
                float* scratch) {
-  const int64_t group = call.group();
+  const int group = call.group;
   const int rows = tile.rows;
   const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
   auto reserve = [&scratch](int64_t count) { return (scratch += count) - count; };
@@ -267,11 +276,16 @@ void walk_part(const Call& call, const Tile& tile, int part, float* q, float* pa
     const bool more =
         start + KEYS < stop && call.block(sequence, start + KEYS) != ELSEWHERE;
     const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
-    // Many rows compute longer than the next block takes to come; few fetch what is in place.
-    const bool waits = rows <= FEW ? call.keys.kind == Kind::codes : rows <= 4 * FEW;
-    if (waits && more) {
-      fetch(call.keys, next);
-      if (!call.shared) fetch(call.values, next);
+    // Many rows compute longer than the next block takes to come; few fetch what is in place while
+    // they compute, but for the first keys.
+    const bool streams = rows <= FEW && call.keys.streams();
+    if (rows <= FEW && start <= begin) {
+      fetch(call.keys, vector, count);
+      if (!streams && !call.shared) fetch(call.values, vector, count);
+    }
+    if (more && !streams && rows <= 4 * FEW) {
+      fetch(call.keys, next, KEYS);
+      if (!call.shared) fetch(call.values, next, KEYS);
     }
     Block block{call, vector, next, start, count, some, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
@@ -290,9 +304,15 @@ void run_part(const Call& call, const Tile& tile, int part, float* partial, floa
   walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
 }
 
+inline bool saw_nothing(const float* part) { return part[0] == NEVER && part[1] == 0; }
+
 // Adds a part to those before it; one that has seen nothing leaves them as they are.
 __attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
-  if (part[0] == NEVER && part[1] == 0) return;
+  if (saw_nothing(part)) return;
+  if (saw_nothing(sum)) {
+    std::copy(part, part + 16 + dim, sum);
+    return;
+  }
   const float now = std::max(sum[0], part[0]), base = finite(now);
   auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
   const float before = factor(sum[0]), here = factor(part[0]);
@@ -314,7 +334,7 @@ void fold_rows(const Call& call, const Tile& tile, const float* part, float* sum
 
 // Finished rows: divided by the sum of their weights, with the sink's among them.
 void finish(const Call& call, const Tile& tile, float* sums) {
-  const int64_t group = call.group();
+  const int group = call.group;
   const int dim = call.values.dim;
   for (int r = 0; r < tile.rows; ++r) {
     float* row = sums + r * partial_floats(call);
@@ -327,7 +347,7 @@ void finish(const Call& call, const Tile& tile, float* sums) {
       const float all = total * mine + std::exp(sink - base);
       factor = all == 0 ? 0 : mine / all;
     }
-    for (int d = 0; d < dim; ++d) row[16 + d] *= factor;
+    for (int d = 16; d < 16 + call.values.padded(); d += LANES) store(row + d, load(row + d) * factor);
     const int64_t query = call.row_of(tile, r), at = query * dim;
     if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
     const Kind kind = call.out_kind();
@@ -345,29 +365,36 @@ void merge(const Call& call, const Tile& tile, const float* partial, float* sum)
 }
 
 void run_whole(const Call& call, const Tile& tile, float* scratch) {
-  const int64_t floats = tile.rows * partial_floats(call);
+  const int64_t row = partial_floats(call), floats = tile.rows * row;
   float *sum = scratch, *partial = sum + floats, *q = partial + floats;
+  float* rest = q + int64_t(tile.rows) * call.keys.padded();
+  const int first = tile.first_part(), end = tile.end_part();
   read_queries(call, tile, q);
-  nothing(call, tile, sum);
-  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
-    walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
-    fold_rows(call, tile, partial, sum);
+  if (end - first == 1) {
+    walk_part(call, tile, first, q, sum, rest);
+    for (int r = 0; r < tile.rows; ++r)
+      if (saw_nothing(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
+  } else {
+    nothing(call, tile, sum);
+    for (int part = first; part < end; ++part) {
+      walk_part(call, tile, part, q, partial, rest);
+      fold_rows(call, tile, partial, sum);
+    }
   }
   finish(call, tile, sum);
 }
 
-// A token's keys and values into its place.
-void write_token(const Call& call, int64_t token, float* x) {
+// A token's key and value of one head into their places.
+void write_token(const Call& call, int64_t token, int64_t head, float* x) {
   if (call.block(call.rows[token], call.positions[token]) == ELSEWHERE) return;
-  auto put = [&](const Kept& kept, const void* from, int64_t head) {
+  const int64_t vector = call.vector(call.rows[token], head, call.positions[token]);
+  auto put = [&](const Kept& kept, const void* from) {
     const int64_t at = (token * call.kv_heads + head) * kept.dim;
     to_floats(call.kind, static_cast<const char*>(from) + at * bytes_of(call.kind), kept.dim, x);
-    write(kept, call.vector(call.rows[token], head, call.positions[token]), x);
+    write(kept, vector, x);
   };
-  for (int64_t head = 0; head < call.kv_heads; ++head) {
-    put(call.keys, call.k, head);
-    if (!call.shared) put(call.values, call.v, head);
-  }
+  put(call.keys, call.k);
+  if (!call.shared) put(call.values, call.v);
 }
 
 const Kernels kernels = {write_token, run_part, merge, run_whole};

@@ -301,18 +301,19 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
   return scratch;
 }
 
-// Has a block fetched that will be needed next.
-inline void fetch(const Kept& kept, int64_t vector) {
-  auto lines = [](const char* from, int64_t bytes) {
+// Has vectors fetched that will be needed soon. Always inline: the compiler drops calls of a function
+// that does nothing but fetch.
+__attribute__((always_inline)) inline void fetch(const Kept& kept, int64_t vector, int count) {
+  auto lines = [](const char* from, int64_t bytes) __attribute__((always_inline)) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   };
   if (kept.kind != Kind::codes) {
     const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
-    return lines(static_cast<const char*>(kept.data) + vector * bytes, KEYS * bytes);
+    return lines(static_cast<const char*>(kept.data) + vector * bytes, count * bytes);
   }
   const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
-  lines(static_cast<const char*>(kept.data) + vector * words, KEYS * words);
-  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * KEYS * numbers);
+  lines(static_cast<const char*>(kept.data) + vector * words, count * words);
+  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * count * numbers);
 }
 
 // Puts a vector in.
