@@ -67,25 +67,23 @@ void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
     for (int64_t t = 0; late && t < tile.rows / call.group; ++t)
       kernels.write(call, tile.token + t, tile.head, scratch.of(write_floats(call)));
   };
-  for (int tile : plan.cut) write(plan.tiles[tile]);
+  for (const Tile& tile : plan.cut()) write(tile);
   float* partial = partials.of(plan.room);
-  const int64_t count = int64_t(plan.items.size());
-  parallel(pool, count, plan.threads, [&](int64_t i) {
-    const Item item = plan.items[i];
-    const Tile& tile = plan.tiles[item.tile];
-    if (item.part < 0) {
+  parallel(pool, plan.items, plan.threads, [&](int64_t item) {
+    const auto [tile, part] = plan.piece(call, item);
+    if (part < 0) {
       write(tile);
       kernels.whole(call, tile, scratch.of(whole_floats(call)));
     } else {
-      const int64_t before = item.part - tile.first_part();
+      const int64_t before = part - tile.first_part();
       float* to = partial + tile.at + before * tile.rows * partial_floats(call);
-      kernels.part(call, tile, item.part, to, scratch.of(part_floats(call)));
+      kernels.part(call, tile, part, to, scratch.of(part_floats(call)));
     }
   });
   constexpr int64_t FEW = 1 << 18;  // floats that one thread merges
-  const int64_t merges = int64_t(plan.cut.size());
+  const int64_t merges = int64_t(plan.cut().size());
   parallel(pool, merges, plan.room < FEW ? 1 : merges, [&](int64_t i) {
-    const Tile& tile = plan.tiles[plan.cut[i]];
+    const Tile& tile = plan.cut()[i];
     kernels.merge(call, tile, partial + tile.at, scratch.of(merge_floats(call)));
   });
 }

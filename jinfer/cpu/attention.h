@@ -66,6 +66,7 @@ struct Tile {
 
   int first_part() const { return first / PART; }
   int end_part() const { return first < end ? (end - 1) / PART + 1 : first_part(); }
+  int parts() const { return end_part() - first_part(); }
 };
 
 struct Call {

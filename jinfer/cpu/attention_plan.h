@@ -15,55 +15,82 @@ namespace {
 constexpr int64_t EACH = 1 << 15;      // multiplications that are worth another thread
 constexpr int64_t PARTIALS = 1 << 24;  // floats of results of parts, at most
 
-// A piece of work: a part of a tile, or the whole tile where the part is -1.
-struct Item {
-  int tile, part;
+// Tokens of one sequence that stand next to each other: a tile for each key head.
+struct Run {
+  int64_t token;         // the first
+  int rows, first, end;  // of its tiles
+  int pieces;            // that each of them is cut into: its parts, or one
+  int64_t item;          // the first piece of the first tile
+  int64_t at;            // where the first tile's partial results stand
 };
 
-inline int64_t multiplications(const Call& call, const Tile& tile) {
-  return int64_t(tile.end - tile.first) * call.keys.dim * (2 * tile.rows + 4);
-}
-
 // To be kept from call to call, for its memory: a decoding step makes one of them in each layer.
-struct Plan {
-  std::vector<Tile> tiles;
-  std::vector<Item> items;
-  std::vector<int> cut;  // tiles of which parts are items
-  int64_t room;          // floats of the parts' results
-  int64_t threads;       // that the items are worth
+class Plan {
+ public:
+  int64_t items;    // pieces of work
+  int64_t threads;  // that they are worth
+  int64_t room;     // floats of partial results
 
+  struct Piece {
+    Tile tile;
+    int part;  // -1: the whole tile
+  };
+
+  // Results of tokens that are padding are filled in here.
   void make(const Call& call, int64_t most_threads) {
-    tiles.clear(), items.clear(), cut.clear();
-    add_tiles(call);
+    runs_.clear(), cut_.clear();
+    add_runs(call);
     int64_t all = 0;
-    for (const Tile& tile : tiles) all += multiplications(call, tile);
+    for (const Run& run : runs_) all += call.kv_heads * multiplications(call, run);
     threads = std::max<int64_t>(1, std::min(most_threads, all / EACH));
     // The longest first, so that threads end together.
-    const auto longer = [&](const Tile& a, const Tile& b) {
+    const auto longer = [&](const Run& a, const Run& b) {
       return multiplications(call, a) > multiplications(call, b);
     };
-    if (!std::is_sorted(tiles.begin(), tiles.end(), longer))
-      std::stable_sort(tiles.begin(), tiles.end(), longer);
-    room = 0;
-    for (int i = 0; i < int(tiles.size()); ++i) {
-      Tile& tile = tiles[i];
-      const int first = tile.first_part(), end = tile.end_part();
-      const int64_t floats = (end - first) * tile.rows * partial_floats(call);
-      if (threads < 2 || end - first < 2 || room + floats > PARTIALS ||
-          multiplications(call, tile) * 4 * threads < all) {
-        items.push_back({i, -1});
-        continue;
-      }
-      tile.at = room, room += floats;
-      cut.push_back(i);
-      for (int part = first; part < end; ++part) items.push_back({i, part});
+    if (!std::is_sorted(runs_.begin(), runs_.end(), longer))
+      std::stable_sort(runs_.begin(), runs_.end(), longer);
+    items = room = 0;
+    for (Run& run : runs_) {
+      const int parts = tile_of(call, run, 0).parts();
+      const int64_t floats = call.kv_heads * parts * run.rows * partial_floats(call);
+      const bool whole = threads < 2 || parts < 2 || room + floats > PARTIALS ||
+                         multiplications(call, run) * 4 * threads < all;
+      run.pieces = whole ? 1 : parts, run.item = items, run.at = room;
+      items += call.kv_heads * run.pieces;
+      if (whole) continue;
+      room += floats;
+      for (int64_t head = 0; head < call.kv_heads; ++head)
+        cut_.push_back(tile_of(call, run, head));
     }
   }
 
+  Piece piece(const Call& call, int64_t item) const {
+    const auto after = std::upper_bound(
+        runs_.begin(), runs_.end(), item, [](int64_t i, const Run& run) { return i < run.item; });
+    const Run& run = after[-1];
+    const int64_t i = item - run.item;
+    const Tile tile = tile_of(call, run, i / run.pieces);
+    return {tile, run.pieces < 2 ? -1 : tile.first_part() + int(i % run.pieces)};
+  }
+
+  // Tiles whose parts are pieces of their own.
+  const std::vector<Tile>& cut() const { return cut_; }
+
  private:
-  // Tiles of tokens that stand next to each other; those of padding have none, and get zeros.
-  void add_tiles(const Call& call) {
-    const int group = call.group, most = std::max(1, ROWS / group);
+  std::vector<Run> runs_;
+  std::vector<Tile> cut_;
+
+  static int64_t multiplications(const Call& call, const Run& run) {
+    return int64_t(run.end - run.first) * call.keys.dim * (2 * run.rows + 4);
+  }
+
+  static Tile tile_of(const Call& call, const Run& run, int64_t head) {
+    const int64_t floats = int64_t(run.pieces) * run.rows * partial_floats(call);
+    return {run.token, head, run.rows, run.first, run.end, run.at + head * floats};
+  }
+
+  void add_runs(const Call& call) {
+    const int most = std::max(1, ROWS / call.group);
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
@@ -80,8 +107,7 @@ struct Plan {
         first = first < end ? std::min(first, from) : from;
         end = std::max(end, to);
       }
-      for (int64_t head = 0; head < call.kv_heads; ++head)
-        tiles.push_back({token, head, int(count * group), first, end, 0});
+      runs_.push_back({token, int(count * call.group), first, end, 1, 0, 0});
     }
   }
 
