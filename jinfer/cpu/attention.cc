@@ -59,20 +59,15 @@ void write_all(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) 
 }
 
 void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  const bool late = call.k && apart(call);
-  if (call.k && !late) write_all(call, kernels, pool);
   Plan& plan = plans;  // this thread's, also for the others
   plan.make(call, most_threads(pool));
-  auto write = [&](const Tile& tile) {
-    for (int64_t t = 0; late && t < tile.rows / call.group; ++t)
+  for (const Tile& tile : plan.cut())
+    for (int64_t t = 0; call.late && t < tile.rows / call.group; ++t)
       kernels.write(call, tile.token + t, tile.head, scratch.of(write_floats(call)));
-  };
-  for (const Tile& tile : plan.cut()) write(tile);
   float* partial = partials.of(plan.room);
   parallel(pool, plan.items, plan.threads, [&](int64_t item) {
     const auto [tile, part] = plan.piece(call, item);
     if (part < 0) {
-      write(tile);
       kernels.whole(call, tile, scratch.of(whole_floats(call)));
     } else {
       const int64_t before = part - tile.first_part();
@@ -109,6 +104,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   if (call.rules.by_distance)
     call.rules.by_distance =
         turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
+  call.late = written && apart(call);
+  if (written && !call.late) write_all(call, kernels(), pool);
   attend(call, kernels(), pool);
   return ffi::Error::Success();
 }

@@ -72,6 +72,7 @@ struct Tile {
 struct Call {
   Kind kind;              // of queries, new keys and values, and results
   const void *q, *k, *v;  // k is null where nothing is to be written
+  bool late;              // who computes a whole tile writes its tokens
   const int32_t *rows, *positions, *last, *tables;
   void* out;
   // Of attention over the blocks that are here alone, where a block may be ELSEWHERE: highest score

@@ -6,12 +6,11 @@
 // its query, its keys and its values alone, not on the tile or the thread.
 #pragma once
 
+#include "attention_parts.h"
 #include "attention_products.h"
 
 namespace jinfer {
 namespace {
-
-constexpr float NEVER = -INFINITY;
 
 // What the rows of a tile have seen of a part so far.
 struct Walk {
@@ -35,9 +34,6 @@ struct Walk {
 
   float* out_of(int row) const { return partial + row * partial_floats(call) + 16; }
 };
-
-// What scores may be reduced by without making NaN of those that are infinite.
-inline float finite(float highest) { return std::isfinite(highest) ? highest : 0; }
 
 // Scores of a block to weights, in place; returns what the sums so far are to be multiplied by.
 __attribute__((noinline)) float soften(Walk& walk, int row, int start, float* scores) {
@@ -76,19 +72,21 @@ __attribute__((noinline)) float soften(Walk& walk, int row, int start, float* sc
       at += LANES;
     }
   }
+  const int seen = (end + LANES - 1) / LANES;  // vectors of scores
   Floats most = s[0];
-#pragma GCC unroll 16
-  for (int i = 1; i < KEYS / LANES; ++i) most = larger(most, s[i]);
+#pragma GCC unroll 1
+  for (int i = 1; i < seen; ++i) most = larger(most, s[i]);
   const float before = walk.highest[row];
   const float now = larger(highest(most), all(before))[0];
   const Floats base = all(finite(now));
   Floats sum = {};
-#pragma GCC unroll 16
-  for (int i = 0; i < KEYS / LANES; ++i) {
+#pragma GCC unroll 1
+  for (int i = 0; i < seen; ++i) {
     Floats weight = exponential(s[i] - base);
     store(scores + i * LANES, weight);
     sum += weight;
   }
+  std::fill(scores + seen * LANES, scores + KEYS, 0.0f);
   const Floats kept = exponential(all(before) - base);
   walk.highest[row] = now;
   float* total = walk.total + row * LANES;
@@ -138,7 +136,7 @@ struct Block {
     if (!turned && call.keys.kind == Kind::codes)
       to_columns(call.keys, vector, count, words(), columns);
     else if (!turned)
-      each(call.keys, vector, nullptr, count, some,
+      each(call.keys, vector, call.keys.at(vector), count, some,
            [&](const auto* keys, int64_t, int first, int part) {
              to_columns(keys, dim, part, dim, columns + first);
            });
@@ -146,12 +144,11 @@ struct Block {
     return columns;
   }
 
-  // What few rows have fetched while they use the keys, and while they use the values from `first` on:
-  // the values of this block, and the keys of the next.
+  // What few rows have fetched while they use the keys: their values; and meanwhile: the next keys.
   const char* after_keys() const {
     return call.shared ? call.keys.at(next) : call.values.at(vector);
   }
-  const char* after_values(int first) const { return call.keys.at(next + first); }
+  const char* after_values() const { return call.keys.at(next); }
 
   Words* words() { return reinterpret_cast<Words*>(some); }
 
@@ -213,7 +210,7 @@ void take(Walk& walk, Block& block, int row, bool few) {
   for (int m = 0; m < M; ++m) keep[m] = soften(walk, row + m, start, scores + m * KEYS);
   const int dim = walk.value_dim;
   if (few) {
-    each(call.values, block.vector + first, block.after_values(first), end - first, block.some,
+    each(call.values, block.vector + first, block.after_values(), end - first, block.some,
          [&](const auto* values, int64_t ahead, int j, int part) {
            add_values<M, true>(scores + first + j, values, dim, ahead, part, dim, keep,
                                walk.out_of(row), partial_floats(call));
@@ -237,8 +234,7 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
   }
 }
 
-// One part of a tile to rows of partial_floats: highest score, sum of weights, and from place 16 on
-// the weighted sum of values.
+// One part of a tile to rows of partial_floats.
 void walk_part(const Call& call, const Tile& tile, int part, float* q, float* partial,
                float* scratch) {
   const int group = call.group;
@@ -277,15 +273,11 @@ void walk_part(const Call& call, const Tile& tile, int part, float* q, float* pa
         start + KEYS < stop && call.block(sequence, start + KEYS) != ELSEWHERE;
     const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
     // Many rows compute longer than the next block takes to come; few fetch what is in place while
-    // they compute, but for the first keys.
-    const bool streams = rows <= FEW && call.keys.streams();
-    if (rows <= FEW && start <= begin) {
-      fetch(call.keys, vector, count);
-      if (!streams && !call.shared) fetch(call.values, vector, count);
-    }
-    if (more && !streams && rows <= 4 * FEW) {
-      fetch(call.keys, next, KEYS);
-      if (!call.shared) fetch(call.values, next, KEYS);
+    // they compute.
+    if (more && (rows <= FEW ? !call.keys.streams() : rows <= 4 * FEW)) {
+      const int then = std::min(stop - start - KEYS, KEYS);
+      fetch(call.keys, next, then);
+      if (!call.shared) fetch(call.values, next, then);
     }
     Block block{call, vector, next, start, count, some, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
@@ -298,90 +290,23 @@ void walk_part(const Call& call, const Tile& tile, int part, float* q, float* pa
   }
 }
 
+// For few rows, has the first block of a part fetched: its keys, and its values unless they are
+// fetched while the keys are used.
+void fetch_part(const Call& call, const Tile& tile, int part) {
+  const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
+  const int64_t sequence = call.rows[tile.token];
+  if (tile.rows > FEW || begin >= stop || call.block(sequence, begin) == ELSEWHERE) return;
+  const int start = begin / KEYS * KEYS, count = std::min(stop - start, KEYS);
+  const int64_t vector = call.vector(sequence, tile.head, start);
+  fetch(call.keys, vector, count);
+  if (!call.keys.streams() && !call.shared) fetch(call.values, vector, count);
+}
+
 void run_part(const Call& call, const Tile& tile, int part, float* partial, float* scratch) {
   float* q = scratch;
+  fetch_part(call, tile, part);
   read_queries(call, tile, q);
   walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
-}
-
-inline bool saw_nothing(const float* part) { return part[0] == NEVER && part[1] == 0; }
-
-// Adds a part to those before it; one that has seen nothing leaves them as they are.
-__attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
-  if (saw_nothing(part)) return;
-  if (saw_nothing(sum)) {
-    std::copy(part, part + 16 + dim, sum);
-    return;
-  }
-  const float now = std::max(sum[0], part[0]), base = finite(now);
-  auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
-  const float before = factor(sum[0]), here = factor(part[0]);
-  sum[0] = now;
-  sum[1] = sum[1] * before + part[1] * here;
-  for (int d = 16; d < 16 + dim; d += LANES)
-    store(sum + d, load(sum + d) * before + load(part + d) * here);
-}
-
-void nothing(const Call& call, const Tile& tile, float* sum) {
-  std::fill(sum, sum + tile.rows * partial_floats(call), 0.0f);
-  for (int r = 0; r < tile.rows; ++r) sum[r * partial_floats(call)] = NEVER;
-}
-
-void fold_rows(const Call& call, const Tile& tile, const float* part, float* sum) {
-  const int64_t row = partial_floats(call);
-  for (int r = 0; r < tile.rows; ++r) fold(part + r * row, call.values.padded(), sum + r * row);
-}
-
-// Finished rows: divided by the sum of their weights, with the sink's among them.
-void finish(const Call& call, const Tile& tile, float* sums) {
-  const int group = call.group;
-  const int dim = call.values.dim;
-  for (int r = 0; r < tile.rows; ++r) {
-    float* row = sums + r * partial_floats(call);
-    const float highest = row[0], total = row[1];
-    float factor = total == 0 || call.sums ? 1 : 1 / total;
-    if (call.rules.sinks) {
-      const float sink = call.rules.sinks[tile.head * group + r % group];
-      const float base = finite(std::max(highest, sink));
-      const float mine = std::exp(highest - base);
-      const float all = total * mine + std::exp(sink - base);
-      factor = all == 0 ? 0 : mine / all;
-    }
-    for (int d = 16; d < 16 + call.values.padded(); d += LANES) store(row + d, load(row + d) * factor);
-    const int64_t query = call.row_of(tile, r), at = query * dim;
-    if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
-    const Kind kind = call.out_kind();
-    from_floats(kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(kind));
-  }
-}
-
-void merge(const Call& call, const Tile& tile, const float* partial, float* sum) {
-  nothing(call, tile, sum);
-  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
-    fold_rows(call, tile, partial, sum);
-    partial += tile.rows * partial_floats(call);
-  }
-  finish(call, tile, sum);
-}
-
-void run_whole(const Call& call, const Tile& tile, float* scratch) {
-  const int64_t row = partial_floats(call), floats = tile.rows * row;
-  float *sum = scratch, *partial = sum + floats, *q = partial + floats;
-  float* rest = q + int64_t(tile.rows) * call.keys.padded();
-  const int first = tile.first_part(), end = tile.end_part();
-  read_queries(call, tile, q);
-  if (end - first == 1) {
-    walk_part(call, tile, first, q, sum, rest);
-    for (int r = 0; r < tile.rows; ++r)
-      if (saw_nothing(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
-  } else {
-    nothing(call, tile, sum);
-    for (int part = first; part < end; ++part) {
-      walk_part(call, tile, part, q, partial, rest);
-      fold_rows(call, tile, partial, sum);
-    }
-  }
-  finish(call, tile, sum);
 }
 
 // A token's key and value of one head into their places.
@@ -395,6 +320,30 @@ void write_token(const Call& call, int64_t token, int64_t head, float* x) {
   };
   put(call.keys, call.k);
   if (!call.shared) put(call.values, call.v);
+}
+
+void run_whole(const Call& call, const Tile& tile, float* scratch) {
+  const int64_t row = partial_floats(call), floats = tile.rows * row;
+  float *sum = scratch, *partial = sum + floats, *q = partial + floats;
+  float* rest = q + int64_t(tile.rows) * call.keys.padded();
+  const int first = tile.first_part(), end = tile.end_part();
+  fetch_part(call, tile, first);
+  for (int64_t t = 0; call.late && t < tile.rows / call.group; ++t)
+    write_token(call, tile.token + t, tile.head, scratch);
+  read_queries(call, tile, q);
+  if (end - first == 1) {
+    walk_part(call, tile, first, q, sum, rest);
+    for (int r = 0; r < tile.rows; ++r)
+      if (saw_nothing(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
+  } else {
+    nothing(call, tile, sum);
+    for (int part = first; part < end; ++part) {
+      if (part > first) fetch_part(call, tile, part);
+      walk_part(call, tile, part, q, partial, rest);
+      fold_rows(call, tile, partial, sum);
+    }
+  }
+  finish(call, tile, sum);
 }
 
 const Kernels kernels = {write_token, run_part, merge, run_whole};

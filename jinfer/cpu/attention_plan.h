@@ -121,8 +121,8 @@ class Plan {
   }
 };
 
-// Whether no token sees, or writes to, a block that another token is written to, as when each is the
-// next one of another sequence: then who computes a tile may write its tokens. Of many tokens: no.
+// Whether no token sees, or is written to, a block that another token is written to, as when each is
+// the next one of another sequence: then who computes a tile may write its tokens. Of many: no.
 inline bool apart(const Call& call) {
   constexpr int MOST = 64, TOGETHER = 16;
   constexpr int32_t NOWHERE = INT_MIN;

@@ -301,11 +301,11 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
   return scratch;
 }
 
-// Has vectors fetched that will be needed soon. Always inline: the compiler drops calls of a function
-// that does nothing but fetch.
-__attribute__((always_inline)) inline void fetch(const Kept& kept, int64_t vector, int count) {
-  auto lines = [](const char* from, int64_t bytes) __attribute__((always_inline)) {
+// Has vectors fetched that will be needed soon.
+inline void fetch(const Kept& kept, int64_t vector, int count) {
+  auto lines = [](const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    asm volatile("");  // or calls are left out, as of a function that does nothing
   };
   if (kept.kind != Kind::codes) {
     const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
