@@ -28,6 +28,7 @@ from tests.ops.paged import (
     attended,
     blocks_of,
     f32,
+    filled,
     placed,
     random,
     sequences,
@@ -223,3 +224,43 @@ def test_a_broken_neighbour_does_not_change_bits() -> None:
         rest = [t for t in range(75) if t not in broken]
         assert np.array_equal(np.asarray(got)[rest], np.asarray(clean)[rest])
         part[place, 0, 3] = before
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["f16", "q8"])
+@pytest.mark.parametrize("sequences", [8, 70])
+def test_next_tokens_do_not_depend_on_each_other(sequences: int, kind: str) -> None:
+    """A token of each of many sequences, and padding; what is written is the same, too."""
+    lengths = [1 + 37 * row % 200 for row in range(sequences)]
+    tables = tables_of(lengths, width=4)
+    keys, values = ([random(i + j, n, 2, 64) for j, n in enumerate(lengths)] for i in (0, 90))
+    cache = filled(kind, keys, values, tables)
+    new = [f32(random(i, sequences + 1, heads, 64)) for i, heads in enumerate((6, 2, 2))]
+    order = [*np.random.default_rng(0).permutation(sequences).tolist(), -1]
+    runs = [Run(row, max(lengths[row] - 1, 0)) for row in order]
+    together, after = step(*new, cache, placed(runs, tables), {}, ())
+    assert not np.asarray(together)[-1].any()
+    for t in (0, 1, 5, sequences - 1):
+        alone, one = step(*(x[t : t + 1] for x in new), cache, placed([runs[t]], tables), {}, ())
+        assert np.array_equal(alone[0], together[t])
+        block = tables[order[t], runs[t].start // 64]
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(after), strict=True):
+            assert np.asarray(x[block]).tobytes() == np.asarray(y[block]).tobytes()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("position", [68, 63])
+def test_a_token_sees_what_is_written_beside_it(position: int) -> None:
+    """Rows may have the same blocks; tokens of both then are as those of one sequence."""
+    tables, shape = np.array([[1, 0], [1, 0]], np.int32), CacheShape(2, 64, 64)
+    count = position + 2
+    new = [f32(random(i, count, heads, 64)) for i, heads in enumerate((6, 2, 2))]
+    start = placed([Run(0, 0, position)], tables)
+    _, cache = step(*(x[:position] for x in new), unwritten("f16", shape, 2), start, {}, ())
+    at_one, at_two = ([Run(0, position, 2)], [Run(0, position), Run(1, position + 1)])
+    one, two = (
+        step(*(x[position:] for x in new), cache, placed(runs, tables), {}, ())[0]
+        for runs in (at_one, at_two)
+    )
+    assert np.isfinite(one).all()
+    assert np.array_equal(one, two)
