@@ -1,8 +1,10 @@
-// The handlers of `jinfer_norm` and `jinfer_scores`: what is computed of each row by itself.
+// The handlers of `jinfer_norm`, `jinfer_scores` and `jinfer_argmax`: what is computed of each row by
+// itself.
 #include "rows.h"
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "buffers.h"
 #include "isa.h"
@@ -15,6 +17,7 @@ namespace jinfer {
 namespace {
 
 constexpr int64_t CHUNK = 1 << 15;  // numbers that are worth another thread
+constexpr int64_t CUT = 1 << 16;    // numbers that are worth it where they are only compared
 
 const RowKernels& kernels() { return JINFER_PICK(rows); }
 
@@ -75,6 +78,34 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   return ffi::Error::Success();
 }
 
+// A row may be cut: what is greatest does not depend on where.
+ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> y) {
+  if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0]}))
+    return ffi::Error::InvalidArgument("jinfer_argmax: the result is not a number for each row");
+  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
+  if (size < 1 || size > INT32_MAX)
+    return ffi::Error::InvalidArgument("jinfer_argmax: rows are empty or too long");
+  const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
+  std::vector<Greatest> found(rows * cuts);
+  const RowKernels& k = kernels();
+  for_rows(pool, rows * cuts, each, [&](int64_t i) {
+    const int64_t begin = std::min(i % cuts * each, size - 1);
+    const int64_t end = std::min(begin + each, size);
+    found[i] = k.greatest(x.typed_data() + i / cuts * size + begin, end - begin);
+    found[i].at += begin;
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Greatest most = found[row * cuts];
+    for (int64_t i = row * cuts + 1; i < (row + 1) * cuts; ++i) {
+      const bool missing = most.missing || found[i].missing;
+      if (found[i].value > most.value) most = found[i];
+      most.missing = missing;
+    }
+    y->typed_data()[row] = static_cast<int32_t>(most.missing ? size - 1 : most.at);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jinfer
 
@@ -96,3 +127,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_scores, jinfer::scores,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("softmax"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_argmax, jinfer::argmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());

@@ -1,5 +1,5 @@
-// What is computed of each row by itself: norms, softmax and sigmoid. A row's bits depend on nothing
-// but the row, which is not so of XLA's sums over the last axis.
+// What is computed of each row by itself: norms, softmax, sigmoid and where its greatest number is. A
+// row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,19 @@ struct Norm {
   const float* bias;    // [size], or null: 0
 };
 
+struct Greatest {
+  float value;
+  int64_t at;    // its first index
+  bool missing;  // something is not a number: the rest means nothing
+};
+
 struct RowKernels {
   // y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, mean = 0 if not
   // centered.
   void (*norm)(const float* x, int64_t size, const Norm& norm, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);
+  Greatest (*greatest)(const float* x, int64_t size);  // size > 0
 };
 
 const RowKernels& rows_portable();

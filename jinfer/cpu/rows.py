@@ -1,4 +1,4 @@
-"""Norms, softmax and sigmoid of rows as custom calls.
+"""Norms, softmax, sigmoid and argmax of rows as custom calls.
 
 A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
 axis are cut into other parts from some thousand numbers on.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jinfer.cpu import build
 
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build.register("jinfer_norm", "jinfer_scores")
+    return build.register("jinfer_norm", "jinfer_scores", "jinfer_argmax")
 
 
 def norm(
@@ -54,6 +54,11 @@ def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Of each number, in float32."""
     return _scores(x, False)
+
+
+def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
+    """The first index of each row's greatest number; the last index where one is not a number."""
+    return jax.ffi.ffi_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
 
 
 def _scores(x: Array, softmax: bool) -> Array:

@@ -1,6 +1,7 @@
 // The kernels of rows.h, for the instructions that the including file is compiled for.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "gate.h"
@@ -78,7 +79,40 @@ void sigmoid(const float* x, int64_t size, float* y) {
   });
 }
 
-const RowKernels kernels = {norm, softmax, sigmoid};
+// Each lane keeps the greatest of its numbers and where it stands first.
+Greatest greatest(const float* x, int64_t size) {
+  Floats most[SIDE], odd = {};
+  Ints place[SIDE], at[SIDE];
+  for (int i = 0; i < SIDE; ++i) {
+    most[i] = all(-INFINITY);
+    for (int lane = 0; lane < LANES; ++lane) place[i][lane] = i * LANES + lane;
+    at[i] = place[i];
+  }
+  const auto look = [&](Floats v, int i) {
+    odd += v != v ? all(1.0f) : Floats{};
+    at[i] = v > most[i] ? place[i] : at[i];
+    most[i] = larger(v, most[i]);
+    place[i] += SIDE * LANES;
+  };
+  int64_t begin = 0;
+  for (; begin + SIDE * LANES <= size; begin += SIDE * LANES)
+    for (int i = 0; i < SIDE; ++i) look(load(x + begin + i * LANES), i);
+  for (int i = 0; begin < size; begin += LANES, ++i) {
+    Floats v = all(-INFINITY);
+    memcpy(&v, x + begin, 4 * std::min<int64_t>(LANES, size - begin));
+    look(v, i);
+  }
+  Greatest found{-INFINITY, size, total(odd) > 0};
+  for (int i = 0; i < SIDE; ++i)
+    for (int lane = 0; lane < LANES; ++lane) {
+      const float value = most[i][lane];
+      if (value > found.value || (value == found.value && at[i][lane] < found.at))
+        found = {value, at[i][lane], found.missing};
+    }
+  return found;
+}
+
+const RowKernels kernels = {norm, softmax, sigmoid, greatest};
 
 }  // namespace
 }  // namespace jinfer

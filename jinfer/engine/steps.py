@@ -166,20 +166,16 @@ def choose_next(
     model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
-    sampler, progress = (
-        jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
-    )
-    lengths = state.lengths[rows]
     sampled, progress = sample(
         allowed(logits, model),
-        sampler,
-        progress,
+        state.sampler,
+        state.progress,
         state.history,
         rows,
-        lengths,
-        state.prompts[rows],
+        state.lengths,
+        state.prompts,
         mask=state.mask,
-        masked=state.masked[rows],
+        masked=state.masked,
         stages=stages,
     )
     tokens = sampled.tokens
@@ -191,15 +187,22 @@ def choose_next(
         lambda: (empty.logprob, empty.top_ids, empty.top_logprobs),
     )
     there = rows < state.lengths.shape[0] - 1
+    # None of these indices is negative, and finding that out would take a loop of its own.
+    place = state.history.at[rows, state.lengths[rows]]
+    put = partial(_put, rows)
     state = state._replace(
-        history=state.history.at[rows, lengths].set(tokens, mode="drop"),
-        lengths=state.lengths.at[rows].add(there.astype(jnp.int32)),
-        ended=state.ended.at[rows].set(there & ends(tokens, sampler)),
-        progress=jax.tree.map(lambda all, new: all.at[rows].set(new), state.progress, progress),
+        history=place.set(tokens, mode="drop", wrap_negative_indices=False),
+        lengths=state.lengths.at[rows].add(there.astype(jnp.int32), wrap_negative_indices=False),
+        ended=put(state.ended, there & ends(tokens, state.sampler, rows)),
+        progress=jax.tree.map(put, state.progress, progress),
     )
     return state, Chosen(
         jnp.where(there, tokens, -1), of_tokens[0], of_tokens[1], of_tokens[2], progress
     )
+
+
+def _put(rows: Array, all: Array, new: Array) -> Array:
+    return all.at[rows].set(new, wrap_negative_indices=False)
 
 
 def nothing(state: State, count: int) -> Chosen:

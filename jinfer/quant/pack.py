@@ -11,6 +11,7 @@ last codes in pieces.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ class Piece(NamedTuple):
     width: int
     at: int
 
+
+_NOTHING = Piece(0, 0, 0, 0)
 
 # PIECES[code_bits][code]: where the bits of each of 8 codes stand in code_bits bytes.
 PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
@@ -87,14 +90,23 @@ def pack_fours(fours: np.ndarray, bits: int) -> np.ndarray:
 def unpack(words: Any, bits: int, xp: ModuleType = np) -> Any:
     """uint32 [..., bits] -> uint32 [..., 32].
 
+    All codes by one expression, of which XLA makes one loop: it makes 32 of an expression for each.
+
     Args:
         xp: numpy, or jax.numpy for arrays of JAX.
     """
-    codes = []
-    for s in range(8):
-        four = unpack_four(words, bits, s, xp)
-        codes += [(four >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(4)]
-    return xp.stack(codes, axis=-1)
+    lead = (1,) * (words.ndim - 1)
+    strip = np.arange(0, 32, 8, dtype=np.uint32)
+    codes: Any = None
+    for pieces in zip_longest(*PIECES[bits], fillvalue=_NOTHING):
+        byte, low, width, at = np.array(pieces, np.uint32).T[..., None]
+        which = byte[:, 0].astype(np.int32)
+        shift, mask, up = (
+            xp.asarray(each.reshape(*lead, 8, -1)) for each in (low + strip, (1 << width) - 1, at)
+        )
+        piece = ((xp.take(words, which, axis=-1, mode="clip")[..., None] >> shift) & mask) << up
+        codes = piece if codes is None else codes | piece
+    return codes.reshape(*words.shape[:-1], 32)
 
 
 def unpack_four(words: Any, bits: int, s: int, xp: ModuleType = np) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
+from jinfer.ops.greatest import argmax
 from jinfer.sampling import penalties, truncation
 from jinfer.sampling.chance import noise
 from jinfer.sampling.dry import dry
@@ -24,7 +25,6 @@ from jinfer.sampling.mirostat import adapted, mirostat
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.ranges import MAX_LOGPROBS
 from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
-from jinfer.sampling.search import argmax
 from jinfer.sampling.temperature import dynatemp, temperature
 
 
@@ -70,38 +70,80 @@ def sample(
     progress: Progress,
     history: Int[Array, "slots length"],
     slots: Int[Array, " rows"],
-    lengths: Int[Array, " rows"],
-    prompt_lengths: Int[Array, " rows"],
+    lengths: Int[Array, " slots"],
+    prompt_lengths: Int[Array, " slots"],
     *,
     logprobs: bool = False,
     mask: UInt[Array, "slots words"] | None = None,
-    masked: Bool[Array, " rows"] | None = None,
+    masked: Bool[Array, " slots"] | None = None,
     stages: Sequence[str] = STAGES,
 ) -> tuple[Sampled, Progress]:
     """Chooses the next token of each row, and counts it.
 
+    Where every row wants its greatest logit nothing else is computed, and no parameters are
+    gathered: for 8 rows of 49k logits that is a fifth of the time.
+
     Args:
         logits: of any floating type; chosen from in float32.
+        sampler, progress: of each slot.
         history: tokens of each slot's sequence, the prompt first.
         slots: whose sequence each row continues.
-        lengths: tokens of that sequence: what follows them in `history` is not looked at.
+        lengths: tokens of each sequence: what follows them in `history` is not looked at.
         prompt_lengths: how many of them are the prompt.
         logprobs: also compute log-probabilities.
         mask: a bit per token, the lowest of a word first; what is not set is forbidden.
-        masked: which rows obey the mask of their slot.
+        masked: which slots obey their mask.
         stages: those that the program has; no row may need another (`order.is_plain`).
+
+    Returns:
+        What was chosen, and the progress of each row.
     """
     logits = logits.astype(jnp.float32)
-    past = History(history, slots, lengths, prompt_lengths)
-    allowed = logits
-    if mask is not None and masked is not None:
-        allowed = lax.cond(
-            jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
-        )
-    left = filtered(allowed, sampler, progress, past, stages)
-    draws = sampler.whole("draws") > 0
+
+    def chosen() -> tuple[Array, Array]:
+        own = Sampler(*(part[slots] for part in sampler))
+        past = History(history, slots, lengths[slots], prompt_lengths[slots])
+        obeys = None if masked is None else masked[slots]
+        rows = Progress(*(part[slots] for part in progress))
+        return _drawn(_allowed(logits, mask, slots, obeys), own, rows, past, stages)
+
+    bound = jnp.bool_(False) if mask is None or masked is None else masked
+    greedy = jnp.all((_greedy(sampler) & ~bound)[slots])
+    tokens, mu = lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), chosen)
+    sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
+    return sampled, Progress(progress.drawn[slots] + 1, mu)
+
+
+def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
+    """Who wants the greatest logit, as it is."""
+    draws, surprise = sampler.whole("draws"), sampler.whole("mirostat")
+    return (sampler.stages[:, 0] == LAST_STAGE) & (draws == 0) & (surprise == 0)
+
+
+def _allowed(
+    logits: Float[Array, "rows vocab"],
+    mask: UInt[Array, "slots words"] | None,
+    slots: Int[Array, " rows"],
+    masked: Bool[Array, " rows"] | None,
+) -> Float[Array, "rows vocab"]:
+    if mask is None or masked is None:
+        return logits
+    return lax.cond(
+        jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
+    )
+
+
+def _drawn(
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    past: History,
+    stages: Sequence[str],
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
+    """Tokens of any rows, and mirostat's mu after them."""
+    left = filtered(logits, sampler, progress, past, stages)
     tokens = lax.cond(
-        jnp.any(draws),
+        jnp.any(sampler.whole("draws") > 0),
         lambda: argmax(noisy(left, sampler, progress)),
         lambda: argmax(left),
     )
@@ -110,8 +152,7 @@ def sample(
         lambda: adapted(sampler, progress.mu, _at(left, tokens)),
         lambda: progress.mu,
     )
-    sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
-    return sampled, Progress(progress.drawn + 1, mu)
+    return tokens, mu
 
 
 def filtered(
@@ -149,14 +190,16 @@ def filtered(
     return lax.while_loop(more, one, (logits, jnp.zeros_like(progress.drawn)))[0]
 
 
-def ends(tokens: Int[Array, " rows"], sampler: Sampler) -> Bool[Array, " rows"]:
+def ends(
+    tokens: Int[Array, " rows"], sampler: Sampler, slots: Int[Array, " rows"]
+) -> Bool[Array, " rows"]:
     """Whether a row's token ends its sequence, as far as the device can know.
 
     A request that goes on after the model's ends may still have its own (`stop_token_ids`), and
     stop texts; the host finds these.
     """
-    known = jnp.any(tokens[:, None] == sampler.end_ids, axis=-1)
-    return known & (sampler.whole("ignore_eos") == 0)
+    known = jnp.any(tokens[:, None] == sampler.end_ids[slots], axis=-1)
+    return known & (sampler.whole("ignore_eos")[slots] == 0)
 
 
 def noisy(

@@ -1,4 +1,4 @@
-"""Greatest numbers and thresholds over a vocabulary, without sorting it.
+"""Thresholds over a vocabulary, without sorting it.
 
 A threshold is found by bisection over the bits of the numbers, which needs 32 sums over the
 vocabulary: on XLA:CPU a sort of 49k logits takes 5 to 27 ms, as long as a small model's whole step.
@@ -12,24 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
-_LANES = 64  # numbers reduced side by side
 _LEAST_MASS = 1e-30
-
-
-def argmax(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
-    """The first index of each row's greatest number; the last index where one is not a number.
-
-    XLA:CPU computes jnp.argmax number by number: 0.2 ms for 49,000 of them, as long as a layer of a
-    small model takes. Two reductions over rows of lanes are vectorized and take a tenth of that.
-    """
-    vocab = logits.shape[-1]
-    missing = -vocab % _LANES
-    filled = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    lanes = filled.reshape(logits.shape[0], -1, _LANES)
-    greatest = jnp.max(jnp.max(lanes, axis=1), axis=-1)
-    index = jnp.arange(vocab + missing, dtype=jnp.int32).reshape(1, -1, _LANES)
-    found = jnp.where(lanes == greatest[:, None, None], index, jnp.int32(vocab - 1))
-    return jnp.min(jnp.min(found, axis=1), axis=-1)
 
 
 def greatest(

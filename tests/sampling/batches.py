@@ -23,7 +23,7 @@ _FILTER = jax.jit(filtered)
 
 
 class Batch(NamedTuple):
-    """What `sample` takes besides logits."""
+    """What `sample` takes besides logits: of each slot, and the slots of the rows."""
 
     sampler: Sampler
     progress: Progress
@@ -36,10 +36,15 @@ class Batch(NamedTuple):
         """The same later."""
         return self._replace(progress=progress)
 
+    def repeated(self, count: int) -> Batch:
+        """Each row so often, every time with a slot of its own."""
+        many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), self)
+        return many._replace(slots=jnp.arange(len(many.slots), dtype=jnp.int32))
+
     @property
     def past(self) -> History:
-        """The sequences, as stages take them."""
-        return History(self.history, self.slots, self.lengths, self.prompts)
+        """The sequences of the rows, as stages take them."""
+        return History(self.history, self.slots, self.lengths[self.slots], self.prompts[self.slots])
 
 
 def params(**fields: Any) -> SamplingParams:

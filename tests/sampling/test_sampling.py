@@ -11,7 +11,6 @@ from numpy.testing import assert_allclose
 
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
-from jinfer.sampling.search import argmax
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import SAMPLE, VOCAB, batch, call, draw, left, params, random_logits
 
@@ -193,7 +192,7 @@ def test_frequencies(p: SamplingParams) -> None:
     """
     count = 20_000
     logits = np.random.default_rng(9).normal(0, 1.2, 12)
-    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), batch(p, vocab=12))
+    many = batch(p, vocab=12).repeated(count)
     drawn = jnp.arange(count, dtype=jnp.int32)
     many = many.with_progress(many.progress._replace(drawn=drawn))
     tokens = draw(np.tile(logits, (count, 1)), many)[0]
@@ -298,12 +297,3 @@ def test_only_tail_free_sampling_sorts(logprobs: bool) -> None:
 
 def test_the_search_for_sorts_finds_one() -> None:
     assert sorts(jax.jit(jnp.sort).lower(jnp.zeros(1000))) == 1
-
-
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])
-def test_argmax_is_the_first_greatest(vocab: int) -> None:
-    rng = np.random.default_rng(vocab)
-    logits = rng.integers(-3, 3, (50, vocab)).astype(np.float32)
-    logits[:10] = -np.inf
-    logits[10:20, -1] = np.inf
-    assert np.array_equal(argmax(jnp.asarray(logits)), logits.argmax(axis=-1))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,7 +106,7 @@ def test_xtc(kind: str, threshold: float) -> None:
 def test_xtc_happens_as_often_as_asked() -> None:
     x, count = np.log([0.5, 0.3, 0.2]), 4000
     row = batch(params(seed=3, xtc_probability=0.3, temperature=1.0))
-    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), row)
+    many = row.repeated(count)
     drawn = jnp.arange(count, dtype=jnp.int32)
     got = left(np.tile(x, (count, 1)), many.with_progress(many.progress._replace(drawn=drawn)))
     happened = (got == -np.inf).sum(axis=-1)
@@ -272,7 +271,7 @@ def test_bad_words(text: list[int]) -> None:
 def test_masks() -> None:
     """Rows look at the mask of their slot, those that are said to."""
     x = random_logits(17, 3)
-    rows = batch(params(), params(), params(temperature=1.0))
+    rows = batch(params(temperature=1.0), params(), params())
     mask = np.zeros((3, -(-VOCAB // 32)), np.uint32)
     for slot, allowed in enumerate([[4], [VOCAB - 1, 31], [32, 64]]):
         words = allowed_mask(params(allowed_token_ids=allowed), VOCAB)
@@ -338,7 +337,7 @@ def test_random_fsd() -> None:
     text = np.argsort(-x)[[0, 1, 2, 0, 1, 2, 0, 1]].tolist()
     row = with_text(text, {"strategy": "random_fsd", "seed": 5})
     count = 2000
-    many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), row)
+    many = row.repeated(count)
     chosen = numpy.fsd(x, text)
     kept = np.flatnonzero(np.isfinite(numpy.top_p(numpy.top_k(x, 8), 0.93)))
 
