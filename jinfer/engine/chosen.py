@@ -13,7 +13,7 @@ MAX_STEPS = 8  # of a call of `decode`
 # A call takes as many steps as fit into this, in seconds, so that the host has little to do with a
 # small model's short steps. What is new, a request or a wish to stop, interrupts it on a CPU, and
 # waits no longer than two calls elsewhere.
-CALL_SECONDS = 0.02
+CALL_SECONDS = 0.04
 MAX_COPIES = 8  # of a call of `copy_blocks`
 
 
