@@ -102,7 +102,7 @@ def coded_linear(
     call = jax.ffi.ffi_call("jinfer_linear", shapes)
     out = call(
         *operands,
-        tensors=np.array([_describe(matrix) for matrix in matrices], np.int64).reshape(-1),
+        tensors=np.array([fields_of(matrix) for matrix in matrices], np.int64).reshape(-1),
         codebook=np.array(codebook, np.int64),
         exact=np.int64(mode == "float"),
         activation=np.int64(ACTIVATIONS.index(activation)),
@@ -118,8 +118,8 @@ def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Arr
     return (0, []) if offsets is None else (2, [offsets])
 
 
-def _describe(matrix: Coded) -> list[int]:
-    """The fields that linear.cc names."""
+def fields_of(matrix: Coded) -> list[int]:
+    """What is said of it to the calls: the fields that linear_product.h names."""
     return [
         matrix.words.shape[-3],
         matrix.per_code,

@@ -1,5 +1,5 @@
-// What is computed of each row by itself: norms, softmax, sigmoid and where its greatest number is. A
-// row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
+// What is computed of each row by itself: norms, softmax, sigmoid, sums, and where its greatest number
+// is. A row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,8 @@ struct RowKernels {
   void (*norm)(const float* x, int64_t size, const Norm& norm, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);
+  void (*add)(const float* a, const float* b, int64_t size, float* y);
+  void (*scale)(const float* x, float factor, int64_t size, float* y);
   Greatest (*greatest)(const float* x, int64_t size);  // size > 0
 };
 

@@ -79,6 +79,17 @@ void sigmoid(const float* x, int64_t size, float* y) {
   });
 }
 
+void add(const float* a, const float* b, int64_t size, float* y) {
+  each_vector(size, [&](int64_t at, int64_t count) {
+    put(y + at, some(a + at, count) + some(b + at, count), count);
+  });
+}
+
+void scale(const float* x, float factor, int64_t size, float* y) {
+  each_vector(size,
+              [&](int64_t at, int64_t count) { put(y + at, some(x + at, count) * factor, count); });
+}
+
 // Each lane keeps the greatest of its numbers and where it stands first.
 Greatest greatest(const float* x, int64_t size) {
   Floats most[SIDE], odd = {};
@@ -112,7 +123,7 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kernels = {norm, softmax, sigmoid, greatest};
+const RowKernels kernels = {norm, softmax, sigmoid, add, scale, greatest};
 
 }  // namespace
 }  // namespace jinfer

@@ -26,6 +26,7 @@ from jinfer.nn.step import Step
 from jinfer.nn.tap import Kept
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import Cache, Placement
+from jinfer.ops.chains import chained
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
@@ -89,8 +90,12 @@ def _run_layer(
     Args:
         platform: that it is traced for, on which its operations depend.
     """
-    layer, shared = nnx.merge(definition, state)
-    return layer(x, tokens, step, cache, shared)
+
+    def run(state: Any, x: Array, tokens: Array, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        layer, shared = nnx.merge(definition, state)
+        return layer(x, tokens, step, cache, shared)
+
+    return chained(run)(state, x, tokens, step, cache)
 
 
 class Stack(nnx.Module):

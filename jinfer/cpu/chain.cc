@@ -1,0 +1,362 @@
+// The handler of `jinfer_chain`: what a layer computes of each token by itself, from one attention to
+// the next, in one call. Norms, products with quantized matrices, sums: what would be a call or a
+// loop of XLA's each, between which threads would be gathered anew.
+//
+// Operations are put into stages. Those that need one row at a time and nothing of the others are
+// done row by row, one after the other; a product begins a new stage, as it needs whole rows and
+// threads share it by outputs, and so does what needs a product's result.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "linear_product.h"
+#include "rows.h"
+
+namespace jinfer {
+namespace {
+
+const RowKernels& row_kernels() { return JINFER_PICK(rows); }
+
+ffi::Error refused(const std::string& what) {
+  return ffi::Error::InvalidArgument("jinfer_chain: " + what);
+}
+
+// The numbers are those of `Operation` in chain.py.
+enum Kind : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale };
+
+// A matrix [rows, size] that an operation gives or the call is given.
+struct Value {
+  int64_t size;
+  int64_t stage = -1;         // that gives it; -1: it is there
+  bool whole = true;          // only complete when the stage has ended
+  int64_t until = -1;         // the last stage that reads it
+  const float* x = nullptr;   // where it stands
+  float* y = nullptr;         // the same, where it is yet to be written
+};
+
+// What is done of each row. `a` and `b` are values; y is the result's number.
+struct RowOperation {
+  Kind kind;
+  size_t a, b, y;
+  Norm norm;
+  const float* vector;
+  float factor;
+  const Product* product;  // of kLinear: the row is put into the forms that it wants
+};
+
+struct Stage {
+  std::vector<RowOperation> rows;
+  std::vector<const Product*> products;
+};
+
+// Reads the program: operations one after the other, each a kind and its numbers.
+class Reader {
+ public:
+  explicit Reader(ffi::Span<const int64_t> program) : at_(program.begin()), end_(program.end()) {}
+
+  bool done() const { return at_ >= end_; }
+  bool has(int64_t count) const { return count >= 0 && end_ - at_ >= count; }
+  int64_t next() { return has(1) ? *at_++ : (failed_ = true, 0); }
+  float real() {
+    const int32_t bits = static_cast<int32_t>(next());
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  }
+  const int64_t* take(int64_t count) {
+    if (!has(count)) return failed_ = true, nullptr;
+    return (at_ += count) - count;
+  }
+  bool failed() const { return failed_; }
+
+ private:
+  const int64_t *at_, *end_;
+  bool failed_ = false;
+};
+
+class Chain {
+ public:
+  int64_t rows() const { return rows_; }
+
+  ffi::Error read(const ffi::RemainingArgs& args, size_t given, ffi::Span<const int64_t> program) {
+    clear();
+    for (size_t i = 0; i < given; ++i) {
+      auto x = args.get<ffi::Buffer<ffi::F32>>(i);
+      if (x.has_error()) return x.error();
+      if (x->dimensions().size() != 2 || (i > 0 && x->dimensions()[0] != rows_))
+        return refused("what it is given are no matrices of equally many rows");
+      rows_ = x->dimensions()[0];
+      values_.push_back({x->dimensions()[1], -1, true, -1, x->typed_data(), nullptr});
+    }
+    size_t next = given;  // argument
+    for (Reader reader(program); !reader.done();) {
+      ffi::Error error = read_one(args, next, reader);
+      if (error.failure()) return error;
+      if (reader.failed()) return refused("a program that ends too early");
+    }
+    return next == args.size() ? ffi::Error::Success() : refused("wrong number of buffers");
+  }
+
+  ffi::Error place(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
+    if (rets.size() != results.size()) return refused("wrong number of results");
+    for (size_t i = 0; i < results.size(); ++i) {
+      auto y = rets.get<ffi::Buffer<ffi::F32>>(i);
+      if (y.has_error()) return y.error();
+      if (results[i] < 0 || size_t(results[i]) >= values_.size()) return refused("no such value");
+      Value& value = values_[results[i]];
+      if (value.stage < 0 || value.y || !has_shape(**y, {rows_, value.size}))
+        return refused("a result does not fit");
+      value.y = (*y)->typed_data();
+    }
+    return ffi::Error::Success();
+  }
+
+  void run(ffi::ThreadPool& pool) {
+    lay_out();
+    for (Value& value : values_)
+      if (value.stage >= 0) value.x = value.y;
+    int64_t threads = 1;
+    for (size_t p = 0; p < used_; ++p) {
+      Product& product = *products_[p].product;
+      for (size_t t = 0; t < product.results(); ++t)
+        product.tensors[t].y = values_[products_[p].first + t].y;
+      product.cut(&whole_, 1, pool);
+      threads = std::max(threads, product.threads);
+    }
+    const int64_t row_chunks = std::min(rows_, 4 * threads);
+    chunks_.clear();  // of each stage: of products one after the other, or of rows
+    for (int64_t s = 0; s < stage_count_; ++s) {
+      int64_t count = stages_[s].products.empty() ? row_chunks : 0;
+      for (const Product* product : stages_[s].products) count += product->chunks;
+      chunks_.push_back(count);
+    }
+    in_stages(pool, chunks_, threads, [&](int64_t s, int64_t chunk) {
+      const Stage& stage = stages_[s];
+      for (const Product* product : stage.products) {
+        if (chunk < product->chunks) return product->run(chunk);
+        chunk -= product->chunks;
+      }
+      const int64_t begin = rows_ * chunk / row_chunks, end = rows_ * (chunk + 1) / row_chunks;
+      for (int64_t row = begin; row < end; ++row)
+        for (const RowOperation& operation : stage.rows) do_row(operation, row);
+    });
+  }
+
+ private:
+  // A product, where it is in turn, and the number of its first result.
+  struct Placed {
+    std::unique_ptr<Product> product;  // stays where it is: operations point to it
+    int64_t stage;
+    size_t first;
+  };
+
+  // Memory that is taken from one stage to another.
+  struct Hole {
+    size_t at, bytes;
+    int64_t until;
+  };
+
+  void clear() {
+    for (int64_t s = 0; s < stage_count_; ++s) stages_[s].rows.clear(), stages_[s].products.clear();
+    rows_ = stage_count_ = 0, used_ = 0, end_ = 0;
+    values_.clear(), holes_.clear();
+  }
+
+  // Finds room for values that are no results, and for rows in the forms that products want; those
+  // that are read no more make room for others.
+  void lay_out() {
+    whole_ = {0, 0, rows_};
+    offsets_.clear();
+    for (const Value& value : values_)
+      if (value.stage >= 0 && !value.y)
+        offsets_.push_back(take(rows_ * value.size * 4, value.stage, value.until));
+    for (size_t p = 0; p < used_; ++p)
+      for (const Form& form : products_[p].product->forms)
+        offsets_.push_back(
+            take(rows_ * form.row_bytes(), products_[p].stage - 1, products_[p].stage));
+    if (memory_.size() < end_ + 64) memory_ = std::vector<char>(end_ + 64);
+    char* room = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
+    const size_t* at = offsets_.data();
+    for (Value& value : values_)
+      if (value.stage >= 0 && !value.y) value.y = reinterpret_cast<float*>(room + *at++);
+    for (size_t p = 0; p < used_; ++p)
+      for (char*& rows : products_[p].product->rows) rows = room + *at++;
+  }
+
+  size_t take(size_t bytes, int64_t stage, int64_t until) {
+    bytes = (bytes + 63) / 64 * 64;
+    for (Hole& hole : holes_)
+      if (hole.until < stage && hole.bytes == bytes) return hole.until = until, hole.at;
+    holes_.push_back({end_, bytes, until});
+    return (end_ += bytes) - bytes;
+  }
+
+  ffi::Error read_one(const ffi::RemainingArgs& args, size_t& next, Reader& reader) {
+    const int64_t kind = reader.next(), a = reader.next();
+    if (a < 0 || size_t(a) >= values_.size()) return refused("no such value");
+    const int64_t size = values_[a].size;
+    RowOperation operation{static_cast<Kind>(kind), size_t(a), size_t(a), values_.size(), {}};
+    switch (kind) {
+      case kNorm: {
+        const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
+        const float eps = reader.real(), offset = reader.real();
+        operation.norm = {centered, eps, offset, nullptr, nullptr};
+        if (weighted)
+          if (ffi::Error e = vector(args, next, size, &operation.norm.weight); e.failure()) return e;
+        if (biased)
+          if (ffi::Error e = vector(args, next, size, &operation.norm.bias); e.failure()) return e;
+        break;
+      }
+      case kLinear:
+        return read_linear(args, next, reader, a);
+      case kAdd: {
+        const int64_t b = reader.next();
+        if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
+          return refused("no such value to add");
+        operation.b = b;
+        break;
+      }
+      case kAddVector:
+        if (ffi::Error e = vector(args, next, size, &operation.vector); e.failure()) return e;
+        break;
+      case kScale:
+        operation.factor = reader.real();
+        break;
+      default:
+        return refused("no such operation");
+    }
+    const int64_t stage = std::max(row_stage(operation.a), row_stage(operation.b));
+    stage_at(stage).rows.push_back(operation);
+    values_[operation.a].until = std::max(values_[operation.a].until, stage);
+    values_[operation.b].until = std::max(values_[operation.b].until, stage);
+    values_.push_back({size, stage, false, stage});
+    return ffi::Error::Success();
+  }
+
+  ffi::Error read_linear(const ffi::RemainingArgs& args, size_t& next, Reader& reader, size_t a) {
+    const int64_t count = reader.next(), exact = reader.next(), activation = reader.next();
+    const int64_t codes = reader.next();
+    if (!reader.has(codes)) return refused("a program that ends too early");
+    const int64_t* codebook = reader.take(codes);
+    if (count < 1 || count > 64 || !reader.has(count * kFields))
+      return refused("a program that ends too early");
+    if (used_ == products_.size()) products_.push_back({std::make_unique<Product>(), 0, 0});
+    Placed& placed = products_[used_++];
+    Product& product = *placed.product;
+    ffi::Error error = product.read(args, next, reader.take(count * kFields), count, codebook, codes,
+                                    values_[a].size, exact != 0, activation);
+    if (error.failure()) return error;
+    for (const Tensor& tensor : product.tensors)
+      if (tensor.count != 1) return refused("stacks of matrices");
+    // Its rows are made ready where the value is, and the product follows.
+    const int64_t before = row_stage(a), stage = before + 1;
+    stage_at(before).rows.push_back({kLinear, a, a, 0, {}, nullptr, 0, &product});
+    values_[a].until = std::max(values_[a].until, before);
+    stage_at(stage).products.push_back(&product);
+    placed.stage = stage, placed.first = values_.size();
+    for (size_t t = 0; t < product.results(); ++t)
+      values_.push_back({product.tensors[t].matrix.outputs, stage, true, stage});
+    return ffi::Error::Success();
+  }
+
+  ffi::Error vector(const ffi::RemainingArgs& args, size_t& next, int64_t size, const float** out) {
+    auto buffer = args.get<ffi::Buffer<ffi::F32>>(next++);
+    if (buffer.has_error()) return buffer.error();
+    if (int64_t(buffer->element_count()) != size) return refused("a vector does not fit its rows");
+    *out = buffer->typed_data();
+    return ffi::Error::Success();
+  }
+
+  // The first stage in which rows of a value can be read: even ones are of rows, odd ones of
+  // products.
+  int64_t row_stage(size_t value) const {
+    const Value& v = values_[value];
+    return v.stage < 0 ? 0 : v.whole ? v.stage + 1 : v.stage;
+  }
+
+  Stage& stage_at(int64_t stage) {
+    stage_count_ = std::max(stage_count_, stage + 1);
+    if (int64_t(stages_.size()) < stage_count_) stages_.resize(stage_count_);
+    return stages_[stage];
+  }
+
+  void do_row(const RowOperation& o, int64_t row) const {
+    const int64_t size = values_[o.a].size;
+    const float* a = values_[o.a].x + row * size;
+    if (o.kind == kLinear) {
+      for (size_t f = 0; f < o.product->forms.size(); ++f) {
+        const Form& form = o.product->forms[f];
+        linear_kernels().prepare(a, size, form, o.product->rows[f] + row * form.row_bytes());
+      }
+      return;
+    }
+    float* y = values_[o.y].y + row * size;
+    if (o.kind == kNorm) return row_kernels().norm(a, size, o.norm, y);
+    if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
+    row_kernels().add(a, o.kind == kAdd ? values_[o.b].x + row * size : o.vector, size, y);
+  }
+
+  int64_t rows_ = 0, stage_count_ = 0;
+  size_t used_ = 0, end_ = 0;  // products; bytes
+  std::vector<Value> values_;
+  std::vector<Placed> products_;
+  std::vector<Stage> stages_;
+  Segment whole_{};
+  std::vector<int64_t> chunks_;
+  std::vector<Hole> holes_;
+  std::vector<size_t> offsets_;
+  std::vector<char> memory_;
+};
+
+// Chains that are not at work, with the memory that they have: threads of XLA's pool take turns at
+// being the caller, and each would else keep its own.
+class Shelf {
+ public:
+  std::unique_ptr<Chain> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (chains_.empty()) return std::make_unique<Chain>();
+    auto chain = std::move(chains_.back());
+    chains_.pop_back();
+    return chain;
+  }
+  void give(std::unique_ptr<Chain> chain) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    chains_.push_back(std::move(chain));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Chain>> chains_;
+};
+
+Shelf& shelf() {
+  static Shelf* shelf = new Shelf;  // never destroyed: threads may outlive static objects
+  return *shelf;
+}
+
+ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results,
+                 int64_t given) {
+  if (given < 1 || size_t(given) > args.size()) return refused("nothing is given");
+  auto chain = shelf().take();
+  ffi::Error error = chain->read(args, given, program);
+  if (error.success()) error = chain->place(rets, results);
+  if (error.success() && chain->rows() > 0) chain->run(pool);
+  shelf().give(std::move(chain));
+  return error;
+}
+
+}  // namespace
+}  // namespace jinfer
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_chain, jinfer::chain,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("program")
+                                  .Attr<xla::ffi::Span<const int64_t>>("results")
+                                  .Attr<int64_t>("given"));

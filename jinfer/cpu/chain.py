@@ -1,0 +1,135 @@
+"""Norms, products with quantized matrices, and sums of rows, as one custom call.
+
+A `Program` is written operation by operation; each gives one or more values, which stand for
+matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
+never written anywhere that XLA knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from jinfer.cpu import build
+
+
+class Operation(IntEnum):
+    """The numbers are those of `Kind` in chain.cc."""
+
+    NORM = 0
+    LINEAR = 1
+    ADD = 2
+    ADD_VECTOR = 3
+    SCALE = 4
+
+
+def available() -> bool:
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return build.register("jinfer_chain")
+
+
+@dataclass
+class Program:
+    """Operations on rows, one after the other.
+
+    Attributes:
+        given: float32 [rows, size], all of equally many rows: the values 0, 1, ...
+    """
+
+    given: Sequence[Float[Array, "rows size"]]
+    _numbers: list[int] = field(default_factory=list)
+    _operands: list[Array] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)  # of values that operations give
+
+    def norm(
+        self,
+        x: int,
+        weight: Float[Array, "1 size"] | None,
+        bias: Float[Array, "1 size"] | None,
+        *,
+        centered: bool,
+        eps: float,
+        offset: float,
+    ) -> int:
+        """As `jinfer.cpu.rows.norm`, with the same weights and biases for all rows."""
+        there = weight is not None, bias is not None
+        numbers = [int(centered), *map(int, there), _bits(eps), _bits(offset)]
+        vectors = [vector for vector in (weight, bias) if vector is not None]
+        return self._add(Operation.NORM, x, numbers, vectors, [self._size(x)])[0]
+
+    def linear(
+        self,
+        x: int,
+        buffers: Sequence[Array],
+        fields: Sequence[int],
+        codebook: Sequence[int],
+        *,
+        exact: bool,
+        activation: int,
+        outputs: Sequence[int],
+    ) -> list[int]:
+        """As `jinfer.cpu.linear.coded_linear`.
+
+        Args:
+            buffers, fields, codebook, exact, activation: what it gives to its call.
+            outputs: sizes of its results.
+        """
+        count = len(fields) // FIELDS
+        numbers = [count, int(exact), activation, len(codebook), *codebook, *fields]
+        return self._add(Operation.LINEAR, x, numbers, buffers, outputs)
+
+    def add(self, x: int, y: int) -> int:
+        """x + y."""
+        return self._add(Operation.ADD, x, [y], [], [self._size(x)])[0]
+
+    def add_vector(self, x: int, vector: Float[Array, " size"]) -> int:
+        """x + vector, the same for all rows."""
+        return self._add(Operation.ADD_VECTOR, x, [], [vector], [self._size(x)])[0]
+
+    def scale(self, x: int, factor: float) -> int:
+        """x * factor."""
+        return self._add(Operation.SCALE, x, [_bits(factor)], [], [self._size(x)])[0]
+
+    def run(self, results: Sequence[int]) -> Sequence[Float[Array, "rows size"]]:
+        """The values with these numbers, which operations gave."""
+        rows = self.given[0].shape[0]
+        shapes = [jax.ShapeDtypeStruct((rows, self._size(one)), np.float32) for one in results]
+        call = jax.ffi.ffi_call("jinfer_chain", shapes)
+        return call(
+            *self.given,
+            *self._operands,
+            program=np.array(self._numbers, np.int64),
+            results=np.array(results, np.int64),
+            given=np.int64(len(self.given)),
+        )
+
+    def _size(self, value: int) -> int:
+        known = len(self.given)
+        return self.given[value].shape[1] if value < known else self._sizes[value - known]
+
+    def _add(
+        self,
+        kind: Operation,
+        x: int,
+        numbers: Sequence[int],
+        operands: Sequence[Array],
+        sizes: Sequence[int],
+    ) -> list[int]:
+        first = len(self.given) + len(self._sizes)
+        self._numbers += [int(kind), x, *numbers]
+        self._operands += operands
+        self._sizes += sizes
+        return list(range(first, first + len(sizes)))
+
+
+FIELDS = 8  # that describe a matrix; see `Field` in linear_product.h
+
+
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))

@@ -1,0 +1,214 @@
+"""The custom call for chains of row operations gives the bits that the calls alone give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.cpu import build, rows
+from jinfer.cpu.chain import Operation, Program
+from jinfer.cpu.linear import ACTIVATIONS, Coded, coded_linear, fields_of
+from jinfer.quant.format import QuantFormat
+from tests.cpu.helpers import isas
+from tests.cpu.test_linear import coded, matrix
+
+pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+
+FOUR = QuantFormat("4", symmetric=True)
+COUNTS = (1, 3, 17, 130)
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def product(
+    program: Program, x: int, matrices: Sequence[Coded], activation: str = "none"
+) -> list[int]:
+    buffers = [part for m in matrices for part in (m.words, m.scales, m.steps) if part is not None]
+    fields = [number for m in matrices for number in fields_of(m)]
+    codebook = next((m.codebook for m in matrices if m.codebook is not None), ())
+    results = matrices if activation == "none" else matrices[:1]
+    return program.linear(
+        x,
+        buffers,
+        fields,
+        codebook,
+        exact=False,
+        activation=ACTIVATIONS.index(activation),
+        outputs=[m.outputs for m in results],
+    )
+
+
+def one_norm(x: Any, weight: Any, bias: Any = None, *, centered: bool = False) -> Any:
+    return rows.norm(x, weight, bias, centered=centered, eps=1e-5, offset=0.0)
+
+
+class Layer:
+    """What a layer does after its attention, and the projections of the next one."""
+
+    def __init__(self, hidden: int, width: int, format: QuantFormat = FOUR) -> None:
+        shapes = {
+            "o": (hidden, hidden),
+            "gate": (width, hidden),
+            "up": (width, hidden),
+            "down": (hidden, width),
+            "q": (hidden, hidden),
+            "k": (hidden // 2, hidden),
+        }
+        self.of = {
+            name: coded(matrix(format, *shape, seed=i))
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        self.weight, self.bias = random(1, hidden, seed=7), random(1, hidden, seed=8)
+
+    def chain(self, x: Any, attended: Any) -> Sequence[Any]:
+        program, of = Program([x, attended]), self.of
+        (o,) = product(program, 1, [of["o"]])
+        x1 = program.add(0, o)
+        normal = program.norm(x1, self.weight, None, centered=False, eps=1e-5, offset=0.0)
+        (h,) = product(program, normal, [of["gate"], of["up"]], "silu")
+        (down,) = product(program, h, [of["down"]])
+        x2 = program.add(x1, program.scale(down, 0.25))
+        x3 = program.add_vector(x2, self.bias[0])
+        after = program.norm(x3, self.weight, self.bias, centered=True, eps=1e-5, offset=0.0)
+        return program.run([x3, *product(program, after, [of["q"], of["k"]]), h])
+
+    def apart(self, x: Any, attended: Any) -> Sequence[Any]:
+        of = self.of
+        x1 = x + coded_linear(attended, [of["o"]])[0]
+        normal = one_norm(x1, self.weight)
+        (h,) = coded_linear(normal, [of["gate"], of["up"]], activation="silu")
+        x2 = x1 + coded_linear(h, [of["down"]])[0] * 0.25
+        x3 = x2 + self.bias
+        after = one_norm(x3, self.weight, self.bias, centered=True)
+        return [x3, *coded_linear(after, [of["q"], of["k"]]), h]
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("hidden", [64, 96, 576])
+def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: build.Isa) -> None:
+    layer = Layer(hidden, 3 * hidden)
+    for count in COUNTS:
+        x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
+        with build.lowered_isa(isa):
+            got = jax.jit(layer.chain)(x, attended)
+            wanted = [jnp.asarray(part) for part in layer.apart(x, attended)]
+            for a, b in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        QuantFormat("3.5", symmetric=True),
+        QuantFormat("8", symmetric=True),
+        QuantFormat("4", 32, False, two_level=True),
+        QuantFormat("4", symmetric=True, codebook=tuple(range(16))),
+    ],
+    ids=["pairs", "bytes", "two-level", "codebook"],
+)
+def test_formats(format: QuantFormat) -> None:
+    layer = Layer(256, 512, format)
+    x, attended = random(5, 256), random(5, 256, seed=1)
+    for a, b in zip(layer.chain(x, attended), layer.apart(x, attended), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_products_side_by_side() -> None:
+    """Both take the same rows, so they are one stage; only one's result is asked for twice."""
+    left, right = coded(matrix(FOUR, 64, 128)), coded(matrix(FOUR, 96, 128, seed=1))
+    x = random(4, 128)
+    program = Program([x])
+    (a,), (b,) = product(program, 0, [left]), product(program, 0, [right])
+    got = program.run([b, a])
+    wanted = coded_linear(x, [left, right])
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(wanted[1]))
+    np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(wanted[0]))
+
+
+def test_no_rows() -> None:
+    program = Program([random(0, 128)])
+    (a,) = product(program, 0, [coded(matrix(FOUR, 64, 128))])
+    assert program.run([a])[0].shape == (0, 64)
+
+
+def test_many_at_once() -> None:
+    """Calls on several threads each have memory of their own."""
+    layer = Layer(576, 1536)
+    run = jax.jit(layer.chain)
+    given = [(random(3, 576, seed=i), random(3, 576, seed=i + 50)) for i in range(12)]
+    alone = [jax.block_until_ready(run(*each)) for each in given]
+    together = jax.block_until_ready([run(*each) for each in given for _ in range(4)])
+    for i, got in enumerate(together):
+        for a, b in zip(got, alone[i // 4], strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def call(numbers: list[int], results: list[int], *operands: Any, given: int = 1) -> None:
+    out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in results]
+    jax.block_until_ready(
+        jax.ffi.ffi_call("jinfer_chain", out)(
+            *operands,
+            program=np.array(numbers, np.int64),
+            results=np.array(results, np.int64),
+            given=np.int64(given),
+        )
+    )
+
+
+X = random(2, 64)
+LINEAR = [int(Operation.LINEAR), 0, 1, 0, 0, 0]
+MATRIX = coded(matrix(FOUR, 64, 64))
+FIELDS = fields_of(MATRIX)
+STACK = coded(matrix(FOUR, 64, 64, stack=(3,)))
+REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
+    "no operation": ("no such operation", lambda: call([9, 0], [1], X)),
+    "no value": ("no such value", lambda: call([int(Operation.SCALE), 3, 0], [1], X)),
+    "a value to come": ("no such value", lambda: call([int(Operation.ADD), 0, 1], [1], X)),
+    "cut off": ("ends too early", lambda: call([int(Operation.NORM), 0, 0], [1], X)),
+    "cut off in a matrix": ("ends too early", lambda: call([*LINEAR, *FIELDS[:5]], [1], X)),
+    "no matrices": ("ends too early", lambda: call([int(Operation.LINEAR), 0, 0, 0, 0, 0], [1], X)),
+    "endless codebook": (
+        "ends too early",
+        lambda: call([int(Operation.LINEAR), 0, 1, 0, 0, 1 << 60], [1], X),
+    ),
+    "no activation": (
+        "no such activation",
+        lambda: call(
+            [int(Operation.LINEAR), 0, 1, 0, 9, 0, *FIELDS], [1], X, MATRIX.words, MATRIX.scales
+        ),
+    ),
+    "a stack": (
+        "stacks of matrices",
+        lambda: call([*LINEAR, *FIELDS], [1], X, STACK.words, STACK.scales),
+    ),
+    "too short a vector": (
+        "does not fit its rows",
+        lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, random(63)),
+    ),
+    "nothing given": ("nothing is given", lambda: call([], [0], X, given=0)),
+    "too much given": ("nothing is given", lambda: call([], [0], X, given=2)),
+    "other rows": ("equally many rows", lambda: call([], [0], X, random(3, 64), given=2)),
+    "what is there asked for": ("does not fit", lambda: call([], [0], X)),
+    "asked for twice": (
+        "does not fit",
+        lambda: call([int(Operation.SCALE), 0, 0], [1, 1], X),
+    ),
+    "a buffer too many": (
+        "wrong number of buffers",
+        lambda: call([int(Operation.SCALE), 0, 0], [1], X, random(64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    what, refused = REFUSED[name]
+    with pytest.raises(Exception, match=what):
+        refused()

@@ -1,0 +1,134 @@
+"""Row operations are put together wherever they stand, and nothing else is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.cpu import build
+from jinfer.ops.chains import chained
+from jinfer.ops.linear import gated_linear, linear, linears
+from jinfer.ops.norm import normalize
+from jinfer.quant import QuantizedTensor
+from jinfer.quant.format import QuantFormat
+from tests.cpu.test_linear import matrix
+
+pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+
+SIZE, WIDTH = 64, 192
+FORMAT = QuantFormat("4", symmetric=True)
+
+
+def weight(outputs: int, inputs: int, seed: int) -> QuantizedTensor:
+    return matrix(FORMAT, outputs, inputs, seed=seed)
+
+
+W = {
+    "q": weight(SIZE, SIZE, 0),
+    "o": weight(SIZE, SIZE, 1),
+    "gate": weight(WIDTH, SIZE, 2),
+    "up": weight(WIDTH, SIZE, 3),
+    "down": weight(SIZE, WIDTH, 4),
+}
+BIAS = np.linspace(-1, 1, SIZE, dtype=np.float32)
+SCALE = np.linspace(0.5, 2, SIZE, dtype=np.float32)
+
+
+def mixed(x: jax.Array) -> jax.Array:
+    """Something that needs all rows, as an attention does."""
+    return jnp.cumsum(x, axis=1)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    return normalize(x, jnp.asarray(SCALE), eps=1e-5)
+
+
+def feed_forward(x: jax.Array) -> jax.Array:
+    y = gated_linear(x, W["gate"], W["up"], "silu")
+    assert y is not None
+    return linear(y, W["down"])
+
+
+def one_after_the_other(x: jax.Array) -> jax.Array:
+    x = x + linear(mixed(linear(norm(x), W["q"])), W["o"])
+    return x + feed_forward(norm(x))
+
+
+def side_by_side(x: jax.Array) -> jax.Array:
+    y = norm(x)
+    return x + linear(mixed(linear(y, W["q"])), W["o"]) + feed_forward(y)
+
+
+def with_biases(x: jax.Array) -> jax.Array:
+    x = x + linear(mixed(linear(norm(x), W["q"], jnp.asarray(BIAS))), W["o"], jnp.asarray(BIAS))
+    return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), W["q"])), W["o"], jnp.asarray(BIAS))
+
+
+def norms_after(x: jax.Array) -> jax.Array:
+    x = norm(x + linear(mixed(linear(x, W["q"])), W["o"]) * 2.0)
+    return norm(x + feed_forward(x))
+
+
+def heads(x: jax.Array) -> jax.Array:
+    """Norms of heads are rows of another kind."""
+    q, k = linears(norm(x), [W["q"], W["o"]], [None, None])
+    q = normalize(q.reshape(*q.shape[:2], 4, 16), jnp.asarray(SCALE[:16]), eps=1e-5)
+    return x + linear(q.reshape(x.shape) * k, W["o"])
+
+
+# What is left of calls, by name.
+CASES: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
+    "one after the other": (one_after_the_other, {"jinfer_chain": 2}),
+    "side by side": (side_by_side, {"jinfer_chain": 2}),
+    "biases and factors": (with_biases, {"jinfer_chain": 3}),
+    "norms after": (norms_after, {"jinfer_linear": 1, "jinfer_chain": 1}),
+    "heads": (heads, {"jinfer_chain": 2, "jinfer_norm": 1}),
+}
+
+
+def calls(function: Callable[[Any], Any], x: Any) -> Counter[str]:
+    eqns = jax.make_jaxpr(function)(x).jaxpr.eqns
+    return Counter(e.params["target_name"] for e in eqns if e.primitive.name == "ffi_call")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_and_bits(name: str) -> None:
+    function, left = CASES[name]
+    for tokens in (1, 5, 40):
+        x = np.random.default_rng(tokens).standard_normal((1, tokens, SIZE)).astype(np.float32)
+        assert calls(chained(function), x) == left
+        got, wanted = jax.jit(chained(function))(x), jax.jit(function)(x)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+
+def test_what_is_no_chain_stays() -> None:
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x) + x, norm(x)
+
+    x = jnp.ones((1, 3, SIZE), jnp.float32)
+    assert calls(chained(function), x) == {"jinfer_norm": 1}
+    np.testing.assert_array_equal(chained(function)(x)[0], function(x)[0])
+
+
+def test_other_arguments_and_results() -> None:
+    """Trees of them, of any types; inner functions are called as they were."""
+
+    @jax.jit
+    def inner(x: jax.Array, n: jax.Array) -> jax.Array:
+        return x * n
+
+    def function(x: dict[str, Any], n: jax.Array) -> dict[str, Any]:
+        y = linear(norm(x["a"]), W["q"])
+        return {"y": inner(y, n.astype(jnp.float32)), "n": n + 1, "same": x["a"]}
+
+    x, n = {"a": np.ones((1, 2, SIZE), np.float32)}, jnp.int32(3)
+    got, wanted = chained(function)(x, n), function(x, n)
+    assert got.keys() == wanted.keys()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
