@@ -259,7 +259,8 @@ def test_one_thread_computes_where_one_was_asked_for() -> None:
     assert not told
     total = sum(spent.values())
     assert total > 5  # hundredths of a second
-    # Beside it only those that launch do anything to speak of: Python's thread, and XLA's.
-    busy = [name for name in spent if spent[name] > total / 10]
-    launching = ("python", "jinfer", "tf_XLAExecute")
-    assert {name for name in busy if not name.startswith(launching)} == set(pool)
+    # Beside Python's thread, which launches, it computes, or XLA's that it was launched on.
+    busy = {name for name in spent if spent[name] > total / 10}
+    computing = {name for name in busy if not name.startswith(("python", "jinfer"))}
+    assert computing
+    assert all(name in pool or name.startswith("tf_XLAExecute") for name in computing)

@@ -20,15 +20,21 @@ from jax.extend.core import JaxprEqn, Literal
 from jinfer.cpu import chain as cpu
 from jinfer.ops.backend import backend
 from jinfer.ops.row_operations import RowOperation, row_operation
+from jinfer.quant.calibration import records
 
 _LEAST = 2  # operations that are worth a chain
 
 
 def chained[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, with such operations put together where the CPU has custom calls."""
+    """The same function, with such operations put together where the CPU has custom calls.
+
+    It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
+    told not to compile, as somebody wants to look at each step.
+    """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not (backend() == "cpu" and cpu.available()):
+        as_it_is = jax.config.jax_disable_jit or records((args, kwargs))
+        if as_it_is or not (backend() == "cpu" and cpu.available()):
             return function(*args, **kwargs)
         flat, tree = jax.tree.flatten((args, kwargs))
 

@@ -90,6 +90,12 @@ def tap(weight: Any, kind: Kind) -> Recorded:
     )
 
 
+def records(tree: Any) -> bool:
+    """Whether something in a tree is recorded."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
+    return any(isinstance(leaf, Recorded) for leaf in leaves)
+
+
 def record(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Any],
