@@ -13,6 +13,8 @@ namespace jinfer {
 namespace {
 
 constexpr int64_t EACH = 1 << 15;      // multiplications that are worth another thread
+constexpr int TILES = 3;               // of each thread, so that they end together
+constexpr int LEAST = 48;              // rows of a tile, as far as there are: they share its keys
 constexpr int64_t PARTIALS = 1 << 24;  // floats of results of parts, at most
 
 // Tokens of one sequence that stand next to each other: a tile for each key head.
@@ -39,7 +41,7 @@ class Plan {
   // Results of tokens that are padding are filled in here.
   void make(const Call& call, int64_t most_threads) {
     runs_.clear(), cut_.clear();
-    add_runs(call);
+    add_runs(call, most_threads);
     int64_t all = 0;
     for (const Run& run : runs_) all += call.kv_heads * multiplications(call, run);
     threads = std::max<int64_t>(1, std::min(most_threads, all / EACH));
@@ -89,8 +91,10 @@ class Plan {
     return {run.token, head, run.rows, run.first, run.end, run.at + head * floats};
   }
 
-  void add_runs(const Call& call) {
-    const int most = std::max(1, ROWS / call.group);
+  void add_runs(const Call& call, int64_t threads) {
+    const int64_t share = call.tokens * call.kv_heads / (TILES * threads);
+    const int64_t wanted = std::max<int64_t>(share, (LEAST + call.group - 1) / call.group);
+    const int64_t most = std::max<int64_t>(1, std::min<int64_t>(ROWS / call.group, wanted));
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
