@@ -45,41 +45,35 @@ const float* turned_biases(const float* from, int64_t heads, int64_t distances) 
   return to - heads * row;
 }
 
-void write_all(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  constexpr int64_t SOME = 16, FEW = 1 << 14;  // tokens a thread; numbers for one thread
-  const int64_t chunks = (call.tokens + SOME - 1) / SOME;
-  const bool few = call.kv_heads * call.tokens * call.keys.dim < FEW;
-  parallel(pool, chunks, few ? 1 : chunks, [&](int64_t chunk) {
-    const int64_t end = std::min(call.tokens, (chunk + 1) * SOME);
-    float* x = scratch.of(write_floats(call));
-    for (int64_t t = chunk * SOME; t < end; ++t)
-      for (int64_t head = 0; call.rows[t] >= 0 && head < call.kv_heads; ++head)
-        kernels.write(call, t, head, x);
-  });
-}
-
+// Three stages: new keys and values are written, unless who computes a tile does it; tiles or parts
+// of them are computed; parts are merged. One job, so that threads that help need not be found anew.
 void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
-  Plan& plan = plans;  // this thread's, also for the others
+  constexpr int64_t SOME = 8;  // tokens that one thread writes
+  Plan& plan = plans;          // this thread's, also for the others
   plan.make(call, most_threads(pool));
+  const auto write = [&](int64_t token, int64_t head) {
+    if (call.rows[token] >= 0) kernels.write(call, token, head, scratch.of(write_floats(call)));
+  };
   for (const Tile& tile : plan.cut())
     for (int64_t t = 0; call.late && t < tile.rows / call.group; ++t)
-      kernels.write(call, tile.token + t, tile.head, scratch.of(write_floats(call)));
+      write(tile.token + t, tile.head);
   float* partial = partials.of(plan.room);
-  parallel(pool, plan.items, plan.threads, [&](int64_t item) {
-    const auto [tile, part] = plan.piece(call, item);
-    if (part < 0) {
+  const int64_t writes = call.k && !call.late ? (call.tokens + SOME - 1) / SOME : 0;
+  const int64_t merges = plan.cut().size();
+  in_stages(pool, {writes, plan.items, merges}, plan.threads, [&](int64_t stage, int64_t i) {
+    if (stage == 0) {
+      for (int64_t t = i * SOME; t < std::min(call.tokens, (i + 1) * SOME); ++t)
+        for (int64_t head = 0; head < call.kv_heads; ++head) write(t, head);
+    } else if (stage == 2) {
+      const Tile& tile = plan.cut()[i];
+      kernels.merge(call, tile, partial + tile.at, scratch.of(merge_floats(call)));
+    } else if (const auto [tile, part] = plan.piece(call, i); part < 0) {
       kernels.whole(call, tile, scratch.of(whole_floats(call)));
     } else {
       const int64_t before = part - tile.first_part();
       float* to = partial + tile.at + before * tile.rows * partial_floats(call);
       kernels.part(call, tile, part, to, scratch.of(part_floats(call)));
     }
-  });
-  constexpr int64_t FEW = 1 << 18;  // floats that one thread merges
-  const int64_t merges = int64_t(plan.cut().size());
-  parallel(pool, merges, plan.room < FEW ? 1 : merges, [&](int64_t i) {
-    const Tile& tile = plan.cut()[i];
-    kernels.merge(call, tile, partial + tile.at, scratch.of(merge_floats(call)));
   });
 }
 
@@ -105,7 +99,6 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
     call.rules.by_distance =
         turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
   call.late = written && apart(call);
-  if (written && !call.late) write_all(call, kernels(), pool);
   attend(call, kernels(), pool);
   return ffi::Error::Success();
 }

@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kind.h"
+
 namespace jinfer {
-
-enum class Kind { f32, bf16, f16, codes };
-
-inline int bytes_of(Kind kind) { return kind == Kind::f32 ? 4 : 2; }
 
 // How codes stand for numbers; see QuantFormat in jinfer/quant/format.py. Blocks are of 32.
 struct Codes {

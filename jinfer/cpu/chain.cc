@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "dense_product.h"
 #include "linear_product.h"
 #include "rows.h"
 
@@ -25,7 +26,7 @@ ffi::Error refused(const std::string& what) {
 }
 
 // The numbers are those of `Operation` in chain.py.
-enum Kind : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale };
+enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense };
 
 // A matrix [rows, size] that an operation gives or the call is given.
 struct Value {
@@ -39,17 +40,17 @@ struct Value {
 
 // What is done of each row. `a` and `b` are values; y is the result's number.
 struct RowOperation {
-  Kind kind;
+  Operation kind;
   size_t a, b, y;
   Norm norm;
   const float* vector;
   float factor;
-  const Product* product;  // of kLinear: the row is put into the forms that it wants
+  const RowProduct* product;  // that the row is prepared for
 };
 
 struct Stage {
   std::vector<RowOperation> rows;
-  std::vector<const Product*> products;
+  std::vector<const RowProduct*> products;
 };
 
 // Reads the program: operations one after the other, each a kind and its numbers.
@@ -115,27 +116,28 @@ class Chain {
   }
 
   void run(ffi::ThreadPool& pool) {
+    const Segment whole{0, 0, rows_};
+    int64_t threads = 1;
+    for (const Placed& placed : products_) {
+      placed.product->cut(&whole, 1, pool);
+      threads = std::max(threads, placed.product->threads);
+    }
     lay_out();
     for (Value& value : values_)
       if (value.stage >= 0) value.x = value.y;
-    int64_t threads = 1;
-    for (size_t p = 0; p < used_; ++p) {
-      Product& product = *products_[p].product;
-      for (size_t t = 0; t < product.results(); ++t)
-        product.tensors[t].y = values_[products_[p].first + t].y;
-      product.cut(&whole_, 1, pool);
-      threads = std::max(threads, product.threads);
-    }
+    for (const Placed& placed : products_)
+      for (size_t t = 0; t < placed.product->results(); ++t)
+        placed.product->put(t, values_[placed.first + t].y);
     const int64_t row_chunks = std::min(rows_, 4 * threads);
     chunks_.clear();  // of each stage: of products one after the other, or of rows
     for (int64_t s = 0; s < stage_count_; ++s) {
       int64_t count = stages_[s].products.empty() ? row_chunks : 0;
-      for (const Product* product : stages_[s].products) count += product->chunks;
+      for (const RowProduct* product : stages_[s].products) count += product->chunks;
       chunks_.push_back(count);
     }
     in_stages(pool, chunks_, threads, [&](int64_t s, int64_t chunk) {
       const Stage& stage = stages_[s];
-      for (const Product* product : stage.products) {
+      for (const RowProduct* product : stage.products) {
         if (chunk < product->chunks) return product->run(chunk);
         chunk -= product->chunks;
       }
@@ -148,9 +150,21 @@ class Chain {
  private:
   // A product, where it is in turn, and the number of its first result.
   struct Placed {
-    std::unique_ptr<Product> product;  // stays where it is: operations point to it
+    RowProduct* product;
     int64_t stage;
     size_t first;
+  };
+
+  // Products of one kind, kept for the calls to come.
+  template <class T>
+  struct Kept {
+    std::vector<std::unique_ptr<T>> all;  // each stays where it is
+    size_t used = 0;
+
+    T& next() {
+      if (used == all.size()) all.push_back(std::make_unique<T>());
+      return *all[used++];
+    }
   };
 
   // Memory that is taken from one stage to another.
@@ -161,29 +175,27 @@ class Chain {
 
   void clear() {
     for (int64_t s = 0; s < stage_count_; ++s) stages_[s].rows.clear(), stages_[s].products.clear();
-    rows_ = stage_count_ = 0, used_ = 0, end_ = 0;
-    values_.clear(), holes_.clear();
+    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = 0;
+    values_.clear(), products_.clear(), holes_.clear();
   }
 
   // Finds room for values that are no results, and for rows in the forms that products want; those
   // that are read no more make room for others.
   void lay_out() {
-    whole_ = {0, 0, rows_};
     offsets_.clear();
     for (const Value& value : values_)
       if (value.stage >= 0 && !value.y)
         offsets_.push_back(take(rows_ * value.size * 4, value.stage, value.until));
-    for (size_t p = 0; p < used_; ++p)
-      for (const Form& form : products_[p].product->forms)
-        offsets_.push_back(
-            take(rows_ * form.row_bytes(), products_[p].stage - 1, products_[p].stage));
+    for (const auto& [product, stage, first] : products_)
+      for (size_t form = 0; form < product->rows.size(); ++form)
+        offsets_.push_back(take(rows_ * product->row_bytes(form), stage - 1, stage));
     if (memory_.size() < end_ + 64) memory_ = std::vector<char>(end_ + 64);
     char* room = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
     const size_t* at = offsets_.data();
     for (Value& value : values_)
       if (value.stage >= 0 && !value.y) value.y = reinterpret_cast<float*>(room + *at++);
-    for (size_t p = 0; p < used_; ++p)
-      for (char*& rows : products_[p].product->rows) rows = room + *at++;
+    for (const Placed& placed : products_)
+      for (char*& rows : placed.product->rows) rows = room + *at++;
   }
 
   size_t take(size_t bytes, int64_t stage, int64_t until) {
@@ -198,7 +210,7 @@ class Chain {
     const int64_t kind = reader.next(), a = reader.next();
     if (a < 0 || size_t(a) >= values_.size()) return refused("no such value");
     const int64_t size = values_[a].size;
-    RowOperation operation{static_cast<Kind>(kind), size_t(a), size_t(a), values_.size(), {}};
+    RowOperation operation{static_cast<Operation>(kind), size_t(a), size_t(a), values_.size(), {}};
     switch (kind) {
       case kNorm: {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
@@ -212,6 +224,8 @@ class Chain {
       }
       case kLinear:
         return read_linear(args, next, reader, a);
+      case kDense:
+        return read_dense(args, next, reader, a);
       case kAdd: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
@@ -243,23 +257,37 @@ class Chain {
     const int64_t* codebook = reader.take(codes);
     if (count < 1 || count > 64 || !reader.has(count * kFields))
       return refused("a program that ends too early");
-    if (used_ == products_.size()) products_.push_back({std::make_unique<Product>(), 0, 0});
-    Placed& placed = products_[used_++];
-    Product& product = *placed.product;
+    LinearProduct& product = linear_.next();
     ffi::Error error = product.read(args, next, reader.take(count * kFields), count, codebook, codes,
                                     values_[a].size, exact != 0, activation);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
       if (tensor.count != 1) return refused("stacks of matrices");
-    // Its rows are made ready where the value is, and the product follows.
+    put(product, a);
+    return ffi::Error::Success();
+  }
+
+  ffi::Error read_dense(const ffi::RemainingArgs& args, size_t& next, Reader& reader, size_t a) {
+    const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
+    const int64_t first = reader.next(), taken = reader.next();
+    if (reader.failed() || count < 1 || count > 64) return refused("a program that ends too early");
+    if (values_[a].size == 0) return refused("rows of nothing");
+    DenseProduct& product = dense_.next();
+    ffi::Error error = product.read(args, next, count, values_[a].size,
+                                    {activation, false, transposed != 0, first, taken});
+    if (error.success()) put(product, a);
+    return error;
+  }
+
+  // The product's rows are made ready in the stage where value `a` is, and it follows.
+  void put(RowProduct& product, size_t a) {
     const int64_t before = row_stage(a), stage = before + 1;
     stage_at(before).rows.push_back({kLinear, a, a, 0, {}, nullptr, 0, &product});
     values_[a].until = std::max(values_[a].until, before);
     stage_at(stage).products.push_back(&product);
-    placed.stage = stage, placed.first = values_.size();
+    products_.push_back({&product, stage, values_.size()});
     for (size_t t = 0; t < product.results(); ++t)
-      values_.push_back({product.tensors[t].matrix.outputs, stage, true, stage});
-    return ffi::Error::Success();
+      values_.push_back({product.outputs(t), stage, true, stage});
   }
 
   ffi::Error vector(const ffi::RemainingArgs& args, size_t& next, int64_t size, const float** out) {
@@ -286,13 +314,7 @@ class Chain {
   void do_row(const RowOperation& o, int64_t row) const {
     const int64_t size = values_[o.a].size;
     const float* a = values_[o.a].x + row * size;
-    if (o.kind == kLinear) {
-      for (size_t f = 0; f < o.product->forms.size(); ++f) {
-        const Form& form = o.product->forms[f];
-        linear_kernels().prepare(a, size, form, o.product->rows[f] + row * form.row_bytes());
-      }
-      return;
-    }
+    if (o.product) return o.product->prepare(a, row);
     float* y = values_[o.y].y + row * size;
     if (o.kind == kNorm) return row_kernels().norm(a, size, o.norm, y);
     if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
@@ -300,11 +322,12 @@ class Chain {
   }
 
   int64_t rows_ = 0, stage_count_ = 0;
-  size_t used_ = 0, end_ = 0;  // products; bytes
+  size_t end_ = 0;  // bytes
   std::vector<Value> values_;
   std::vector<Placed> products_;
   std::vector<Stage> stages_;
-  Segment whole_{};
+  Kept<LinearProduct> linear_;
+  Kept<DenseProduct> dense_;
   std::vector<int64_t> chunks_;
   std::vector<Hole> holes_;
   std::vector<size_t> offsets_;

@@ -1,4 +1,4 @@
-"""Norms, products with quantized matrices, and sums of rows, as one custom call.
+"""Norms, products with matrices, and sums of rows, as one custom call.
 
 A `Program` is written operation by operation; each gives one or more values, which stand for
 matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
@@ -20,13 +20,14 @@ from jinfer.cpu import build
 
 
 class Operation(IntEnum):
-    """The numbers are those of `Kind` in chain.cc."""
+    """The numbers are those of its namesake in chain.cc."""
 
     NORM = 0
     LINEAR = 1
     ADD = 2
     ADD_VECTOR = 3
     SCALE = 4
+    DENSE = 5
 
 
 def available() -> bool:
@@ -83,6 +84,26 @@ class Program:
         count = len(fields) // FIELDS
         numbers = [count, int(exact), activation, len(codebook), *codebook, *fields]
         return self._add(Operation.LINEAR, x, numbers, buffers, outputs)
+
+    def dense(
+        self,
+        x: int,
+        weights: Sequence[Float[Array, "outputs inputs"]],
+        *,
+        activation: int,
+        transposed: bool,
+        first: int,
+        taken: int,
+        outputs: Sequence[int],
+    ) -> list[int]:
+        """As `jinfer.cpu.dense.dense_linear`.
+
+        Args:
+            weights, activation, transposed, first, taken: what it gives to its call.
+            outputs: sizes of its results.
+        """
+        numbers = [len(weights), activation, int(transposed), first, taken]
+        return self._add(Operation.DENSE, x, numbers, weights, outputs)
 
     def add(self, x: int, y: int) -> int:
         """x + y."""

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "attention.h"
 #include "activation.h"
+#include "kind.h"
 
 namespace jinfer {
 

@@ -39,7 +39,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     if (chosen.has_error()) return chosen.error();
     segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
-  Product product;
+  LinearProduct product;
   auto error = product.read(args, next, fields.begin(), fields.size() / kFields, codebook.begin(),
                             codebook.size(), inputs, exact != 0, activation);
   if (error.failure()) return error;
@@ -51,9 +51,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   for (size_t t = 0; t < product.results(); ++t) {
     auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
     if (y.has_error()) return y.error();
-    if (!has_shape(**y, {rows, product.tensors[t].matrix.outputs}))
-      return invalid("a result does not fit");
-    product.tensors[t].y = (*y)->typed_data();
+    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result does not fit");
+    product.put(t, (*y)->typed_data());
   }
   if (next != args.size()) return invalid("wrong number of buffers");
   if (rows == 0) return ffi::Error::Success();

@@ -194,25 +194,44 @@ Direct direct_of(const Plan& plan) {
   return nullptr;
 }
 
-// The product for up to Vector::kRows rows; false: there is no kernel for so many and this matrix.
+// The kernel that takes so many rows, or a few more; at most Vector::kRows.
+Direct direct_for(const Plan& plan, int64_t rows) {
+  if (rows == 1) return direct_of<1>(plan);
+  if (rows == 2) return direct_of<2>(plan);
+  if constexpr (Vector::kRows == 8) {
+    if (rows > 4) return direct_of<8>(plan);
+  }
+  return direct_of<4>(plan);
+}
+
+// More rows than a kernel takes go one after the other through weights that stay in a cache
+// meanwhile. Measured: a quarter faster than a panel for 16 rows, a tenth for 32 (AVX-512) or nothing
+// (AVX2); with 64 rows a panel is the faster one.
+constexpr int64_t kDirectRows = (Vector::kRows == 8 ? 4 : 3) * Vector::kRows;
+constexpr int64_t kDirectWords = 32 << 10;  // bytes
+
+// The product for up to kDirectRows rows; false: there is no kernel for so many and this matrix.
 bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
                   float* y, int64_t stride, Scratch& scratch) {
-  if (x.form.exact || rows > Vector::kRows) return false;
-  const int takes = rows > 4 ? 8 : rows > 2 ? 4 : rows;
-  Direct kernel = nullptr;
-  if (takes == 1) kernel = direct_of<1>(plan);
-  if (takes == 2) kernel = direct_of<2>(plan);
-  if (takes == 4) kernel = direct_of<4>(plan);
-  if constexpr (Vector::kRows == 8) {
-    if (takes == 8) kernel = direct_of<8>(plan);
-  }
-  if (!kernel) return false;
+  constexpr int64_t most = Vector::kRows;
+  if (x.form.exact || rows > kDirectRows) return false;
+  const int64_t left = rows % most ? rows % most : most;
+  const Direct full = direct_for(plan, std::min(rows, most)), last = direct_for(plan, left);
+  if (!full || !last) return false;
   const int64_t numbers = plan.as_lanes ? 0 : 2 * plan.units * plan.parts * L;
-  const char* of[8];
-  for (int r = 0; r < takes; ++r)
-    of[r] = x.data + std::min<int64_t>(r, rows - 1) * x.form.row_bytes();
-  kernel(plan, {of, static_cast<int>(rows), y, stride}, begin, end,
-         reinterpret_cast<float*>(scratch.get(numbers * sizeof(float))));
+  float* room = reinterpret_cast<float*>(scratch.get(numbers * sizeof(float)));
+  const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
+  const int64_t groups = rows > most ? std::max<int64_t>(1, kDirectWords / words) : end - begin;
+  for (int64_t first = begin; first < end; first += groups) {
+    for (int64_t row = 0; row < rows; row += most) {
+      const int64_t count = std::min(most, rows - row);
+      const char* of[most];
+      for (int64_t r = 0; r < most; ++r)
+        of[r] = x.data + (row + std::min(r, count - 1)) * x.form.row_bytes();
+      const FewRows some{of, static_cast<int>(count), y + row * stride, stride};
+      (count < most ? last : full)(plan, some, first, std::min(end, first + groups), room);
+    }
+  }
   return true;
 }
 

@@ -33,6 +33,8 @@ struct Operands {
   bool affine;
   int parts;
   bool add;               // to the sums that are there
+  const char* ahead;      // memory that is wanted soon, of which each group's product fetches some
+  int64_t fetch;          // bytes, 0 where there is nothing
   float* sums;            // [groups][rows][L]
   int64_t sums_stride;    // floats to the next group's
 };
@@ -48,6 +50,8 @@ void multiply_int8(const Operands& o) {
     const float* bases = o.panel.bases + group * o.all_units * parts * L;
     float* sums = o.sums + group * o.sums_stride;
     const char* x = o.x;
+    for (int64_t at = 0; at < o.fetch; at += 64)
+      __builtin_prefetch(o.ahead + group * o.fetch + at);
     Vector::F total[count];
     UNROLL
     for (int m = 0; m < count; ++m)
@@ -209,9 +213,16 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   const Product many_rows = product<g, most>(plan, exact),
                 some_rows = product<g, most / 2>(plan, exact), one_row = product<g, 1>(plan, exact);
 
+  // Of words. Groups follow one another where each is a tile; else nearly.
+  const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
   for (int64_t first = begin; first < end; first += groups) {
     const int64_t here = end - first < groups ? end - first : groups;
     fill(plan, first, here, panel);
+    // While it is multiplied with, the words of the next one are fetched, some with each group.
+    const int64_t products = (rows + most - 1) / most * pieces * here;
+    const int64_t fetch = (here * group_bytes / products + 63) / 64 * 64;
+    const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
+    const char* fetched = first + here + groups <= all_groups ? ahead + here * group_bytes : ahead;
     auto some = [&](auto times, Product multiply, int64_t row) {
       constexpr int count = decltype(times)::value;
       Operands o;
@@ -229,6 +240,8 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
         o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
         o.x = x.data + row * row_bytes + from * g * x.form.column_bytes();
         o.add = from > 0;
+        o.ahead = ahead, o.fetch = ahead < fetched ? fetch : 0;
+        ahead += here * fetch;
         multiply(o);
       }
       finish<g, count>(plan, o, first, y + row * stride, stride);

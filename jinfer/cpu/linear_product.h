@@ -10,7 +10,7 @@
 #include "isa.h"
 #include "linear.h"
 #include "parallel.h"
-#include "select.h"
+#include "row_product.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jinfer {
@@ -122,13 +122,12 @@ struct Part {
   int64_t begin, groups;  // begin: among all
 };
 
-// Rows times matrices; with an activation rows times gate and up, of which one result is made. It may
-// be read anew, and keeps the memory that it has.
-class Product {
+// Rows times quantized matrices; with an activation rows times gate and up, of which one result is
+// made.
+class LinearProduct : public RowProduct {
  public:
   std::vector<Tensor> tensors;
   std::vector<Form> forms;  // that rows of activations are wanted in
-  std::vector<char*> rows;  // in each form, to be prepared before a chunk is run
 
   // Reads the matrices from argument `next` on, kFields numbers of `fields` for each.
   ffi::Error read(const ffi::RemainingArgs& args, size_t& next, const int64_t* fields, size_t count,
@@ -153,10 +152,11 @@ class Product {
     return ffi::Error::Success();
   }
 
-  size_t results() const { return gated_ ? 1 : tensors.size(); }
+  size_t results() const override { return gated_ ? 1 : tensors.size(); }
+  int64_t outputs(size_t result) const override { return tensors[result].matrix.outputs; }
+  void put(size_t result, float* y) override { tensors[result].y = y; }
 
-  // Cuts it into chunks: those of neighbours are neighbours in memory.
-  void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) {
+  void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
     const int lanes = linear_kernels().lanes;
     int64_t work = 0;  // in bytes
     bool many_rows = false;
@@ -181,9 +181,15 @@ class Product {
                          : std::min({total_, threads * 8, std::max(threads, worth)});
   }
 
-  int64_t chunks = 0, threads = 1;  // that are worth it
+  size_t row_bytes(size_t form) const override { return forms[form].row_bytes(); }
 
-  void run(int64_t chunk) const {
+  void prepare(const float* x, int64_t row) const override {
+    const int64_t inputs = tensors[0].matrix.inputs;
+    for (size_t f = 0; f < forms.size(); ++f)
+      linear_kernels().prepare(x, inputs, forms[f], rows[f] + row * forms[f].row_bytes());
+  }
+
+  void run(int64_t chunk) const override {
     const Kernels& k = linear_kernels();
     const int64_t begin = total_ * chunk / chunks, end = total_ * (chunk + 1) / chunks;
     for (const Part& part : parts_) {

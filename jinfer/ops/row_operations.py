@@ -12,8 +12,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jinfer.cpu.chain import Program
 
-_LINEAR, _NORM = "jinfer_linear", "jinfer_norm"
-
 type Known = Mapping[Any, Any]  # variable -> its array
 
 
@@ -49,14 +47,24 @@ def row_operation(
         return None
     match eqn.primitive.name:
         case "ffi_call":
-            name = eqn.params["target_name"]
-            return _linear(eqn) if name == _LINEAR else _norm(eqn) if name == _NORM else None
+            return _custom_call(eqn)
         case "reshape":
             return _reshape(eqn, makers, found)
         case "add":
             return _add(eqn, makers)
         case "mul":
             return _scale(eqn)
+    return None
+
+
+def _custom_call(eqn: JaxprEqn) -> RowOperation | None:
+    match eqn.params["target_name"]:
+        case "jinfer_linear":
+            return _linear(eqn)
+        case "jinfer_dense":
+            return _dense(eqn)
+        case "jinfer_norm":
+            return _norm(eqn)
     return None
 
 
@@ -75,6 +83,23 @@ def _linear(eqn: JaxprEqn) -> RowOperation | None:
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         read = [known[buffer] for buffer in buffers]
         return program.linear(values[0], read, fields, codebook, **fixed)
+
+    return RowOperation(_aval(x).shape[0], (x,), add, product=True)
+
+
+def _dense(eqn: JaxprEqn) -> RowOperation | None:
+    given = _attributes(eqn)
+    x, *weights = eqn.invars
+    if given["select"] != 0 or 0 in _aval(x).shape:
+        return None
+    fixed: dict[str, Any] = {
+        **{name: int(given[name]) for name in ("activation", "first", "taken")},
+        "transposed": bool(given["transposed"]),
+        "outputs": [_aval(var).shape[1] for var in eqn.outvars],
+    }
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        return program.dense(values[0], [known[weight] for weight in weights], **fixed)
 
     return RowOperation(_aval(x).shape[0], (x,), add, product=True)
 

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu import build, rows
+from jinfer.cpu import build, chain, rows
 from jinfer.cpu.chain import Operation, Program
+from jinfer.cpu.dense import dense_linear
 from jinfer.cpu.linear import ACTIVATIONS, Coded, coded_linear, fields_of
 from jinfer.quant.format import QuantFormat
 from tests.cpu.helpers import isas
 from tests.cpu.test_linear import coded, matrix
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    not (chain.available() and rows.available()), reason="no C++ compiler"
+)
 
 FOUR = QuantFormat("4", symmetric=True)
 COUNTS = (1, 3, 17, 130)
@@ -49,10 +52,51 @@ def one_norm(x: Any, weight: Any, bias: Any = None, *, centered: bool = False) -
     return rows.norm(x, weight, bias, centered=centered, eps=1e-5, offset=0.0)
 
 
+class Quantized:
+    """Products with matrices of a format, in a chain and alone."""
+
+    def __init__(self, format: QuantFormat = FOUR) -> None:
+        self.format = format
+
+    def matrix(self, *shape: int, seed: int) -> Any:
+        return coded(matrix(self.format, *shape, seed=seed))
+
+    def add(self, program: Program, x: int, of: Sequence[Any], activation: str) -> list[int]:
+        return product(program, x, of, activation)
+
+    def alone(self, x: Any, of: Sequence[Any], activation: str) -> Sequence[Any]:
+        return coded_linear(x, of, activation=activation)
+
+
+class Plain:
+    """The same with plain matrices."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def matrix(self, *shape: int, seed: int) -> Any:
+        return random(*shape, seed=seed).astype(self.dtype)
+
+    def add(self, program: Program, x: int, of: Sequence[Any], activation: str) -> list[int]:
+        return program.dense(
+            x,
+            of,
+            activation=ACTIVATIONS.index(activation),
+            transposed=False,
+            first=0,
+            taken=0,
+            outputs=[m.shape[0] for m in (of if activation == "none" else of[:1])],
+        )
+
+    def alone(self, x: Any, of: Sequence[Any], activation: str) -> Sequence[Any]:
+        return dense_linear(x, of, activation=activation)
+
+
 class Layer:
     """What a layer does after its attention, and the projections of the next one."""
 
-    def __init__(self, hidden: int, width: int, format: QuantFormat = FOUR) -> None:
+    def __init__(self, hidden: int, width: int, kind: Quantized | Plain | None = None) -> None:
+        self.kind = kind or Quantized()
         shapes = {
             "o": (hidden, hidden),
             "gate": (width, hidden),
@@ -62,38 +106,52 @@ class Layer:
             "k": (hidden // 2, hidden),
         }
         self.of = {
-            name: coded(matrix(format, *shape, seed=i))
-            for i, (name, shape) in enumerate(shapes.items())
+            name: self.kind.matrix(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())
         }
         self.weight, self.bias = random(1, hidden, seed=7), random(1, hidden, seed=8)
 
     def chain(self, x: Any, attended: Any) -> Sequence[Any]:
-        program, of = Program([x, attended]), self.of
-        (o,) = product(program, 1, [of["o"]])
+        program = Program([x, attended])
+
+        def product(x: int, *names: str, activation: str = "none") -> list[int]:
+            return self.kind.add(program, x, [self.of[name] for name in names], activation)
+
+        (o,) = product(1, "o")
         x1 = program.add(0, o)
         normal = program.norm(x1, self.weight, None, centered=False, eps=1e-5, offset=0.0)
-        (h,) = product(program, normal, [of["gate"], of["up"]], "silu")
-        (down,) = product(program, h, [of["down"]])
+        (h,) = product(normal, "gate", "up", activation="silu")
+        (down,) = product(h, "down")
         x2 = program.add(x1, program.scale(down, 0.25))
         x3 = program.add_vector(x2, self.bias[0])
         after = program.norm(x3, self.weight, self.bias, centered=True, eps=1e-5, offset=0.0)
-        return program.run([x3, *product(program, after, [of["q"], of["k"]]), h])
+        return program.run([x3, *product(after, "q", "k"), h])
 
     def apart(self, x: Any, attended: Any) -> Sequence[Any]:
-        of = self.of
-        x1 = x + coded_linear(attended, [of["o"]])[0]
+        def product(x: Any, *names: str, activation: str = "none") -> Sequence[Any]:
+            return self.kind.alone(x, [self.of[name] for name in names], activation)
+
+        x1 = x + product(attended, "o")[0]
         normal = one_norm(x1, self.weight)
-        (h,) = coded_linear(normal, [of["gate"], of["up"]], activation="silu")
-        x2 = x1 + coded_linear(h, [of["down"]])[0] * 0.25
+        (h,) = product(normal, "gate", "up", activation="silu")
+        x2 = x1 + product(h, "down")[0] * 0.25
         x3 = x2 + self.bias
         after = one_norm(x3, self.weight, self.bias, centered=True)
-        return [x3, *coded_linear(after, [of["q"], of["k"]]), h]
+        return [x3, *product(after, "q", "k"), h]
 
 
+KINDS: dict[str, Quantized | Plain] = {
+    "q4": Quantized(),
+    "f32": Plain(jnp.float32),
+    "bf16": Plain(jnp.bfloat16),
+    "f16": Plain(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("hidden", [64, 96, 576])
-def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: build.Isa) -> None:
-    layer = Layer(hidden, 3 * hidden)
+def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: build.Isa, kind: str) -> None:
+    layer = Layer(hidden, 3 * hidden, KINDS[kind])
     for count in COUNTS:
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
         with build.lowered_isa(isa):
@@ -114,7 +172,7 @@ def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: build.Isa) -> None:
     ids=["pairs", "bytes", "two-level", "codebook"],
 )
 def test_formats(format: QuantFormat) -> None:
-    layer = Layer(256, 512, format)
+    layer = Layer(256, 512, Quantized(format))
     x, attended = random(5, 256), random(5, 256, seed=1)
     for a, b in zip(layer.chain(x, attended), layer.apart(x, attended), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -162,6 +220,7 @@ def call(numbers: list[int], results: list[int], *operands: Any, given: int = 1)
     )
 
 
+DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0]
 X = random(2, 64)
 LINEAR = [int(Operation.LINEAR), 0, 1, 0, 0, 0]
 MATRIX = coded(matrix(FOUR, 64, 64))
@@ -187,6 +246,40 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "a stack": (
         "stacks of matrices",
         lambda: call([*LINEAR, *FIELDS], [1], X, STACK.words, STACK.scales),
+    ),
+    "cut off in plain matrices": (
+        "ends too early",
+        lambda: call([int(Operation.DENSE), 0, 1, 0], [1], X),
+    ),
+    "no plain matrices": ("ends too early", lambda: call([*DENSE[:2], 0, *DENSE[3:]], [1], X)),
+    "a matrix too few": ("out of range", lambda: call(DENSE, [1], X)),
+    "a stack of plain matrices": (
+        "a weight's shape does not fit",
+        lambda: call(DENSE, [1], X, random(3, 64, 64)),
+    ),
+    "rows of another size": (
+        "a weight's shape does not fit",
+        lambda: call(DENSE, [1], X, random(64, 65)),
+    ),
+    "rows beyond a matrix": (
+        "not so many rows",
+        lambda: call([*DENSE[:5], 8, 60], [1], X, random(64, 64)),
+    ),
+    "whole numbers": (
+        "type is not known",
+        lambda: call(DENSE, [1], X, jnp.zeros((64, 64), jnp.int32)),
+    ),
+    "no such activation of plain matrices": (
+        "no such activation",
+        lambda: call([*DENSE[:3], 9, *DENSE[4:]], [1], X, random(64, 64), random(64, 64)),
+    ),
+    "gate and up unlike each other": (
+        "not two weights of one shape",
+        lambda: call([*DENSE[:2], 2, 1, *DENSE[4:]], [1], X, random(64, 64), random(32, 64)),
+    ),
+    "rows of nothing": (
+        "rows of nothing",
+        lambda: call(DENSE, [1], random(2, 0), random(64, 0)),
     ),
     "too short a vector": (
         "does not fit its rows",

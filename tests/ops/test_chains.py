@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,9 @@ BIAS = np.linspace(-1, 1, SIZE, dtype=np.float32)
 SCALE = np.linspace(0.5, 2, SIZE, dtype=np.float32)
 
 
+type Weights = Mapping[str, Any]
+
+
 def mixed(x: jax.Array) -> jax.Array:
     """Something that needs all rows, as an attention does."""
     return jnp.cumsum(x, axis=1)
@@ -49,45 +52,45 @@ def norm(x: jax.Array) -> jax.Array:
     return normalize(x, jnp.asarray(SCALE), eps=1e-5)
 
 
-def feed_forward(x: jax.Array) -> jax.Array:
-    y = gated_linear(x, W["gate"], W["up"], "silu")
+def feed_forward(x: jax.Array, w: Weights) -> jax.Array:
+    y = gated_linear(x, w["gate"], w["up"], "silu")
     assert y is not None
-    return linear(y, W["down"])
+    return linear(y, w["down"])
 
 
-def one_after_the_other(x: jax.Array) -> jax.Array:
-    x = x + linear(mixed(linear(norm(x), W["q"])), W["o"])
-    return x + feed_forward(norm(x))
+def one_after_the_other(x: jax.Array, w: Weights) -> jax.Array:
+    x = x + linear(mixed(linear(norm(x), w["q"])), w["o"])
+    return x + feed_forward(norm(x), w)
 
 
-def side_by_side(x: jax.Array) -> jax.Array:
+def side_by_side(x: jax.Array, w: Weights) -> jax.Array:
     y = norm(x)
-    return x + linear(mixed(linear(y, W["q"])), W["o"]) + feed_forward(y)
+    return x + linear(mixed(linear(y, w["q"])), w["o"]) + feed_forward(y, w)
 
 
-def with_biases(x: jax.Array) -> jax.Array:
-    x = x + linear(mixed(linear(norm(x), W["q"], jnp.asarray(BIAS))), W["o"], jnp.asarray(BIAS))
-    return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), W["q"])), W["o"], jnp.asarray(BIAS))
+def with_biases(x: jax.Array, w: Weights) -> jax.Array:
+    x = x + linear(mixed(linear(norm(x), w["q"], jnp.asarray(BIAS))), w["o"], jnp.asarray(BIAS))
+    return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), w["q"])), w["o"], jnp.asarray(BIAS))
 
 
-def norms_after(x: jax.Array) -> jax.Array:
-    x = norm(x + linear(mixed(linear(x, W["q"])), W["o"]) * 2.0)
-    return norm(x + feed_forward(x))
+def norms_after(x: jax.Array, w: Weights) -> jax.Array:
+    x = norm(x + linear(mixed(linear(x, w["q"])), w["o"]) * 2.0)
+    return norm(x + feed_forward(x, w))
 
 
-def heads(x: jax.Array) -> jax.Array:
+def heads(x: jax.Array, w: Weights) -> jax.Array:
     """Norms of heads are rows of another kind."""
-    q, k = linears(norm(x), [W["q"], W["o"]], [None, None])
+    q, k = linears(norm(x), [w["q"], w["o"]], [None, None])
     q = normalize(q.reshape(*q.shape[:2], 4, 16), jnp.asarray(SCALE[:16]), eps=1e-5)
-    return x + linear(q.reshape(x.shape) * k, W["o"])
+    return x + linear(q.reshape(x.shape) * k, w["o"])
 
 
-# What is left of calls, by name.
-CASES: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
+# What is left of calls, by name; "": those of a product by itself.
+CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "one after the other": (one_after_the_other, {"jinfer_chain": 2}),
     "side by side": (side_by_side, {"jinfer_chain": 2}),
     "biases and factors": (with_biases, {"jinfer_chain": 3}),
-    "norms after": (norms_after, {"jinfer_linear": 1, "jinfer_chain": 1}),
+    "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
     "heads": (heads, {"jinfer_chain": 2, "jinfer_norm": 1}),
 }
 
@@ -97,9 +100,18 @@ def calls(function: Callable[[Any], Any], x: Any) -> Counter[str]:
     return Counter(e.params["target_name"] for e in eqns if e.primitive.name == "ffi_call")
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_bits(name: str) -> None:
-    function, left = CASES[name]
+def test_calls_and_bits(name: str, dtype: Any) -> None:
+    """With matrices in codes (None) and in plain numbers."""
+    case, counts = CASES[name]
+    weights = W if dtype is None else {k: v.dequantize().astype(dtype) for k, v in W.items()}
+    alone = "jinfer_linear" if dtype is None else "jinfer_dense"
+    left = {call or alone: count for call, count in counts.items()}
+
+    def function(x: Any) -> Any:
+        return case(x, weights)
+
     for tokens in (1, 5, 40):
         x = np.random.default_rng(tokens).standard_normal((1, tokens, SIZE)).astype(np.float32)
         assert calls(chained(function), x) == left

@@ -1,0 +1,37 @@
+// Rows times matrices, as work that threads share: what products with quantized matrices
+// (linear_product.h) and with plain ones (dense_product.h) look like to who lets them run.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "select.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+
+// It is cut, then given memory for rows in the forms that it wants and for its results; the rows are
+// prepared, and each chunk is run once, by any thread. It may be read and cut anew, and keeps the
+// memory that it has.
+class RowProduct {
+ public:
+  virtual ~RowProduct() = default;
+
+  virtual size_t results() const = 0;
+  virtual int64_t outputs(size_t result) const = 0;
+  virtual void put(size_t result, float* y) = 0;  // [rows, outputs]
+
+  // Into chunks: those of neighbours are neighbours in memory.
+  virtual void cut(const Segment* segments, size_t count, const xla::ffi::ThreadPool& pool) = 0;
+  int64_t chunks = 0, threads = 1;  // that are worth it
+
+  // Of a row of activations in each form, in bytes; 0: this one is not wanted after all.
+  virtual size_t row_bytes(size_t form) const = 0;
+  std::vector<char*> rows;  // in each form
+
+  virtual void prepare(const float* x, int64_t row) const = 0;
+  virtual void run(int64_t chunk) const = 0;
+};
+
+}  // namespace jinfer
