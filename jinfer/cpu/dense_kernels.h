@@ -51,14 +51,17 @@ void counted(int64_t n, F f) {
   }
 }
 
-// sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes.
+// sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes;
+// outputs are neighbours in memory.
 //
 // Several rows of weights side by side are too short for the processor to see by itself where reading
-// goes on: each is read some lines ahead, and beyond its end the row that follows N rows later. One
-// alone is one stream of memory, which needs no help and is faster without (by 4%).
+// goes on. What comes AHEAD is fetched in its order, into the second-level cache: twice as fast for 2
+// to 8 rows as some lines ahead in each row, into the first. One row of weights alone is one stream of
+// memory, which needs no help.
 template <int M, int N, class T>
 void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Floats* sums) {
-  constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 16 * LINE;
+  constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 24 << 10;
+  const char* ahead = reinterpret_cast<const char*>(weight[0]) + AHEAD;
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
     Floats w[N];
@@ -73,9 +76,9 @@ void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Float
   };
   int64_t i = 0;
   for (; i + LINE <= inputs; i += LINE) {
-    const int64_t ahead = i + AHEAD < inputs ? i + AHEAD : i + AHEAD + (N - 1) * inputs;
 #pragma GCC unroll 8
-    for (int n = 0; n < N && N > 1; ++n) __builtin_prefetch(weight[n] + ahead);
+    for (int n = 0; n < N && N > 1; ++n) __builtin_prefetch(ahead + 64 * n, 0, 2);
+    ahead += 64 * N;
 #pragma GCC unroll 8
     for (int j = 0; j < LINE; j += LANES) add([](auto* from) { return load(from); }, i + j);
   }

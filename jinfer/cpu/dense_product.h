@@ -72,8 +72,9 @@ class DenseProduct : public RowProduct {
       for (size_t t = 0; t < results(); ++t) add_part(k, t, *s);
     chunks = std::min<int64_t>(units_, 1);
     if (threads > 1) {
-      chunks = std::min(units_, std::max(threads, work / kPiece));
-      if (!wanted_[kArranged]) chunks = std::min(chunks, threads * 8);
+      // As many for each thread: else some end early.
+      const int64_t each = std::max<int64_t>(1, (work / kPiece + threads - 1) / threads);
+      chunks = std::min(units_, threads * (wanted_[kArranged] ? each : std::min<int64_t>(each, 16)));
     }
   }
 

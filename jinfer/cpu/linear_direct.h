@@ -5,7 +5,9 @@
 // What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
 //
 // What matters, on one core of a Zen 4 with weights from memory: one stream of memory, loads in its
-// order and each once, no prefetch instructions, and nothing per row group that could be done before.
+// order and each once, and nothing per row group that could be done before. A single row needs no
+// prefetch instructions; with more, which compute for longer, what comes kAhead is fetched into the
+// second-level cache: 2 rows a fifth faster, 4 a third. Nearer or into the first level is no gain.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +17,8 @@
 #include "linear_panel.h"
 
 namespace {
+
+constexpr int64_t kAhead = 24 << 10;  // bytes
 
 // Rows of activations, and results: y[row * stride + output].
 struct FewRows {
@@ -69,7 +73,10 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
     for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * halves) {
       Vector::I w[bits];
       UNROLL
-      for (int b = 0; b < bits; ++b) w[b] = once(words + b * lanes);
+      for (int b = 0; b < bits; ++b) {
+        w[b] = once(words + b * lanes);
+        if (count > 1) __builtin_prefetch(words + b * lanes + kAhead / 4, 0, 2);
+      }
       words += bits * lanes;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
         constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;

@@ -51,7 +51,7 @@ void multiply_int8(const Operands& o) {
     float* sums = o.sums + group * o.sums_stride;
     const char* x = o.x;
     for (int64_t at = 0; at < o.fetch; at += 64)
-      __builtin_prefetch(o.ahead + group * o.fetch + at);
+      __builtin_prefetch(o.ahead + group * o.fetch + at, 0, 2);
     Vector::F total[count];
     UNROLL
     for (int m = 0; m < count; ++m)

@@ -16,8 +16,8 @@ constexpr auto kPatience = std::chrono::microseconds(50);
 struct Team {
   std::mutex mutex;
   std::shared_ptr<Job> job;         // the one posted last
-  std::atomic<uint64_t> posted{0};  // changes with every job
-  std::atomic<int64_t> looking{0};  // helpers without work
+  std::atomic<uint64_t> posted{0};  // jobs so far
+  int64_t awake = 0;                // helpers: at work, looking for it, or on their way
 };
 
 Team& team() {
@@ -25,17 +25,12 @@ Team& team() {
   return *team;
 }
 
-void help(std::shared_ptr<Job> job) {
+// Helps with the job that is number `seen` and then with those posted after it.
+void help(std::shared_ptr<Job> job, uint64_t seen) {
   Team& t = team();
-  while (job) {
+  for (;;) {
     job->help();
     job.reset();
-    uint64_t seen;
-    {
-      std::lock_guard<std::mutex> lock(t.mutex);
-      seen = t.posted.load(std::memory_order_relaxed);
-      t.looking.fetch_add(1, std::memory_order_relaxed);
-    }
     const auto end = std::chrono::steady_clock::now() + kPatience;
     Wait wait;
     for (int i = 1; t.posted.load(std::memory_order_acquire) == seen; ++i) {
@@ -43,8 +38,12 @@ void help(std::shared_ptr<Job> job) {
       wait.once();
     }
     std::lock_guard<std::mutex> lock(t.mutex);
-    t.looking.fetch_sub(1, std::memory_order_relaxed);
-    if (t.posted.load(std::memory_order_relaxed) != seen) job = t.job;
+    if (t.posted.load(std::memory_order_relaxed) == seen) {
+      --t.awake;
+      return;
+    }
+    seen = t.posted.load(std::memory_order_relaxed);
+    job = t.job;
   }
 }
 
@@ -56,17 +55,20 @@ int64_t most_threads(const ffi::ThreadPool& pool) {
   return std::min<int64_t>(pool.num_threads(), limit.load(std::memory_order_relaxed));
 }
 
+// No more helpers are awake than there are cores beside the caller's, who is not always one of the
+// pool's threads: one more would share a core with another, both looking for work in turns, and it
+// takes the system milliseconds to see that (in a third of all steps three of four cores were at work).
 void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
   Team& t = team();
-  if (t.looking.load(std::memory_order_relaxed) > 0) {
+  uint64_t number;
+  {
     std::lock_guard<std::mutex> lock(t.mutex);
-    if (const int64_t looking = t.looking.load(std::memory_order_relaxed); looking > 0) {
-      t.job = job;
-      t.posted.fetch_add(1, std::memory_order_release);
-      helpers -= std::min(helpers, looking);
-    }
+    t.job = job;
+    number = t.posted.fetch_add(1, std::memory_order_release) + 1;
+    helpers = std::min(helpers, most_threads(pool) - 1 - t.awake);
+    t.awake += std::max<int64_t>(helpers, 0);
   }
-  for (; helpers > 0; --helpers) pool.Schedule([job] { help(job); });
+  for (; helpers > 0; --helpers) pool.Schedule([job, number] { help(job, number); });
 }
 
 }  // namespace jinfer
