@@ -70,8 +70,16 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
-@pytest.mark.parametrize("length", [20, TRAINED, TRAINED + 1, 100])
+@pytest.mark.parametrize(
+    ("length", "chunk"),
+    [
+        *((TRAINED, 512), (TRAINED + 1, 512), (100, 16)),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in ((20, 16), (20, 512), (TRAINED, 16), (TRAINED + 1, 16), (100, 512))
+        ),
+    ],
+)
 def test_one_pass(length: int, chunk: int) -> None:
     """The whole text's length counts for every token, also where it is computed in pieces."""
     got = served(**{"engine.prefill_chunk": chunk}).logits([TOKENS[:length]])[0]

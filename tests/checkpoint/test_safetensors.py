@@ -150,10 +150,10 @@ HEADERS = {
 @pytest.mark.parametrize(("header", "data", "reason"), HEADERS.values(), ids=HEADERS)
 def test_header_that_lies(tmp_path: Path, header: Any, data: bytes, reason: str) -> None:
     path = save(tmp_path, header, data)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=reason) as caught:
         open_safetensors(path)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert caught.value.path == path
     assert str(caught.value).isprintable()
 

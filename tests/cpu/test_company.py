@@ -135,9 +135,15 @@ def test_every_format(format: QuantFormat) -> None:
     check(partial(linear, weight=weight), random(600, 776), [*range(2, 13), 17, 200], seed=4)
 
 
-def test_every_number_of_rows() -> None:
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([*range(1, 20), *range(25, 71, 9), 200], id="some"),
+        pytest.param([*range(1, 71), *MANY], marks=pytest.mark.soak, id="all"),
+    ],
+)
+def test_every_number_of_rows(counts: list[int]) -> None:
     """From 1 to 70, where kernels for few and for many rows meet."""
-    counts = [*range(1, 71), *MANY]
     plain = jnp.asarray(random(150, 300), jnp.bfloat16)
     for format in (QuantFormat("4", symmetric=True), QuantFormat("5", 32, two_level=True)):
         weight = matrix(format, 70, 2048)
@@ -155,8 +161,16 @@ def test_outliers(width: Width) -> None:
     check(lambda x: linear(x, weight), random(600, inputs), [2, 3, 8, 9, 64, 600], seed=7)
 
 
-@pytest.mark.parametrize("type", ["float32", "bfloat16", "q4", "q8"])
-@pytest.mark.parametrize("fused", ["silu", "none"])
+@pytest.mark.parametrize(
+    ("type", "fused"),
+    [
+        *(("float32", "none"), ("bfloat16", "silu"), ("q4", "silu"), ("q8", "none")),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("float32", "silu"), ("bfloat16", "none"), ("q4", "none"), ("q8", "silu"))
+        ),
+    ],
+)
 def test_mixture_of_experts(type: str, fused: str) -> None:
     """Which experts other rows go to does not matter either."""
     count, hidden, width, top_k = 5, 96, 160, 3

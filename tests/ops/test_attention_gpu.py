@@ -69,7 +69,7 @@ def jitted(form: Callable[..., Any], rules: dict[str, Any]) -> Callable[..., Any
     "kind",
     [
         # Of the kernel itself tests/kernels_pallas has every kind.
-        pytest.param(kind, marks=() if kind in ("f32", "q8", "q3.5") else pytest.mark.soak)
+        pytest.param(kind, marks=() if kind in ("f32", "q3.5") else pytest.mark.soak)
         for kind in KINDS
     ],
 )
@@ -78,7 +78,14 @@ def test_every_kind_of_cache(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_interpreted")
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The others are parts of "all", of which are the tests above and below.
+        pytest.param(n, marks=() if n in ("plain", "around", "by distance") else pytest.mark.soak)
+        for n in RULES
+    ],
+)
 def test_all_rules(name: str) -> None:
     check("f16", name)
 
@@ -159,7 +166,14 @@ def test_whole_texts(window: int | None) -> None:
 
 
 @pytest.mark.usefixtures("_on_gpu")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # The kernel itself is lowered for every kind in tests/kernels_pallas.
+        pytest.param(kind, marks=() if kind in ("bf16", "q3.5") else pytest.mark.soak)
+        for kind in KINDS
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_lowers_for_a_gpu(kind: str) -> None:
     """A decoding step; the decoded cache, of float32 or the queries' type, is nowhere in it."""

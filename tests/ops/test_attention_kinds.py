@@ -36,6 +36,22 @@ from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_cache import kept
 
 KINDS = ["f32", "bf16", "f16", *FORMATS]
+# Every kind with one of the forms in turn, with and without values in turn; two with all four.
+WHOLE = ("f32", "q3.5")
+EACH = [
+    pytest.param(
+        form,
+        kind,
+        shared,
+        marks=()
+        if kind in WHOLE or (form is extend, shared) == (n % 2 == 0, n // 2 % 2 == 0)
+        else pytest.mark.soak,
+        id=f"{'latent' if shared else 'values'}-{kind}-{form.__name__}",
+    )
+    for n, kind in enumerate(KINDS)
+    for form in (extend, extend_xla)
+    for shared in (False, True)
+]
 FORMS = pytest.mark.parametrize("form", [extend, extend_xla])
 
 
@@ -81,9 +97,7 @@ def test_against_numpy(form: Any, kind: str) -> None:
     assert np.sqrt(np.mean((got - wanted) ** 2)) < tolerance / 5
 
 
-@FORMS
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shared", [False, True], ids=["values", "latent"])
+@pytest.mark.parametrize(("form", "kind", "shared"), EACH)
 def test_what_is_kept_is_what_is_read(form: Any, kind: str, shared: bool) -> None:
     """Attention over what the arrays of the cache say, in float64; widths that fill no block."""
     lengths = [130, 5, 70]

@@ -14,23 +14,24 @@ ROOT = Path(__file__).parents[2]
 CHECKS = sorted((ROOT / "tests" / "partition" / "eight").glob("check_*.py"))
 
 
-def run_on_eight(path: Path, *more: str) -> None:
-    """Runs the tests of a file on eight virtual devices."""
+def run_on_eight(*arguments: str | Path) -> None:
+    """Runs the tests of files on eight virtual devices."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     # What tells xdist's workers who they are is not for a process of its own.
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path), *more]
+    usual = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
+        [sys.executable, "-m", "pytest", *usual, *map(str, arguments)],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("path", CHECKS, ids=[path.stem for path in CHECKS])
-def test_eight_devices(path: Path) -> None:
-    run_on_eight(path)
+def test_eight_devices() -> None:
+    """All in one process, in which files share what one device gives."""
+    assert CHECKS
+    run_on_eight(*CHECKS)
 
 
 @pytest.mark.soak

@@ -58,7 +58,13 @@ def texts(of: Model, count: int = 4, seed: int = 0) -> list[np.ndarray]:
     return list(np.random.default_rng(seed).integers(0, vocab, (count, 4, 24), np.int32))
 
 
-@pytest.mark.parametrize("name", ["llama2", "bert", "mixtral", "deepseek_v2", "gemma2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama2", "bert", "deepseek_v2"),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("mixtral", "gemma2")),
+    ],
+)
 def test_the_walk_is_the_forward_pass(name: str) -> None:
     of = opened(name)
     walk, (ids, *_) = Walk(of.model, of.stack), texts(of)
@@ -100,7 +106,9 @@ def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
         vectors = [walk.layer(number, after, x, ids) for x, ids in zip(vectors, read, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["llama2", "bert", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama2", *(pytest.param(n, marks=pytest.mark.soak) for n in ("bert", "mixtral"))]
+)
 def test_results_are_nearer_than_with_a_search(name: str) -> None:
     """On texts that were not read."""
     of = opened(name)

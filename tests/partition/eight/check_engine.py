@@ -124,7 +124,7 @@ def test_a_small_cache_and_few_slots() -> None:
     keys = {"engine.slots": 3, "engine.kv_tokens": 320, "engine.context": 160}
     with opened("llama2", **KEYS) as llm:
         wanted = tokens(llm, requests)
-    with opened("llama2", devices="0;1;2", lanes=2, **keys) as llm:
+    with opened("llama2", devices="0;1;2", layers=[2, 0, 1], lanes=2, **keys) as llm:
         assert tokens(llm, requests) == wanted
         assert nothing_held(llm)
 
