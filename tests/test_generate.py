@@ -133,13 +133,14 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
 @pytest.mark.parametrize(
     ("module", "seconds"),
     [
+        # One of the first modules, one of the last ones, and what follows them.
         ("jinfer.sampling.names", 0),
-        ("jax._src.core", 0),
-        ("flax.nnx", 0),
+        pytest.param("jax._src.core", 0, marks=pytest.mark.soak),
+        pytest.param("flax.nnx", 0, marks=pytest.mark.soak),
         ("jinfer.llm", 0),
-        ("jinfer.terminal.run", 0.2),
+        pytest.param("jinfer.terminal.run", 0.2, marks=pytest.mark.soak),
         ("jinfer.terminal.run", 1),
-        ("jinfer.terminal.run", 2),
+        pytest.param("jinfer.terminal.run", 2, marks=pytest.mark.soak),
     ],
 )
 def test_ctrl_c_while_it_starts(module: str, seconds: float) -> None:

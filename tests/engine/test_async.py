@@ -57,7 +57,10 @@ def test_a_closed_iterator_and_a_cancelled_task_end_their_requests(llm: LLM) -> 
         stream = model.stream(PROMPTS[0], LONG)
         await anext(stream)
         task = asyncio.create_task(model.generate([PROMPTS[1]], LONG))
-        await asyncio.sleep(0.02)
+        for _ in range(1000):
+            if llm.stats().running == 2:
+                break
+            await asyncio.sleep(0.01)
         assert llm.stats().running == 2
         await stream.aclose()
         task.cancel()
@@ -99,7 +102,11 @@ def test_a_full_queue_says_so(llm: LLM) -> None:
 def test_priorities(llm: LLM) -> None:
     """What comes while the engine is busy is taken by priority, not as it came."""
     order: list[int] = []
-    release = threading.Event()
+    began, release = threading.Event(), threading.Event()
+
+    def hold(engine: object) -> None:
+        began.set()
+        release.wait(60)
 
     async def ask(model: AsyncLLM, priority: int) -> None:
         async for _ in model.stream(PROMPTS[2], LONG, priority=priority):
@@ -108,11 +115,11 @@ def test_priorities(llm: LLM) -> None:
 
     async def run() -> None:
         model = AsyncLLM(llm)
-        busy = asyncio.create_task(
-            asyncio.to_thread(llm.frontend.thread.run, lambda engine: release.wait(60))
-        )
+        busy = asyncio.create_task(asyncio.to_thread(llm.frontend.thread.run, hold))
+        assert await asyncio.to_thread(began.wait, 60)
         tasks = [asyncio.create_task(ask(model, priority)) for priority in (5, 0, -5, 1)]
-        await asyncio.sleep(0.1)
+        while llm.frontend.thread._loop.inbox.qsize() < len(tasks):
+            await asyncio.sleep(0.01)
         release.set()
         await asyncio.gather(busy, *tasks)
 

@@ -185,22 +185,24 @@ def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
     expected = json.loads((GOLDENS / "tok_chat/expected.json").read_text("utf-8"))
     cases = [case for case in expected["cases"] if case["error"] is None]
     assert len(cases) + sum(case["error"] is not None for case in expected["cases"]) == 186
+    spoken = {}
+    for name, source in expected["templates"].items():
+        tables = with_families(
+            {"family": "llama", "dims": DIMS, "prompt": {"chat_template": source}}, Path("x")
+        )
+        facts = resolve(tables, "here", Facts(), {})
+        spoken[name] = Conversation.of(facts, Path("x"), {})
     for kind in KINDS:
         found = load_tokenizer(GOLDENS / kind)
         assert found is not None
         for case in cases:
-            source = expected["templates"][case["template"]]
             given = {
                 **expected["variables"],
                 "tools": expected["tools"] if case["tools"] else None,
                 "add_generation_prompt": case["add_generation_prompt"],
             }
             messages = expected["conversations"][case["conversation"]]
-            tables = with_families(
-                {"family": "llama", "dims": DIMS, "prompt": {"chat_template": source}}, Path("x")
-            )
-            conversation = Conversation.of(resolve(tables, "here", Facts(), {}), Path("x"), {})
-            ids = conversation.encode(found, messages, **given)
+            ids = spoken[case["template"]].encode(found, messages, **given)
             assert ids == found.encode(case["expected"], special=False)
 
 

@@ -19,7 +19,7 @@ from tests.reference.numpy_sampling import Floats
 VOCAB = 200
 LENGTH = 48  # tokens that a history has room for
 SAMPLE = jax.jit(sample, static_argnames="logprobs")
-_FILTER = jax.jit(filtered)
+FILTER = jax.jit(filtered)
 
 
 class Batch(NamedTuple):
@@ -106,7 +106,7 @@ def left(logits: Floats, rows: Batch) -> Floats:
     """What all stages leave, in float64."""
     count = len(logits)
     logits, rows = padded(logits, rows)
-    got = _FILTER(jnp.asarray(logits, jnp.float32), rows.sampler, rows.progress, rows.past)
+    got = FILTER(jnp.asarray(logits, jnp.float32), rows.sampler, rows.progress, rows.past)
     return np.asarray(got, np.float64)[:count]
 
 

@@ -11,8 +11,8 @@ from jinfer.sampling.names import SAMPLERS
 from jinfer.sampling.order import PLAIN, chain, is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.sampler import Sampled, filtered, sample
-from tests.sampling.batches import Batch, batch, params
+from jinfer.sampling.sampler import Sampled, sample
+from tests.sampling.batches import FILTER, Batch, batch, params
 
 ALL: list[dict[str, Any]] = [
     {},
@@ -41,6 +41,16 @@ ALL: list[dict[str, Any]] = [
     {"samplers": ["min_p", "temperature", "top_k"], "min_p": 0.02, "top_k": 30},
 ]
 STEPS = 4
+VOCAB = 5003  # one vocabulary for all tests, for which programs are compiled once
+
+
+def _traced(*arguments: Any) -> tuple[Sampled, Progress]:
+    _TRACED.append(arguments[0].shape)
+    return sample(*arguments)
+
+
+_TRACED: list[tuple[int, ...]] = []
+PROGRAM = jax.jit(_traced)
 
 
 class Run:
@@ -68,13 +78,15 @@ def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
 
 
 def test_every_row_is_as_alone() -> None:
-    """Together, in another order, in twos and alone: the same tokens, the same mu, to the bit."""
-    program, vocab = jax.jit(sample), 5003
+    """Together, in another order, in twos and alone: the same tokens, the same mu, to the bit.
+
+    One program serves all parameters, for each number of rows.
+    """
     seeds = list(range(len(ALL)))
 
     def run(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        going = Run([ALL[i] for i in which], which, vocab)
-        steps = [going.step(program, logits_of(which, s, vocab)) for s in range(STEPS)]
+        going = Run([ALL[i] for i in which], which, VOCAB)
+        steps = [going.step(PROGRAM, logits_of(which, s, VOCAB)) for s in range(STEPS)]
         tokens, mus = zip(*steps, strict=True)
         return np.stack(tokens), np.stack(mus)
 
@@ -85,54 +97,40 @@ def test_every_row_is_as_alone() -> None:
         assert np.array_equal(tokens, together[:, which]), which
         assert np.array_equal(mus, mu[:, which]), which
     assert np.unique(together, axis=1).shape[1] == len(ALL)
+    assert sorted(_TRACED) == [(rows, VOCAB) for rows in (1, 2, len(ALL))]
 
 
 def test_what_is_left_has_the_same_bits() -> None:
-    program, vocab = jax.jit(filtered), 49152
+    vocab = 49152
 
     def left(which: list[int]) -> np.ndarray:
         rows = Run([ALL[i] for i in which], which, vocab).rows
         x = jnp.asarray(logits_of(which, 0, vocab), jnp.float32)
-        return np.asarray(program(x, rows.sampler, rows.progress, rows.past))
+        return np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
 
     together = left(list(range(len(ALL))))
     for row in range(len(ALL)):
         assert np.array_equal(left([row])[0], together[row]), ALL[row]
 
 
-def test_one_program_serves_all_parameters() -> None:
-    traces = 0
-
-    def counted(*arguments: Any) -> tuple[Sampled, Progress]:
-        nonlocal traces
-        traces += 1
-        return sample(*arguments)
-
-    program = jax.jit(counted)
-    for seed, fields in enumerate(ALL):
-        going = Run([fields] * 2, [seed, seed + 1], 300)
-        for step in range(2):
-            going.step(program, logits_of([seed, seed + 1], step, 300))
-    assert traces == 1
-
-
 def test_a_program_of_the_plain_stages_chooses_the_same() -> None:
     plain = [i for i, fields in enumerate(ALL) if is_plain(params(**fields))]
     assert len(plain) > 6
-    going = [Run([ALL[i] for i in plain], plain, 300) for _ in range(2)]
-    programs = jax.jit(sample), jax.jit(lambda *arguments: sample(*arguments, stages=PLAIN))
+    which = (plain * len(ALL))[: len(ALL)]  # as many rows as above
+    going = [Run([ALL[i] for i in which], which, VOCAB) for _ in range(2)]
+    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, stages=PLAIN))
     for step in range(STEPS):
-        x = logits_of(plain, step, 300)
+        x = logits_of(which, step, VOCAB)
         full, few = (r.step(p, x)[0] for r, p in zip(going, programs, strict=True))
         assert np.array_equal(full, few)
 
 
 def test_only_what_looks_at_the_history_depends_on_it() -> None:
     seeds = list(range(len(ALL)))
-    program, rows = jax.jit(filtered), Run(ALL, seeds, 300).rows
-    x = jnp.asarray(logits_of(seeds, 0, 300), jnp.float32)
+    rows = Run(ALL, seeds, 49152).rows
+    x = jnp.asarray(logits_of(seeds, 0, 49152), jnp.float32)
     left, other = (
-        np.asarray(program(x, rows.sampler, rows.progress, rows.past._replace(tokens=tokens)))
+        np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past._replace(tokens=tokens)))
         for tokens in (rows.history, (rows.history + 1) % 11)
     )
     changed = {row for row in seeds if not np.array_equal(left[row], other[row])}

@@ -112,8 +112,8 @@ def test_a_schema_and_log_probabilities(client: openai.OpenAI) -> None:
 
 def test_truncation(client: openai.OpenAI) -> None:
     long: list[Any] = [
-        {"role": "user", "content": "word " * 3000},
-        {"role": "assistant", "content": "word " * 2000},
+        {"role": "user", "content": "word " * 5000},
+        {"role": "assistant", "content": "word " * 20},
         {"role": "user", "content": "Hello"},
     ]
     with pytest.raises(openai.BadRequestError) as found:
@@ -124,7 +124,7 @@ def test_truncation(client: openai.OpenAI) -> None:
         model="smol", input=long, truncation="auto", max_output_tokens=1
     )
     assert answer.usage is not None
-    assert answer.usage.input_tokens < 3000
+    assert answer.usage.input_tokens < 100
 
 
 @pytest.mark.parametrize(

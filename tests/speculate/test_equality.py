@@ -13,9 +13,9 @@ from tests.engine.test_schedules import GOLDENS, STORIES, STRATEGIES
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 from tests.test_goldens import CAUSAL
 
-# Latents and experts here; ALiBi, windows, soft caps and sinks with the caches below. The others
-# are among what takes minutes.
-USUAL = ("llama2", "deepseek_v2")
+# Latents and experts here; ALiBi, windows, soft caps and sinks with the caches below; and what is
+# asked of a Llama's structure on `STORIES`. The others are among what takes minutes.
+USUAL = ("deepseek_v2",)
 CACHES = [
     *[("bloom", "q8"), ("gemma2", "f16"), ("gpt_oss", "q3")],
     *(
@@ -67,7 +67,7 @@ def test_caches(name: str, kv_cache: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["flan_t5", "m2m100", *(pytest.param(n, marks=pytest.mark.soak) for n in ("bart", "pegasus"))],
+    ["flan_t5", *(pytest.param(n, marks=pytest.mark.soak) for n in ("m2m100", "bart", "pegasus"))],
 )
 def test_encoder_decoders(name: str) -> None:
     with LLM(GOLDENS / name, **ONE) as llm:
@@ -91,7 +91,7 @@ def stories() -> Any:
 
 
 @pytest.mark.parametrize(
-    "nodes", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 16)), 32]
+    "nodes", [*(pytest.param(n, marks=pytest.mark.soak) for n in (2, 4, 16)), 32]
 )
 def test_sizes(stories: LLM, nodes: int) -> None:
     vocab = stories.spec.dims["vocab"]
@@ -216,7 +216,7 @@ def steps_of(replay: Replay, prompt: tuple[int, ...], answer: int, nodes: int) -
 @pytest.mark.parametrize("nodes", [pytest.param(3, marks=pytest.mark.soak), 7])
 def test_tokens_a_step_are_what_the_formula_says(stories: LLM, accuracy: float, nodes: int) -> None:
     """(1 - a^(N+1)) / (1 - a), where each of N drafted tokens is right with the chance a."""
-    prompts = ids(512, *range(2, 12))
+    prompts = ids(512, *range(2, 6))
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=2)
     answers = known(prompts, alone(stories, prompts, params))
     replay = Replay(answers, accuracy, 512)

@@ -113,7 +113,14 @@ def test_ends_soon(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.thread_time() - start < 2  # one step beyond the limit may be long
 
 
-@pytest.mark.parametrize("source", STEPS)
+@pytest.mark.parametrize(
+    "source",
+    [
+        # One of each filter or method; each takes as long as it may before it is stopped.
+        pytest.param(step, marks=[pytest.mark.soak] if number in (1, 2, 5) else [])
+        for number, step in enumerate(STEPS)
+    ],
+)
 def test_a_step_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
     start = time.monotonic()

@@ -1,5 +1,6 @@
 """`inspect --partition` and `bench partition`: what they say is so."""
 
+import argparse
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from jinfer.partition.cost import Work
 from tools import bench_partition, inspect
-from tools.process_splits import Side, predict
+from tools.process_splits import Side, compare, predict
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -81,8 +82,51 @@ def test_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: a source is needed, or --predict or --memory\n"
 
 
+# Answers as a worker does, of figures that are known; a job of two takes 1.25 times as long.
+WORKER = """
+import json, sys
+job = "--coordinator" in sys.argv
+found = {"read": 5e9, "flops": 1e12}
+if job:
+    found |= {"together": 8e9, "sums": [1e9, 1e-4], "passes": [1e12, 1e-3]}
+print("starting", json.dumps(found), json.dumps({"seconds": 1}), sep="\\n", flush=True)
+for line in sys.stdin:
+    task, rows = line.split()
+    assert task == "decode"
+    print(json.dumps({"rate": int(rows) * (8 if job else 10)}), flush=True)
+"""
+
+
+def test_a_report_of_splits_over_processes(tmp_path: Path) -> None:
+    """What is predicted stands beside what is measured, by workers whose figures are known."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("each process needs a core of its own")
+    script, report = tmp_path / "worker.py", tmp_path / "report.json"
+    script.write_text(WORKER)
+    model = str(GOLDENS / "gguf_llama2" / "model.gguf")
+    options = argparse.Namespace(source=model, processes=2, requests=2, rounds=1, json=str(report))
+    keys = {"engine.slots": 2, "engine.context": 256}
+    out = compare(options, keys, [str(script)])
+    assert re.search(r"^one process with \d+ cores reads 5\.0 GB/s of weights; with ", out, re.M)
+    assert re.search(r"^a sum after a product among processes takes 200 µs", out, re.M)
+    row = r'^\| "0[;&]1" \| [12] \| [12]0\.00? \| (?:8|16)\.00? \| 0\.80 .+ \| [+-]\d+% \|$'
+    assert len(re.findall(row, out, re.MULTILINE)) == 4, out
+    found = json.loads(report.read_text())
+    assert [(each["devices"], each["rows"], each["ratio"]) for each in found["splits"]] == [
+        ("0;1", 1, 0.8), ("0&1", 1, 0.8), ("0;1", 2, 0.8), ("0&1", 2, 0.8)
+    ]  # fmt: skip
+    assert found["figures"]["0&1"]["together"] == 8e9
+
+
+def test_splits_are_of_two_processes_or_more(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(GOLDENS / "gguf_llama2" / "model.gguf")
+    assert bench_partition.main([model, "--processes", "1"]) == 2
+    assert "at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.soak
 def test_splits_over_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What is predicted stands beside what is measured."""
+    """The same of real workers, five of which are started and load the model."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("each process needs a core of its own")
     model, report = str(GOLDENS / "gguf_llama2" / "model.gguf"), tmp_path / "report.json"
@@ -98,8 +142,6 @@ def test_splits_over_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         ("0;1", 1), ("0&1", 1), ("0;1", 2), ("0&1", 2)
     ]  # fmt: skip
     assert found["figures"]["0&1"]["together"] > 0
-    assert bench_partition.main([model, "--processes", "1"]) == 2
-    assert "at least 2" in capfd.readouterr().err
 
 
 def test_a_prediction_follows_from_the_figures() -> None:
