@@ -46,6 +46,7 @@ def compare(cases: list[dict[str, Any]], processes: int, devices: int) -> None:
             np.testing.assert_allclose(np.array(a), np.array(b), rtol=0, atol=1e-4)
 
 
+@pytest.mark.soak
 def test_two_processes() -> None:
     """By layers: what is asked for in the first process is chosen in the second."""
     compare([case("llama2", "plain", ("0;1", [2, 1]))], 2, 1)

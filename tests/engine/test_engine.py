@@ -445,7 +445,7 @@ def test_threads_share_a_model(llm: LLM, alone: list[list[int]]) -> None:
     assert [answers[i] for i in range(len(PROMPTS))] == alone
 
 
-def test_a_small_cache_preempts_and_changes_nothing(alone: list[list[int]]) -> None:
+def test_a_small_cache_preempts_and_changes_nothing() -> None:
     params = [
         SamplingParams(max_tokens=150, ignore_eos=True, seed=i, temperature=i % 2 * 0.8)
         for i in range(len(PROMPTS))
@@ -492,7 +492,7 @@ def test_several_answers(llm: LLM) -> None:
 
 
 def test_all_programs_at_start() -> None:
-    few = {"engine.slots": 3, "engine.prefill_chunk": 32}
+    few = {"engine.slots": 2, "engine.prefill_chunk": 16}
     with open_model(**few, **{"engine.warm_up": True}) as llm:
         made = llm.compilations
         drawing = SamplingParams(temperature=0.5, top_k=5, max_tokens=7)

@@ -99,17 +99,17 @@ def test_a_second_start_traces_nothing(
     same(first, second)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_programs_are_made_again(shelf: Shelf, damage: str) -> None:
-    first, _ = results(shelf, "llama2", ("greedy",), **FEW)
+def test_damaged_programs_are_made_again(shelf: Shelf) -> None:
+    """Every other one is cut, in the rest a bit is another one."""
+    first, made = results(shelf, "llama2", ("greedy",), **FEW)
     before = sorted(path.name for path in shelf.folder.iterdir())
-    for path in shelf.folder.iterdir():
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content[:-100] if damage == "cut" else content)
+    for number, name in enumerate(before):
+        content = bytearray((shelf.folder / name).read_bytes())
+        content[len(content) // 2] ^= number % 2
+        (shelf.folder / name).write_bytes(content if number % 2 else content[:-100])
     again, traced = results(shelf, "llama2", ("greedy",), **FEW)
     same(first, again)
-    assert traced
+    assert traced == made
     assert sorted(path.name for path in shelf.folder.iterdir()) == before
     assert results(shelf, "llama2", ("greedy",), **FEW)[1] == set()
 

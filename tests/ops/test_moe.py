@@ -61,7 +61,8 @@ def numpy_mixture(x: Array, chosen: np.ndarray, weights: np.ndarray, experts: Ex
 
 @partial(jax.jit, static_argnames=("function", "activation"))
 def run(function: Any, x: Array, chosen: Array, weights: Array, parts: Any, activation: Any) -> Any:
-    return function(x, chosen, weights, Experts(*parts, activation))
+    gate, up, down = parts
+    return function(x, chosen, weights, Experts(gate, up, down, activation))
 
 
 # Experts, those of a row, rows, gated, biased: few, because each is a program of its own.

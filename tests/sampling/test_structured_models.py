@@ -63,7 +63,7 @@ def smollm2() -> LLM:
     return LLM(ROOT / "specs" / "smollm2_135m_instruct.toml")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.soak)])
 def test_smollm2(smollm2: LLM, temperature: float) -> None:
     found = smollm2.tokenizer
     assert found is not None

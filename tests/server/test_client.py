@@ -323,7 +323,7 @@ def test_in_a_terminal(smol: Running) -> None:
     terminal = Terminal(*command, env=environment)
     terminal.wait_for("smol at http://.*/help lists commands.*> ".replace(".*", r"[\s\S]*"))
     terminal.type("Tell me a very long story.\n")
-    terminal.wait_for(r"story\.\s+\S+ \S+")
+    terminal.wait_for(r"story\.\s+\S+\s+\S+")
     terminal.program.send_signal(signal.SIGINT)
     terminal.wait_for(r"first after [\d.]+ s[\s\S]*> ")
     terminal.type("/exit\n")

@@ -124,7 +124,7 @@ def stories() -> Any:
         (str(STORIES / "model.bin"), 0.4),  # half of each level are siblings
         pytest.param([{"weights": "q4"}], 0.05, marks=pytest.mark.soak),
         pytest.param([{"weights": "q3"}], 0.02, marks=pytest.mark.soak),
-        ([{"skip": [3]}], 0.02),
+        pytest.param([{"skip": [3]}], 0.02, marks=pytest.mark.soak),
         (["ngram", "suffix", {"weights": "q6"}], 0.05),
     ],
     ids=str,

@@ -82,7 +82,7 @@ def finite(logits: Floats) -> Floats:
     "name",
     [
         # One of each family, of which GLM's comes in GGUF; the others are variants of these.
-        pytest.param(n, marks=[pytest.mark.soak] if n in ("glm", "named") else [])
+        pytest.param(n, marks=[pytest.mark.soak] if n in ("glm", "named", "mimo") else [])
         for n in CASES
     ],
 )

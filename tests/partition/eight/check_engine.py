@@ -55,6 +55,7 @@ def test_sixteen_at_a_time() -> None:
         assert nothing_held(llm)
 
 
+@pytest.mark.soak
 def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     """Of one device each: XLA:CPU runs one program of several devices at a time."""
     # Large enough that a stage takes longer than it takes to launch it.
