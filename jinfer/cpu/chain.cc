@@ -45,7 +45,7 @@ struct RowOperation {
   Norm norm;
   const float* vector;
   float factor;
-  const RowProduct* product;  // that the row is prepared for
+  const RowProduct* product;  // that the row is prepared for, which is then all that is done
 };
 
 struct Stage {

@@ -1,6 +1,5 @@
 // The handler of `jinfer_dense`: rows times plain matrices, or times some of stacks of them.
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "dense_product.h"
@@ -10,14 +9,10 @@ namespace {
 
 constexpr int64_t ROWS = 32;  // that are worth a thread's arranging them
 
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_dense: " + what);
-}
-
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
                  int64_t first, int64_t taken) {
-  if (x.dimensions().size() != 2) return invalid("x is no matrix");
+  if (x.dimensions().size() != 2) return invalid_dense("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
   std::vector<Segment> segments{{0, 0, rows}};
@@ -33,12 +28,12 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   if (error.failure()) return error;
   for (const Segment& segment : segments)
     if (segment.index < 0 || segment.index >= product.count())
-      return invalid("no such matrix in the stack");
-  if (rets.size() != product.results()) return invalid("wrong number of results");
+      return invalid_dense("no such matrix in the stack");
+  if (rets.size() != product.results()) return invalid_dense("wrong number of results");
   for (size_t t = 0; t < product.results(); ++t) {
     auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
     if (y.has_error()) return y.error();
-    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result's shape does not fit");
+    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid_dense("a result's shape does not fit");
     product.put(t, (*y)->typed_data());
     if (inputs == 0) std::fill_n((*y)->typed_data(), (*y)->element_count(), 0.0f);
   }

@@ -10,7 +10,6 @@
 #include "buffers.h"
 #include "dense.h"
 #include "isa.h"
-#include "parallel.h"
 #include "row_product.h"
 
 namespace jinfer {
@@ -19,6 +18,10 @@ namespace {
 namespace ffi = xla::ffi;
 
 const DenseKernels& dense_kernels() { return JINFER_PICK(dense); }
+
+inline ffi::Error invalid_dense(const std::string& what) {
+  return ffi::Error::InvalidArgument("jinfer_dense: " + what);
+}
 
 // What matrices have in common; see dense.py.
 struct DenseKind {
@@ -41,7 +44,7 @@ class DenseProduct : public RowProduct {
     transposed_ = kind.transposed, gated_ = kind.activation != 0;
     activation_ = static_cast<Activation>(kind.activation);
     if (kind.activation < 0 || kind.activation > static_cast<int64_t>(Activation::relu))
-      return refuse("no such activation");
+      return invalid_dense("no such activation");
     for (size_t i = 0; i < count; ++i) {
       auto buffer = args.get<ffi::AnyBuffer>(next++);
       if (buffer.has_error()) return buffer.error();
@@ -49,7 +52,7 @@ class DenseProduct : public RowProduct {
       if (error.failure()) return error;
     }
     if (gated_ && (count != 2 || weights_[0].outputs != weights_[1].outputs))
-      return refuse("gate and up are not two weights of one shape");
+      return invalid_dense("gate and up are not two weights of one shape");
     y_.resize(results());
     rows.assign(kForms, nullptr);
     return ffi::Error::Success();
@@ -66,7 +69,7 @@ class DenseProduct : public RowProduct {
       for (size_t t = 0; t < results(); ++t)
         work += weights_[t].outputs * inputs_ * bytes_of(weights_[t].kind) * (gated_ ? 2 : 1) *
                 ((s->end - s->begin + 7) / 8);
-    threads = work < kInline ? 1 : std::min<int64_t>(most_threads(pool), work / kWorth);
+    threads = threads_for(work, pool);
     std::fill(wanted_, wanted_ + kForms, false);
     for (const Segment* s = segments; s < segments + count; ++s)
       for (size_t t = 0; t < results(); ++t) add_part(k, t, *s);
@@ -108,9 +111,7 @@ class DenseProduct : public RowProduct {
  private:
   static constexpr int64_t kMostRows = 256;  // of a block, so that what it writes stays in a cache
   static constexpr int64_t kLeastRows = 32;  // below, making a panel takes too large a share
-  static constexpr int64_t kPiece = 64 << 10;   // bytes of weights that are worth claiming a chunk
-  static constexpr int64_t kInline = 96 << 10;  // that are not worth waking a thread for
-  static constexpr int64_t kWorth = 32 << 10;   // of each of more threads
+  static constexpr int64_t kPiece = 64 << 10;  // bytes of weights that are worth claiming a chunk
 
   // What is computed of one result for one segment: tiles of outputs, each with some blocks of rows.
   struct Part {
@@ -121,26 +122,22 @@ class DenseProduct : public RowProduct {
     int64_t begin, units;  // begin: among those of all parts; block by block, tile by tile
   };
 
-  static ffi::Error refuse(const std::string& what) {
-    return ffi::Error::InvalidArgument("jinfer_dense: " + what);
-  }
-
   ffi::Error add(const ffi::AnyBuffer& buffer, const DenseKind& kind) {
     const auto shape = buffer.dimensions();
     const size_t lead = kind.stacked ? 1 : 0;
-    if (shape.size() != lead + 2) return refuse("a weight's shape does not fit");
+    if (shape.size() != lead + 2) return invalid_dense("a weight's shape does not fit");
     const int64_t columns = shape[lead + 1], taken = kind.taken ? kind.taken : shape[lead];
     if (kind.first < 0 || taken < 0 || kind.first > shape[lead] - taken)
-      return refuse("a weight has not so many rows");
+      return invalid_dense("a weight has not so many rows");
     if ((kind.transposed ? taken : columns) != inputs_)
-      return refuse("a weight's shape does not fit");
+      return invalid_dense("a weight's shape does not fit");
     Dense weight{nullptr,  Kind::f32, kind.transposed ? columns : taken, inputs_, kind.transposed,
                  shape[lead] * columns};
     switch (buffer.element_type()) {
       case ffi::DataType::F32: weight.kind = Kind::f32; break;
       case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
       case ffi::DataType::F16: weight.kind = Kind::f16; break;
-      default: return refuse("a weight's type is not known");
+      default: return invalid_dense("a weight's type is not known");
     }
     weight.data = static_cast<const char*>(buffer.untyped_data()) +
                   kind.first * columns * bytes_of(weight.kind);

@@ -9,7 +9,6 @@
 #include "buffers.h"
 #include "isa.h"
 #include "linear.h"
-#include "parallel.h"
 #include "row_product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -22,10 +21,6 @@ const Kernels& linear_kernels() { return JINFER_PICK(linear); }
 
 // Per tensor; see fields_of in linear.py.
 enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
-
-// Bytes of weights that one thread goes through about as fast as another one is woken.
-constexpr int64_t kWorthThreads = 96 << 10;
-constexpr int64_t kWorthThread = 32 << 10;  // of each of more threads
 
 // A matrix, or a stack of them, and where its product goes: [rows, outputs].
 struct Tensor {
@@ -174,7 +169,7 @@ class LinearProduct : public RowProduct {
         work += (gated_ ? 2 : 1) * groups * per * m.columns() * 4 * m.bits * times;
       }
     }
-    threads = work < kWorthThreads ? 1 : std::min(most_threads(pool), work / kWorthThread);
+    threads = threads_for(work, pool);
     // Of 64 KiB: with fewer a single row's weights come more slowly. Several rows compute longer.
     const int64_t worth = many_rows ? work >> 15 : work >> 16;
     chunks = threads < 2 ? std::min<int64_t>(total_, 1)

@@ -72,11 +72,21 @@ SHAPES = [
 ]
 
 
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, bool, bool]:
+    count = draw(st.sampled_from([1, 2, 5]))
+    top_k, rows = draw(st.integers(1, count)), draw(st.sampled_from([1, 2, 9, 40]))
+    return count, top_k, rows, *draw(st.sampled_from([(True, False), (True, True), (False, True)]))
+
+
+@pytest.mark.parametrize(
+    "any_shape", [st.sampled_from(SHAPES), pytest.param(shapes(), marks=pytest.mark.soak)]
+)
 @settings(max_examples=40)
-@given(st.data())
-def test_any_choice(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_any_choice(any_shape: st.SearchStrategy[Any], data: st.DataObject) -> None:
     """Rows from 1 on, so that blocks have 1, 8 and 16 rows, are full, cut, or not there at all."""
-    count, top_k, rows, gated, biased = data.draw(st.sampled_from(SHAPES), "shape")
+    count, top_k, rows, gated, biased = data.draw(any_shape, "shape")
     favourites = data.draw(st.integers(top_k, count), "experts that are chosen at all")
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
     chosen = np.stack([rng.permutation(favourites)[:top_k] for _ in range(rows)])

@@ -246,10 +246,13 @@ def test_a_stream_as_llama_cpp_has_it(smol: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
-def test_the_progress_of_a_long_prompt(smol: Running, path: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "tokens"), [(90, 400), pytest.param(300, 1200, marks=pytest.mark.soak)]
+)
+def test_the_progress_of_a_long_prompt(smol: Running, path: str, words: int, tokens: int) -> None:
     chat = "chat" in path
-    text = " ".join(f"{path}{i}" for i in range(90))
-    prompt = [1 + (i * len(path)) % 40000 for i in range(400)]
+    text = " ".join(f"{path}{i}" for i in range(words))
+    prompt = [1 + (i * len(path)) % 40000 for i in range(tokens)]
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": prompt}
     body = {"n_predict": 1, "stream": True, "return_progress": True, **asked}
     with smol.client() as http, http.stream("POST", path, json=body) as answer:
@@ -257,7 +260,7 @@ def test_the_progress_of_a_long_prompt(smol: Running, path: str) -> None:
     found = [json.loads(line[6:]).get("prompt_progress") for line in lines]
     done = [one["processed"] for one in found if one]
     assert done == sorted(done)
-    assert all(chat or one["total"] == 400 for one in found if one)
+    assert all(chat or one["total"] == tokens for one in found if one)
     assert all(0 <= one["processed"] <= one["total"] for one in found if one)
 
 

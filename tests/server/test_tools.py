@@ -146,14 +146,20 @@ def test_the_helper_of_a_stream(client: openai.OpenAI) -> None:
     arguments_of(calls[0])
 
 
-def test_parallel_calls(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("most", "tokens"),
+    [(3, 300), pytest.param(tool_format.MOST_CALLS, 1000, marks=pytest.mark.soak)],
+)
+def test_parallel_calls(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, most: int, tokens: int
+) -> None:
     # Without an end of sequence, it has to go on with calls, as long as it may.
-    monkeypatch.setattr(tool_format, "MOST_CALLS", 3)
+    monkeypatch.setattr(tool_format, "MOST_CALLS", most)
     ends = {2: -100.0, 0: -100.0}
     given = {"tool_choice": "required", "logit_bias": ends, "seed": 1, "temperature": 1.0}
-    answer = create(client, **given, max_tokens=300)
+    answer = create(client, **given, max_tokens=tokens)
     calls = answer.choices[0].message.tool_calls
-    assert 1 < len(calls) <= 3
+    assert 1 < len(calls) <= most
     for call in calls:
         arguments_of(call)
     assert len({call.id for call in calls}) == len(calls)
