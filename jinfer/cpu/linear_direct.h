@@ -47,7 +47,8 @@ template <int bits, int g, int count, int parts, bool coded>
 void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64_t end,
                      float* numbers) {
   constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
-  constexpr bool wide = Vector::kNarrowCodes && (bits == 8 || coded);
+  constexpr int most = most_of(bits, coded);
+  constexpr bool wide = Vector::kNarrowCodes && most > 127;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
   const bool affine = m.affine();
@@ -81,7 +82,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
         constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;
         // Two sums for a single row, so that a step does not wait for the one before.
-        Vector::I within[halves][count], second[halves];
+        Vector::I within[halves][count], pairs[halves][count], second[halves];
         UNROLL
         for (int h = 0; h < halves; ++h) {
           second[h] = Vector::zero();
@@ -102,7 +103,8 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
             for (int r = 0; r < count; ++r) {
               Vector::I& sum = count == 1 && s % 2 ? second[h] : within[h][r];
               const void* from = x[r] + at + h * record + s * 4 * g;
-              sum = Vector::dot<wide, wide>(sum, codes[h], Vector::repeat<g>(from));
+              Vector::dot<most, wide, steps>(sum, pairs[h][r], codes[h], Vector::repeat<g>(from),
+                                             s - part * steps);
             }
           }
         };

@@ -39,10 +39,11 @@ struct Operands {
   int64_t sums_stride;    // floats to the next group's
 };
 
-template <int g, int count, bool affine, int parts, bool wide>
+// `most`: codes are not above it.
+template <int g, int count, bool affine, int parts, int most>
 void multiply_int8(const Operands& o) {
   constexpr int steps = 8 / parts, record = (36 + 4 * parts) * g;
-  constexpr bool minus = wide && !affine;  // their zero is 128
+  constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
   const int64_t stride = o.x_stride;
   for (int64_t group = 0; group < o.groups; ++group) {
     const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
@@ -60,7 +61,7 @@ void multiply_int8(const Operands& o) {
       UNROLL
       for (int part = 0; part < parts; ++part) {
         const int sum = (36 + 4 * part) * g, first = part * steps;
-        Vector::I within[count];
+        Vector::I within[count], pairs[count];
         UNROLL
         for (int m = 0; m < count; ++m) {
           within[m] =
@@ -75,7 +76,7 @@ void multiply_int8(const Operands& o) {
           for (int m = 0; m < count; ++m) {
             Vector::I& a = count == 1 && s % 2 ? second : within[m];
             const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
-            a = Vector::dot<wide, minus>(a, codes, by);
+            Vector::dot<most, minus, steps>(a, pairs[m], codes, by, s - first);
           }
         }
         if (count == 1) within[0] = Vector::add(within[0], second);
@@ -150,22 +151,23 @@ void multiply_float(const Operands& o) {
 
 using Product = void (*)(const Operands&);
 
-template <int g, int count, bool wide>
+template <int g, int count, int most>
 Product product_int8(const Plan& plan) {
   if (plan.matrix->affine())
-    return plan.parts == 2 ? multiply_int8<g, count, true, 2, wide>
-                           : multiply_int8<g, count, true, 1, wide>;
-  return plan.parts == 2 ? multiply_int8<g, count, false, 2, wide>
-                         : multiply_int8<g, count, false, 1, wide>;
+    return plan.parts == 2 ? multiply_int8<g, count, true, 2, most>
+                           : multiply_int8<g, count, true, 1, most>;
+  return plan.parts == 2 ? multiply_int8<g, count, false, 2, most>
+                         : multiply_int8<g, count, false, 1, most>;
 }
 
 template <int g, int count>
 Product product(const Plan& plan, bool exact) {
   if (exact) return multiply_float<g, count>;
-  constexpr bool narrow = Vector::kNarrowCodes;
-  if (narrow && (plan.matrix->bits == 8 || plan.matrix->codebook))
-    return product_int8<g, count, narrow>(plan);
-  return product_int8<g, count, false>(plan);
+  constexpr int few = Vector::alike(15), some = Vector::alike(63), all = Vector::alike(255);
+  const int most = Vector::alike(most_of(plan.matrix->bits, plan.matrix->codebook));
+  return most == few    ? product_int8<g, count, few>(plan)
+         : most == some ? product_int8<g, count, some>(plan)
+                        : product_int8<g, count, all>(plan);
 }
 
 // Sums over the lanes of each row, written where they belong. `o`: what the product was given.

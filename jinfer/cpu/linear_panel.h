@@ -94,6 +94,11 @@ inline Vector::I four(const Vector::I* words) {
   return v;
 }
 
+// The largest byte that codes are multiplied as.
+constexpr int most_of(int bits, bool coded) {
+  return coded ? 255 : bits == 7 ? 127 / 11 : (1 << bits) - 1;
+}
+
 // `words` of one unit, `stride` words apart -> codes[8][L]; 7 bits: two units, for both halves.
 template <int bits>
 inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codebook, uint8_t* codes,

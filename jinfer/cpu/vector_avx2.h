@@ -46,20 +46,37 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
   static I either(I a, I b) { return _mm256_or_si256(a, b); }
 
-  template <bool wide, bool minus>
-  static I dot(I a, I codes, I x) {
+  // Sums of two products have 16 bits: as many steps' as fit are added there before they get 32.
+  static constexpr int alike(int most) { return most <= 16 ? 16 : most <= 64 ? 64 : 255; }
+  template <int most, bool minus, int steps>
+  static void dot(I& sum, I& pairs, I codes, I x, int s) {
+    constexpr int fit = 32767 / (2 * 127 * most), apart = fit < steps ? fit / 2 * 2 : steps;
+    if constexpr (apart > 1) {
+      static_assert(steps % apart == 0);
+      const I two = _mm256_maddubs_epi16(codes, x);
+      pairs = s % apart ? in_order(_mm256_add_epi16(pairs, two)) : two;
+      if (s % apart == apart - 1) sum = widen(sum, pairs);
+      return;
+    }
     if constexpr (minus) {
       codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
       x = _mm256_sign_epi8(x, codes);
       codes = _mm256_abs_epi8(codes);  // 2 * 128 * 127 fits into 16 bits
-    } else if constexpr (wide) {  // 2 * 255 * 127 would not: the highest bit apart
+    } else if constexpr (most > 127) {  // 2 * 255 * 127 would not: the highest bit apart
       I top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
       top = _mm256_maddubs_epi16(top, x);
-      a = _mm256_add_epi32(a, _mm256_madd_epi16(top, _mm256_set1_epi16(128)));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(top, _mm256_set1_epi16(128)));
       codes = _mm256_and_si256(codes, _mm256_set1_epi8(127));
     }
-    const I pairs = _mm256_maddubs_epi16(codes, x);
-    return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    sum = widen(sum, _mm256_maddubs_epi16(codes, x));
+  }
+  static I widen(I sum, I pairs) {
+    return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+  }
+  // Compilers would add up in a tree, whose leaves have no room in 16 registers.
+  static I in_order(I v) {
+    asm("" : "+x"(v));
+    return v;
   }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }

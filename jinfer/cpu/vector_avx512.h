@@ -45,11 +45,14 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
   static I either(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // a + the sum of 4 products of unsigned and signed bytes, in each lane. Where kNarrowCodes: `wide`
-  // for codes over 127, `minus` to take 128 off them first.
-  template <bool wide, bool minus>
-  static I dot(I a, I codes, I x) {
-    return _mm512_dpbusd_epi32(a, codes, x);
+  // Codes up to `most` are multiplied in the same way as those up to alike(most).
+  static constexpr int alike(int) { return 255; }
+  // sum += the 4 products of unsigned and signed bytes in each lane: step s < steps of such. `pairs`:
+  // room that belongs to the sum, which is complete after the last step. Where kNarrowCodes: `minus`
+  // takes 128 off the codes.
+  template <int most, bool minus, int steps>
+  static void dot(I& sum, I&, I codes, I x, int) {
+    sum = _mm512_dpbusd_epi32(sum, codes, x);
   }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }

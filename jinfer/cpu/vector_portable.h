@@ -51,13 +51,14 @@ struct Vector {
   static I mask(I a, uint32_t m) { return a & m; }
   static I either(I a, I b) { return a | b; }
 
-  template <bool wide, bool minus>
-  static I dot(I a, I codes, I x) {
+  static constexpr int alike(int) { return 255; }
+  template <int most, bool minus, int steps>
+  static void dot(I& a, I&, I codes, I x, int) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
     Signed sum = reinterpret_cast<Signed>(a) + (q & 255) * (y << 24 >> 24);
     sum += (q >> 8 & 255) * (y << 16 >> 24);
     sum += (q >> 16 & 255) * (y << 8 >> 24);
-    return reinterpret_cast<I>(sum + (q >> 24 & 255) * (y >> 24));
+    a = reinterpret_cast<I>(sum + (q >> 24 & 255) * (y >> 24));
   }
   static I add(I a, I b) { return a + b; }
   static F to_float(I a) { return __builtin_convertvector(reinterpret_cast<Signed>(a), F); }

@@ -145,6 +145,27 @@ def test_codebook() -> None:
         check(tensor, 13)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_largest_codes_and_activations(width: Width, symmetric: bool) -> None:
+    """Sums of a block's products are never cut off, whatever they are added up in."""
+    format = QuantFormat(width, symmetric=symmetric)
+    outputs, inputs = 35, 256
+    codes = np.full((outputs, inputs), format.levels - 1, np.uint8)
+    codes[::3] = 0
+    codes[1, ::2] = 0
+    scales = np.ones((outputs, inputs // format.block, format.numbers), np.float16)
+    tensor = from_codes(codes, scales, format)
+    for rows in (1, 2, 9, 33):
+        x = np.ones((rows, inputs), np.float32)
+        x[1::2] = -1
+        x[0, 1::2] = -1
+        for isa in isas():
+            with build.lowered_isa(isa):
+                (got,) = run(x, [tensor])
+            assert_product(got, x, tensor, 2e-6)
+
+
 @settings(max_examples=15)
 @given(
     width=st.sampled_from(WIDTHS),
