@@ -12,7 +12,6 @@
 
 #include "attention_checks.h"
 #include "attention_plan.h"
-#include "isa.h"
 #include "parallel.h"
 
 namespace jinfer {
@@ -31,8 +30,6 @@ struct Scratch {
 thread_local Scratch scratch, partials, biases;
 thread_local Plan plans;
 
-const Kernels& kernels() { return JINFER_PICK(attention); }
-
 // As Rules::by_distance has it.
 const float* turned_biases(const float* from, int64_t heads, int64_t distances) {
   const int64_t row = distances + 2 * KEYS;
@@ -47,7 +44,7 @@ const float* turned_biases(const float* from, int64_t heads, int64_t distances) 
 
 // Three stages: new keys and values are written, unless who computes a tile does it; tiles or parts
 // of them are computed; parts are merged. One job, so that threads that help need not be found anew.
-void attend(const Call& call, const Kernels& kernels, ffi::ThreadPool& pool) {
+void attend(const Call& call, const AttentionKernels& kernels, ffi::ThreadPool& pool) {
   constexpr int64_t SOME = 8;  // tokens that one thread writes
   Plan& plan = plans;          // this thread's, also for the others
   plan.make(call, most_threads(pool));
@@ -99,7 +96,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
     call.rules.by_distance =
         turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
   call.late = written && apart(call);
-  attend(call, kernels(), pool);
+  attend(call, attention_kernels(), pool);
   return ffi::Error::Success();
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "isa.h"
 #include "kind.h"
 
 namespace jinfer {
@@ -112,7 +113,7 @@ struct Call {
 };
 
 // `scratch` has room for as many floats as the function of its name with `_floats` says.
-struct Kernels {
+struct AttentionKernels {
   // A token's new key and value of one head into the cache.
   void (*write)(const Call&, int64_t token, int64_t head, float* scratch);
   // One part of a tile into `partial`, and all of them to the results.
@@ -132,8 +133,9 @@ inline int64_t part_floats(const Call& c) {
 }
 inline int64_t whole_floats(const Call& c) { return part_floats(c) + 2 * merge_floats(c); }
 
-const Kernels& attention_portable();
-const Kernels& attention_avx2();
-const Kernels& attention_avx512();
+const AttentionKernels& attention_portable();
+const AttentionKernels& attention_avx2();
+const AttentionKernels& attention_avx512();
+inline const AttentionKernels& attention_kernels() { return JINFER_PICK(attention); }
 
 }  // namespace jinfer

@@ -196,9 +196,7 @@ void take(Walk& walk, Block& block, int row, bool few) {
   const float* q = walk.q + int64_t(row) * walk.key_dim;
   float* scores = walk.scores;
   float keep[M];
-  if (few && call.keys.kind == Kind::codes) {
-    scores_of_few<M>(q, walk.key_dim, call.keys, block.vector, end, block.words(), scores);
-  } else if (few) {
+  if (few && call.keys.kind != Kind::codes) {  // to decode codes is to turn them
     each(call.keys, block.vector, block.after_keys(), end, block.some,
          [&](const auto* keys, int64_t ahead, int j, int part) {
            scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, ahead, part, walk.key_dim,
@@ -346,7 +344,7 @@ void run_whole(const Call& call, const Tile& tile, float* scratch) {
   finish(call, tile, sum);
 }
 
-const Kernels kernels = {write_token, run_part, merge, run_whole};
+const AttentionKernels kernels = {write_token, run_part, merge, run_whole};
 
 }  // namespace
 }  // namespace jinfer

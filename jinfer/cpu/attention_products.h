@@ -46,24 +46,6 @@ void scores_of_few(const float* q, int64_t q_stride, const T* keys, int64_t stri
     }
 }
 
-// The same for keys kept as codes; `turned` has room for the words of LANES vectors.
-template <int M>
-void scores_of_few(const float* q, int64_t q_stride, const Kept& kept, int64_t vector, int count,
-                   Words* turned, float* scores) {
-  each_width(kept.codes.bits, [&](auto bits) {
-    for (int j = 0; j < count; j += LANES) {
-      int64_t at[LANES];
-      for (int i = 0; i < LANES; ++i) at[i] = vector + std::min(j + i, count - 1);
-      Floats sum[M] = {};
-      decode_turned<bits.value>(kept, at, turned, [&](int d, Floats x) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) sum[m] = fused(all(q[m * q_stride + d]), x, sum[m]);
-      });
-      for (int m = 0; m < M; ++m) store(scores + m * KEYS + j, sum[m]);
-    }
-  });
-}
-
 // Keys as columns [dim][KEYS]; those from `count` on are any key, up to whole vectors.
 template <class T>
 void to_columns(const T* keys, int64_t stride, int count, int dim, float* columns) {
@@ -79,7 +61,7 @@ void to_columns(const T* keys, int64_t stride, int count, int dim, float* column
   }
 }
 
-// The same for keys kept as codes.
+// The same for keys kept as codes; `turned` has room for the words of LANES vectors.
 inline void to_columns(const Kept& kept, int64_t vector, int count, Words* turned, float* columns) {
   each_width(kept.codes.bits, [&](auto bits) {
     for (int j = 0; j < count; j += LANES) {

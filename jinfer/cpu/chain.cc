@@ -19,8 +19,6 @@
 namespace jinfer {
 namespace {
 
-const RowKernels& row_kernels() { return JINFER_PICK(rows); }
-
 ffi::Error refused(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_chain: " + what);
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "isa.h"
 #include "kind.h"
 
 namespace jinfer {
@@ -40,5 +41,6 @@ struct DenseKernels {
 const DenseKernels& dense_portable();
 const DenseKernels& dense_avx2();
 const DenseKernels& dense_avx512();
+inline const DenseKernels& dense_kernels() { return JINFER_PICK(dense); }
 
 }  // namespace jinfer

@@ -9,15 +9,12 @@
 
 #include "buffers.h"
 #include "dense.h"
-#include "isa.h"
 #include "row_product.h"
 
 namespace jinfer {
 namespace {
 
 namespace ffi = xla::ffi;
-
-const DenseKernels& dense_kernels() { return JINFER_PICK(dense); }
 
 inline ffi::Error invalid_dense(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_dense: " + what);

@@ -6,7 +6,7 @@
 namespace jinfer {
 namespace {
 
-std::atomic<int> limit{static_cast<int>(Isa::avx512)};
+std::atomic<int> isa_limit{static_cast<int>(Isa::avx512)};
 
 int detect() {
 #if defined(JINFER_ONLY)
@@ -35,7 +35,7 @@ Isa isa() {
 #if defined(JINFER_ONLY)
   return static_cast<Isa>(best);
 #else
-  return static_cast<Isa>(std::min(best, limit.load(std::memory_order_relaxed)));
+  return static_cast<Isa>(std::min(best, isa_limit.load(std::memory_order_relaxed)));
 #endif
 }
 
@@ -46,5 +46,5 @@ extern "C" __attribute__((visibility("default"))) int jinfer_isa() {
 }
 
 extern "C" __attribute__((visibility("default"))) int jinfer_limit_isa(int limit) {
-  return jinfer::limit.exchange(limit);
+  return jinfer::isa_limit.exchange(limit);
 }

@@ -16,7 +16,7 @@ struct Prepared {
     const size_t bytes = rows * form.row_bytes() + 64;
     if (memory.size() < bytes) memory.resize(bytes);
     char* data = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
-    const Kernels& k = linear_kernels();
+    const LinearKernels& k = linear_kernels();
     const int64_t chunks = rows >= 16 ? std::min<int64_t>(rows / 8, 16) : 1;
     parallel(pool, chunks, chunks, [&](int64_t chunk) {
       for (int64_t m = rows * chunk / chunks; m < rows * (chunk + 1) / chunks; ++m)

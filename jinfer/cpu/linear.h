@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "isa.h"
 
 namespace jinfer {
 
@@ -62,7 +63,7 @@ struct Activations {
 inline bool has_kernels(int columns) { return columns == 2 || columns == 4 || columns == 8; }
 
 // One instruction set's kernels. A row group is the rows that one vector holds: L / G.
-struct Kernels {
+struct LinearKernels {
   int lanes;
   // Writes the records of one row.
   void (*prepare)(const float* x, int64_t inputs, const Form& form, char* row);
@@ -73,9 +74,10 @@ struct Kernels {
   void (*gate)(Activation activation, int64_t count, const float* up, float* y);
 };
 
-const Kernels& linear_portable();
-const Kernels& linear_avx2();
-const Kernels& linear_avx512();
+const LinearKernels& linear_portable();
+const LinearKernels& linear_avx2();
+const LinearKernels& linear_avx512();
+inline const LinearKernels& linear_kernels() { return JINFER_PICK(linear); }
 
 // Rows of a row group for vectors of so many lanes.
 inline int group_rows(const Matrix& matrix, int lanes) { return lanes / matrix.G; }

@@ -3,4 +3,4 @@
 #include "linear_direct.h"
 #include "linear_kernels.h"
 
-const jinfer::Kernels& jinfer::linear_avx512() { return kernels; }
+const jinfer::LinearKernels& jinfer::linear_avx512() { return kernels; }

@@ -163,10 +163,12 @@ Product product_int8(const Plan& plan) {
 template <int g, int count>
 Product product(const Plan& plan, bool exact) {
   if (exact) return multiply_float<g, count>;
-  constexpr int few = Vector::alike(15), some = Vector::alike(63), all = Vector::alike(255);
-  const int most = Vector::alike(most_of(plan.matrix->bits, plan.matrix->codebook));
-  return most == few    ? product_int8<g, count, few>(plan)
-         : most == some ? product_int8<g, count, some>(plan)
+  // A single row is rarely multiplied here: one product for all codes of 7 bits at most.
+  constexpr int few = Vector::alike(count == 1 ? 127 : 15);
+  constexpr int some = Vector::alike(count == 1 ? 127 : 63), all = Vector::alike(255);
+  const int most = most_of(plan.matrix->bits, plan.matrix->codebook);
+  return most <= few    ? product_int8<g, count, few>(plan)
+         : most <= some ? product_int8<g, count, some>(plan)
                         : product_int8<g, count, all>(plan);
 }
 
@@ -332,6 +334,6 @@ void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
   }
 }
 
-const jinfer::Kernels kernels{L, prepare, multiply, jinfer::gate};
+const jinfer::LinearKernels kernels{L, prepare, multiply, jinfer::gate};
 
 }  // namespace

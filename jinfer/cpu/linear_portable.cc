@@ -16,4 +16,4 @@ bool multiply_few(const Plan&, const Activations&, int64_t, int64_t, int64_t, fl
 
 #include "linear_kernels.h"
 
-const jinfer::Kernels& jinfer::linear_portable() { return kernels; }
+const jinfer::LinearKernels& jinfer::linear_portable() { return kernels; }

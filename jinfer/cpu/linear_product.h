@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "buffers.h"
-#include "isa.h"
 #include "linear.h"
 #include "row_product.h"
 #include "xla/ffi/api/ffi.h"
@@ -16,8 +15,6 @@ namespace jinfer {
 namespace {
 
 namespace ffi = xla::ffi;
-
-const Kernels& linear_kernels() { return JINFER_PICK(linear); }
 
 // Per tensor; see fields_of in linear.py.
 enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
@@ -185,7 +182,7 @@ class LinearProduct : public RowProduct {
   }
 
   void run(int64_t chunk) const override {
-    const Kernels& k = linear_kernels();
+    const LinearKernels& k = linear_kernels();
     const int64_t begin = total_ * chunk / chunks, end = total_ * (chunk + 1) / chunks;
     for (const Part& part : parts_) {
       const int64_t from = std::max(begin, part.begin) - part.begin;
@@ -207,7 +204,7 @@ class LinearProduct : public RowProduct {
   }
 
  private:
-  void multiply(const Kernels& k, const Part& part, size_t t, int64_t begin, int64_t end, float* y,
+  void multiply(const LinearKernels& k, const Part& part, size_t t, int64_t begin, int64_t end, float* y,
                 int64_t stride) const {
     const Form& form = forms[form_of_[t]];
     const Activations x{form, rows[form_of_[t]] + part.segment.begin * form.row_bytes()};

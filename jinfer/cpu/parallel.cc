@@ -47,12 +47,12 @@ void help(std::shared_ptr<Job> job, uint64_t seen) {
   }
 }
 
-std::atomic<int64_t> limit{INT64_MAX};
+std::atomic<int64_t> thread_limit{INT64_MAX};
 
 }  // namespace
 
 int64_t most_threads(const ffi::ThreadPool& pool) {
-  return std::min<int64_t>(pool.num_threads(), limit.load(std::memory_order_relaxed));
+  return std::min<int64_t>(pool.num_threads(), thread_limit.load(std::memory_order_relaxed));
 }
 
 // No more helpers are awake than there are cores beside the caller's, who is not always one of the
@@ -74,5 +74,5 @@ void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpe
 }  // namespace jinfer
 
 extern "C" __attribute__((visibility("default"))) int64_t jinfer_limit_threads(int64_t limit) {
-  return jinfer::limit.exchange(std::max<int64_t>(limit, 1));
+  return jinfer::thread_limit.exchange(std::max<int64_t>(limit, 1));
 }

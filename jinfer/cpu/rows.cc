@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "buffers.h"
-#include "isa.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,8 +17,6 @@ namespace {
 
 constexpr int64_t CHUNK = 1 << 15;  // numbers that are worth another thread
 constexpr int64_t CUT = 1 << 16;    // numbers that are worth it where they are only compared
-
-const RowKernels& kernels() { return JINFER_PICK(rows); }
 
 template <class Work>
 void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
@@ -56,7 +53,7 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArg
   if (groups < 1) return refuse("no weights");
   const float* weight = weighted ? vectors[0] : nullptr;
   const float* bias = biased ? vectors[weighted] : nullptr;
-  const RowKernels& k = kernels();
+  const RowKernels& k = row_kernels();
   for_rows(pool, rows, size, [&](int64_t row) {
     const int64_t at = row % groups * size;
     const Norm norm{centered, eps, offset, weight ? weight + at : nullptr,
@@ -71,7 +68,7 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
     return ffi::Error::InvalidArgument("jinfer_scores: x and the result are not alike matrices");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  const auto score = softmax ? kernels().softmax : kernels().sigmoid;
+  const auto score = softmax ? row_kernels().softmax : row_kernels().sigmoid;
   for_rows(pool, rows, size, [&](int64_t row) {
     score(x.typed_data() + row * size, size, y->typed_data() + row * size);
   });
@@ -87,7 +84,7 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
     return ffi::Error::InvalidArgument("jinfer_argmax: rows are empty or too long");
   const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
   std::vector<Greatest> found(rows * cuts);
-  const RowKernels& k = kernels();
+  const RowKernels& k = row_kernels();
   for_rows(pool, rows * cuts, each, [&](int64_t i) {
     const int64_t begin = std::min(i % cuts * each, size - 1);
     const int64_t end = std::min(begin + each, size);

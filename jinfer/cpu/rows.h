@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "isa.h"
+
 namespace jinfer {
 
 struct Norm {
@@ -33,5 +35,6 @@ struct RowKernels {
 const RowKernels& rows_portable();
 const RowKernels& rows_avx2();
 const RowKernels& rows_avx512();
+inline const RowKernels& row_kernels() { return JINFER_PICK(rows); }
 
 }  // namespace jinfer

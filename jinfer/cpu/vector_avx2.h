@@ -47,7 +47,9 @@ struct Vector {
   static I either(I a, I b) { return _mm256_or_si256(a, b); }
 
   // Sums of two products have 16 bits: as many steps' as fit are added there before they get 32.
-  static constexpr int alike(int most) { return most <= 16 ? 16 : most <= 64 ? 64 : 255; }
+  static constexpr int alike(int most) {
+    return most <= 16 ? 16 : most <= 64 ? 64 : most <= 127 ? 127 : 255;
+  }
   template <int most, bool minus, int steps>
   static void dot(I& sum, I& pairs, I codes, I x, int s) {
     constexpr int fit = 32767 / (2 * 127 * most), apart = fit < steps ? fit / 2 * 2 : steps;
