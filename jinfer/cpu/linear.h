@@ -62,12 +62,11 @@ struct Activations {
 // The columns of superblocks that there are kernels for.
 inline bool has_kernels(int columns) { return columns == 2 || columns == 4 || columns == 8; }
 
-// One instruction set's kernels. A row group is the rows that one vector holds: L / G.
+// One instruction set's kernels.
 struct LinearKernels {
-  int lanes;
   // Writes the records of one row.
   void (*prepare)(const float* x, int64_t inputs, const Form& form, char* row);
-  // y[m * stride + n] of row groups begin .. end - 1 and all rows m of x.
+  // y[m * stride + n] of tiles begin .. end - 1 and all rows m of x.
   void (*multiply)(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
                    int64_t end, float* y, int64_t stride);
   // y[n] = activation(y[n]) * up[n].
@@ -78,8 +77,5 @@ const LinearKernels& linear_portable();
 const LinearKernels& linear_avx2();
 const LinearKernels& linear_avx512();
 inline const LinearKernels& linear_kernels() { return JINFER_PICK(linear); }
-
-// Rows of a row group for vectors of so many lanes.
-inline int group_rows(const Matrix& matrix, int lanes) { return lanes / matrix.G; }
 
 }  // namespace jinfer

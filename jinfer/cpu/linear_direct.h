@@ -19,6 +19,9 @@
 namespace {
 
 constexpr int64_t kAhead = 24 << 10;  // bytes
+constexpr int kTile = 16;             // words of a superblock that stand side by side: R * G
+constexpr int kWholeTiles = 2;        // rows up to which a tile is multiplied as a whole
+constexpr bool kFetches = L < kTile;
 
 // Rows of activations, and results: y[row * stride + output].
 struct FewRows {
@@ -42,115 +45,138 @@ inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence
   (f(std::integral_constant<int, s>{}), ...);
 }
 
-// The product for row groups begin .. end - 1. `numbers`: room for those of a row group, where they do not stand in memory as lanes do.
+// The product for row groups begin .. end - 1. For few rows these are whole tiles, as they stand in
+// memory; more have no registers for more than one vector. `numbers`: room for those of `whole`
+// row groups, where they do not stand in memory as lanes do.
 template <int bits, int g, int count, int parts, bool coded>
 void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64_t end,
                      float* numbers) {
   constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
+  constexpr int whole = count <= kWholeTiles ? kTile / L : 1;
   constexpr int most = most_of(bits, coded);
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
   const bool affine = m.affine();
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
-  const int64_t lanes = int64_t{m.R} * m.G, superblocks = m.superblocks;
-  const int64_t groups_of_tile = m.R / height;
-  int64_t tile = begin / groups_of_tile, in_tile = begin % groups_of_tile;
+  const int64_t superblocks = m.superblocks, room = superblocks * halves * parts * L;
+  constexpr int64_t groups_of_tile = kTile / L;
   const char* x[count];
   for (int r = 0; r < count; ++r) x[r] = rows.x[r];
-  for (int64_t group = begin; group < end; ++group) {
-    const int64_t first = in_tile * L;  // of a superblock's words
-    const uint32_t* words = m.words + tile * superblocks * bits * lanes + first;
+  for (int64_t group = begin; group < end; group += whole) {
+    const int64_t tile = group / groups_of_tile, in_tile = group % groups_of_tile;
+    const uint32_t* words = m.words + tile * superblocks * bits * kTile + in_tile * L;
     const int64_t row = tile * superblocks * m.R + in_tile * height;
     // As they stand: a block is a column.
     const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * m.numbers;
-    float *scales = numbers, *bases = numbers + superblocks * halves * parts * L;
-    if (!plan.as_lanes) plan.fill(plan, row, superblocks, scales, bases);
-    if (++in_tile == groups_of_tile) in_tile = 0, ++tile;
+    if (!plan.as_lanes)
+      for (int v = 0; v < whole; ++v)
+        plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
+                  numbers + (2 * v + 1) * room);
 
-    Vector::F total[count];
+    Vector::F total[whole][count];
     UNROLL
-    for (int r = 0; r < count; ++r) total[r] = Vector::zero_f();
+    for (int v = 0; v < whole; ++v) {
+      UNROLL
+      for (int r = 0; r < count; ++r) total[v][r] = Vector::zero_f();
+    }
     for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * halves) {
-      Vector::I w[bits];
+      Vector::I w[whole][bits];
       UNROLL
       for (int b = 0; b < bits; ++b) {
-        w[b] = once(words + b * lanes);
-        if (count > 1) __builtin_prefetch(words + b * lanes + kAhead / 4, 0, 2);
+        UNROLL
+        for (int v = 0; v < whole; ++v) w[v][b] = once(words + b * kTile + v * L);
+        if (kFetches || count > 1) __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
       }
-      words += bits * lanes;
+      words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
         constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;
         // Two sums for a single row, so that a step does not wait for the one before.
-        Vector::I within[halves][count], pairs[halves][count], second[halves];
+        constexpr bool two = count == 1 && whole == 1;
+        Vector::I within[whole][halves][count], pairs[whole][halves][count], second[halves];
         UNROLL
         for (int h = 0; h < halves; ++h) {
           second[h] = Vector::zero();
           UNROLL
-          for (int r = 0; r < count; ++r)
-            within[h][r] =
-                Vector::mask(Vector::repeat<g>(x[r] + at + h * record + sum), zeros);
+          for (int r = 0; r < count; ++r) {
+            const Vector::I from = Vector::repeat<g>(x[r] + at + h * record + sum);
+            UNROLL
+            for (int v = 0; v < whole; ++v) within[v][h][r] = Vector::mask(from, zeros);
+          }
         }
         auto step = [&](auto step_constant) __attribute__((always_inline)) {
           constexpr int s = part * steps + decltype(step_constant)::value;
-          Vector::I codes[halves];
-          codes[0] = four<bits, s>(w);
-          if constexpr (halves == 2) Vector::split_pairs(codes[0], codes[0], codes[1]);
-          if constexpr (coded) codes[0] = Vector::look_up(m.codebook, codes[0]);
+          Vector::I codes[whole][halves];
+          UNROLL
+          for (int v = 0; v < whole; ++v) {
+            codes[v][0] = four<bits, s>(w[v]);
+            if constexpr (halves == 2) Vector::split_pairs(codes[v][0], codes[v][0], codes[v][1]);
+            if constexpr (coded) codes[v][0] = Vector::look_up(m.codebook, codes[v][0]);
+          }
           UNROLL
           for (int h = 0; h < halves; ++h) {
             UNROLL
             for (int r = 0; r < count; ++r) {
-              Vector::I& sum = count == 1 && s % 2 ? second[h] : within[h][r];
-              const void* from = x[r] + at + h * record + s * 4 * g;
-              Vector::dot<most, wide, steps>(sum, pairs[h][r], codes[h], Vector::repeat<g>(from),
-                                             s - part * steps);
+              const Vector::I by = Vector::repeat<g>(x[r] + at + h * record + s * 4 * g);
+              UNROLL
+              for (int v = 0; v < whole; ++v) {
+                Vector::I& sum = two && s % 2 ? second[h] : within[v][h][r];
+                Vector::dot<most, wide, steps>(sum, pairs[v][h][r], codes[v][h], by,
+                                               s - part * steps);
+              }
             }
           }
         };
         constantly(step, std::make_integer_sequence<int, steps>{});
         UNROLL
         for (int h = 0; h < halves; ++h) {
-          if (count == 1) within[h][0] = Vector::add(within[h][0], second[h]);
-          Vector::F scale, base;
-          if (halves == 1 && parts == 1 && plan.as_lanes) {
-            if (affine) {
-              Vector::load_numbers<true>(stand, scale, base);
-            } else {
-              Vector::load_numbers<false>(stand, scale, base);
-            }
-          } else {
-            const int64_t n = ((u * halves + h) * parts + part) * L;
-            scale = Vector::load_f(scales + n);
-            base = Vector::load_f(affine ? bases + n : scales + n);
-          }
+          if (two) within[0][h][0] = Vector::add(within[0][h][0], second[h]);
+          Vector::F by[count], x_sum[count];
           UNROLL
           for (int r = 0; r < count; ++r) {
-            const char* of = x[r] + at + h * record;
-            const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(of + 32 * g));
-            total[r] = Vector::fma(Vector::to_float(within[h][r]), both, total[r]);
+            by[r] = Vector::repeat_f<g>(x[r] + at + h * record + 32 * g);
+            x_sum[r] = Vector::repeat_f<g>(x[r] + at + h * record + sum);
           }
-          if (affine) {
+          UNROLL
+          for (int v = 0; v < whole; ++v) {
+            Vector::F scale, base;
+            if (halves == 1 && parts == 1 && plan.as_lanes) {
+              if (affine) {
+                Vector::load_numbers<true>(stand + 2 * v * L, scale, base);
+              } else {
+                Vector::load_numbers<false>(stand + v * L, scale, base);
+              }
+            } else {
+              const float* at = numbers + 2 * v * room + ((u * halves + h) * parts + part) * L;
+              scale = Vector::load_f(at);
+              base = Vector::load_f(affine ? at + room : at);
+            }
             UNROLL
-            for (int r = 0; r < count; ++r) {
-              const Vector::F x_sum = Vector::repeat_f<g>(x[r] + at + h * record + sum);
-              total[r] = Vector::fma(base, x_sum, total[r]);
+            for (int r = 0; r < count; ++r)
+              total[v][r] = Vector::fma(Vector::to_float(within[v][h][r]),
+                                        Vector::mul(scale, by[r]), total[v][r]);
+            if (affine) {
+              UNROLL
+              for (int r = 0; r < count; ++r)
+                total[v][r] = Vector::fma(base, x_sum[r], total[v][r]);
             }
           }
         }
       };
       constantly(part_of, std::make_integer_sequence<int, parts>{});
-      stand += lanes * m.numbers;
+      stand += kTile * m.numbers;
     }
-    const int64_t output = group * height, left = m.outputs - output;
-    for (int r = 0; r < rows.count; ++r) {
-      float* y = rows.y + r * rows.stride + output;
-      if (left >= height) {
-        Vector::sum_runs<g>(total[r], y);
-      } else if (left > 0) {
-        float all[height];
-        Vector::sum_runs<g>(total[r], all);
-        std::memcpy(y, all, left * sizeof(float));
+    for (int v = 0; v < whole; ++v) {
+      const int64_t output = (group + v) * height, left = m.outputs - output;
+      for (int r = 0; r < rows.count; ++r) {
+        float* y = rows.y + r * rows.stride + output;
+        if (left >= height) {
+          Vector::sum_runs<g>(total[v][r], y);
+        } else if (left > 0) {
+          float all[height];
+          Vector::sum_runs<g>(total[v][r], all);
+          std::memcpy(y, all, left * sizeof(float));
+        }
       }
     }
   }
@@ -227,10 +253,11 @@ bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t 
   const int64_t left = rows % most ? rows % most : most;
   const Direct full = direct_for(plan, std::min(rows, most)), last = direct_for(plan, left);
   if (!full || !last) return false;
-  const int64_t numbers = plan.as_lanes ? 0 : 2 * plan.units * plan.parts * L;
+  const int64_t numbers = plan.as_lanes ? 0 : 2 * plan.units * plan.parts * kTile;
   float* room = reinterpret_cast<float*>(scratch.get(numbers * sizeof(float)));
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
-  const int64_t groups = rows > most ? std::max<int64_t>(1, kDirectWords / words) : end - begin;
+  const int64_t tiles = std::max<int64_t>(1, kDirectWords / (words * (kTile / L)));
+  const int64_t groups = rows > most ? tiles * (kTile / L) : end - begin;
   for (int64_t first = begin; first < end; first += groups) {
     for (int64_t row = 0; row < rows; row += most) {
       const int64_t count = std::min(most, rows - row);

@@ -273,6 +273,9 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
               float* y, int64_t stride) {
   static thread_local Scratch scratch;
   const Plan& plan = plan_of(matrix);
+  const int64_t groups_of_tile = matrix.R / plan.rows;
+  begin *= groups_of_tile;
+  end = std::min(end * groups_of_tile, (matrix.outputs + plan.rows - 1) / plan.rows);
   if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
   switch (matrix.G) {
     case 2:
@@ -334,6 +337,6 @@ void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
   }
 }
 
-const jinfer::LinearKernels kernels{L, prepare, multiply, jinfer::gate};
+const jinfer::LinearKernels kernels{prepare, multiply, jinfer::gate};
 
 }  // namespace

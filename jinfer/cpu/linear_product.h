@@ -107,11 +107,11 @@ inline Form form_of(const Matrix& m, bool exact) {
   return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
 }
 
-// The row groups of one tensor for one segment.
+// The tiles of one tensor for one segment.
 struct Part {
   size_t tensor;
   Segment segment;
-  int64_t begin, groups;  // begin: among all
+  int64_t begin, tiles;  // begin: among all
 };
 
 // Rows times quantized matrices; with an activation rows times gate and up, of which one result is
@@ -149,21 +149,19 @@ class LinearProduct : public RowProduct {
   void put(size_t result, float* y) override { tensors[result].y = y; }
 
   void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
-    const int lanes = linear_kernels().lanes;
     int64_t work = 0;  // in bytes
     bool many_rows = false;
     for (const Segment* one = segments; one < segments + count; ++one) {
       const Segment& segment = *one;
       for (size_t t = 0; t < results(); ++t) {
         const Matrix& m = tensors[t].matrix;
-        const int per = group_rows(m, lanes);
-        const int64_t groups = (m.outputs + per - 1) / per;
-        parts_.push_back({t, segment, total_, groups});
-        total_ += groups;
+        const int64_t tiles = (m.outputs + m.R - 1) / m.R;
+        parts_.push_back({t, segment, total_, tiles});
+        total_ += tiles;
         // About 8 rows take as long as reading the weights does.
         const int64_t many = segment.end - segment.begin, times = exact_ ? many : (many + 7) / 8;
         many_rows |= many > 2;
-        work += (gated_ ? 2 : 1) * groups * per * m.columns() * 4 * m.bits * times;
+        work += (gated_ ? 2 : 1) * tiles * m.R * m.columns() * 4 * m.bits * times;
       }
     }
     threads = threads_for(work, pool);
@@ -186,14 +184,13 @@ class LinearProduct : public RowProduct {
     const int64_t begin = total_ * chunk / chunks, end = total_ * (chunk + 1) / chunks;
     for (const Part& part : parts_) {
       const int64_t from = std::max(begin, part.begin) - part.begin;
-      const int64_t to = std::min(end, part.begin + part.groups) - part.begin;
+      const int64_t to = std::min(end, part.begin + part.tiles) - part.begin;
       if (from >= to) continue;
       const Matrix& m = tensors[part.tensor].matrix;
       float* y = tensors[part.tensor].y + part.segment.begin * m.outputs;
       multiply(k, part, part.tensor, from, to, y, m.outputs);
       if (!gated_) continue;
-      const int per = group_rows(m, k.lanes);
-      const int64_t first = from * per, width = std::min(to * per, m.outputs) - first;
+      const int64_t first = from * m.R, width = std::min(to * m.R, m.outputs) - first;
       const int64_t many = part.segment.end - part.segment.begin;
       static thread_local std::vector<float> up;
       if (static_cast<int64_t>(up.size()) < many * width) up.resize(many * width);
@@ -217,7 +214,7 @@ class LinearProduct : public RowProduct {
   Activation activation_{};
   std::vector<size_t> form_of_;
   std::vector<Part> parts_;
-  int64_t total_ = 0;  // row groups of all parts
+  int64_t total_ = 0;  // tiles of all parts
 };
 
 }  // namespace
