@@ -20,7 +20,7 @@ namespace {
 
 constexpr int WIDTH = WIDE * LANES;  // outputs of a panel
 // Rows from which a panel is worth making: measured on one core, equal at about so many.
-constexpr int MANY = LANES == 16 ? 96 : 24;
+constexpr int MANY = LANES == 16 ? 96 : 48;
 
 // Memory of a thread, kept between calls.
 struct Room {
@@ -69,7 +69,7 @@ void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Float
     for (int n = 0; n < N; ++n) w[n] = load_from(weight[n] + i);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const Floats v = load_from(x + m * inputs + i);
+      const Floats v = N > 1 ? held(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
     }

@@ -40,6 +40,14 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 
+// A vector that is loaded here: compilers read memory once more for each use of it.
+inline Floats held(Floats x) {
+#if defined(__AVX2__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
