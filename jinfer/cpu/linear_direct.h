@@ -4,10 +4,11 @@
 //
 // What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
 //
-// What matters, on one core of a Zen 4 with weights from memory: one stream of memory, loads in its
-// order and each once, and nothing per row group that could be done before. A single row needs no
-// prefetch instructions; with more, which compute for longer, what comes kAhead is fetched into the
-// second-level cache: 2 rows a fifth faster, 4 a third. Nearer or into the first level is no gain.
+// What matters, on one core with weights from memory: one stream of memory, loads in its order and
+// each once, and nothing per row group that could be done before. With several rows, which compute
+// for longer than their weights take to come, what comes kAhead is fetched into the second-level
+// cache: 2 rows a fifth faster, 4 a third (Zen 4); nearer or into the first level is no gain. A single
+// row of a Zen 4 gains nothing by it, of a Zen 3, whose vectors are half a tile, up to a third.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ namespace {
 constexpr int64_t kAhead = 24 << 10;  // bytes
 constexpr int kTile = 16;             // words of a superblock that stand side by side: R * G
 constexpr int kWholeTiles = 2;        // rows up to which a tile is multiplied as a whole
-constexpr bool kFetches = L < kTile;
+constexpr bool kFetches = L < kTile;  // also for a single row
 
 // Rows of activations, and results: y[row * stride + output].
 struct FewRows {

@@ -66,13 +66,24 @@ class Rotary(nnx.Module):
 def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
     """Rotates the pairs among the first `dim` of the last axis."""
     rotated, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if adjacent else jnp.split(rotated, 2, axis=-1)
+    first = _rounded(a * cos) - _rounded(b * sin)
+    second = _rounded(b * cos) + _rounded(a * sin)
     if adjacent:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
+        turned = jnp.stack([first, second], axis=-1).reshape(rotated.shape)
     else:
-        a, b = jnp.split(rotated, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        turned = jnp.concatenate([first, second], axis=-1)
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def _rounded(product: Array) -> Array:
+    """The product itself, rounded before it is added to another one.
+
+    A compiler may round only one of two products that are added, and chooses by the loop that it
+    makes: a token's bits would depend on how many others there are. It does not see that nothing is
+    selected here.
+    """
+    return jnp.where(jnp.isnan(product), jnp.nan, product)
 
 
 def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:

@@ -2,12 +2,20 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.nn.position import PositionTable, Rotary, Sinusoids, alibi_slopes, rope_frequencies
+from jinfer.nn.position import (
+    PositionTable,
+    Rotary,
+    Sinusoids,
+    alibi_slopes,
+    rope_frequencies,
+    rotate,
+)
 from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
 from tests.reference.numpy_positions import (
     Floats,
@@ -200,3 +208,24 @@ def test_sinusoids(frequencies: Any, definition: Any, offset: int) -> None:
     wanted = np.stack([definition(at + offset, 10) for at in POSITIONS])
     assert_allclose(got, wanted, atol=5e-5)
     assert Sinusoids(block, jnp.bfloat16)(jnp.asarray(POSITIONS)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+@pytest.mark.usefixtures("optimized")
+def test_a_tokens_bits_do_not_depend_on_how_many_there_are(adjacent: bool) -> None:
+    """Each product is rounded before it is added, as NumPy does it."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((90, 4, HEAD_DIM)).astype(np.float32)
+    angles = rng.uniform(0, 300, (90, 1, HEAD_DIM // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = (x[..., ::2], x[..., 1::2]) if adjacent else np.split(x, 2, axis=-1)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    wanted = (
+        np.stack([first, second], axis=-1).reshape(x.shape)
+        if adjacent
+        else np.concatenate([first, second], axis=-1)
+    )
+    turn = jax.jit(rotate, static_argnums=(3, 4))
+    for count in (1, 2, 3, 7, 8, 33, 90):
+        got = turn(x[:count], cos[:count], sin[:count], HEAD_DIM, adjacent)
+        assert np.array_equal(got, wanted[:count]), count
