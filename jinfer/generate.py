@@ -15,11 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     # All that takes time is imported here, where Ctrl-C is heard.
-    from jinfer.terminal.flags import parser
+    from jinfer.engine.collector import heard, imported
 
+    with heard():
+        from jinfer.terminal.flags import parser
     options = parser(program(__spec__.name)).parse_args(arguments)
-    from jinfer.engine.collector import imported
-
     with imported():
         from jinfer.terminal.run import run
     return run(options)

@@ -132,12 +132,10 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
         UNROLL
         for (int h = 0; h < halves; ++h) {
           if (two) within[0][h][0] = Vector::add(within[0][h][0], second[h]);
-          Vector::F by[count], x_sum[count];
+          Vector::F by[count];
           UNROLL
-          for (int r = 0; r < count; ++r) {
+          for (int r = 0; r < count; ++r)
             by[r] = Vector::repeat_f<g>(x[r] + at + h * record + 32 * g);
-            x_sum[r] = Vector::repeat_f<g>(x[r] + at + h * record + sum);
-          }
           UNROLL
           for (int v = 0; v < whole; ++v) {
             Vector::F scale, base;
@@ -158,8 +156,10 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
                                         Vector::mul(scale, by[r]), total[v][r]);
             if (affine) {
               UNROLL
-              for (int r = 0; r < count; ++r)
-                total[v][r] = Vector::fma(base, x_sum[r], total[v][r]);
+              for (int r = 0; r < count; ++r) {
+                const Vector::F x_sum = Vector::repeat_f<g>(x[r] + at + h * record + sum);
+                total[v][r] = Vector::fma(base, x_sum, total[v][r]);
+              }
             }
           }
         }
