@@ -10,7 +10,7 @@
 namespace jinfer {
 namespace {
 
-constexpr int FEW = TALL;  // rows up to which keys are not put into columns first
+constexpr int FEW = TALL;  // rows up to which plain keys are not put into columns first
 constexpr int SOME = 32;   // vectors decoded at a time: they stay in the fastest memory
 
 template <class T>

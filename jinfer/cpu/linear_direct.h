@@ -7,8 +7,8 @@
 // What matters, on one core with weights from memory: one stream of memory, loads in its order and
 // each once, and nothing per row group that could be done before. With several rows, which compute
 // for longer than their weights take to come, what comes kAhead is fetched into the second-level
-// cache: 2 rows a fifth faster, 4 a third (Zen 4); nearer or into the first level is no gain. A single
-// row of a Zen 4 gains nothing by it, of a Zen 3, whose vectors are half a tile, up to a third.
+// cache: 2 rows a fifth faster, 4 a third (Zen 4); nearer or into the first level is no gain. For a
+// single row that is no gain on a Zen 4; on a Zen 3, whose vectors are half a tile, up to a third.
 #pragma once
 
 #include <algorithm>

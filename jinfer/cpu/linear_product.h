@@ -201,8 +201,8 @@ class LinearProduct : public RowProduct {
   }
 
  private:
-  void multiply(const LinearKernels& k, const Part& part, size_t t, int64_t begin, int64_t end, float* y,
-                int64_t stride) const {
+  void multiply(const LinearKernels& k, const Part& part, size_t t, int64_t begin, int64_t end,
+                float* y, int64_t stride) const {
     const Form& form = forms[form_of_[t]];
     const Activations x{form, rows[form_of_[t]] + part.segment.begin * form.row_bytes()};
     const int64_t many = part.segment.end - part.segment.begin;

@@ -1,18 +1,14 @@
-"""The step loop: slots, queue, streams, reuse of what the cache holds, compilations, errors."""
+"""The step loop: slots, queue, streams, reuse of what the cache holds, compilations."""
 
 import contextlib
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jinfer import LLM, EngineError, RequestError, SamplingParams
-from jinfer.cpu import interrupt as cpu
+from jinfer import LLM, RequestError, SamplingParams
 from jinfer.engine import chosen
 from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.engine import Engine
@@ -20,51 +16,10 @@ from jinfer.engine.programs import Programs, Shape
 from jinfer.ops.cache import nbytes
 from jinfer.sampling.order import PLAIN
 from jinfer.spec.errors import SpecError
+from tests.engine.tiny import GREEDY, PROMPTS, continued, held, ids, open_model
 
-GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
-RNG = np.random.default_rng(5)
-PROMPTS = [RNG.integers(3, 320, n).tolist() for n in (3, 16, 17, 40, 5, 29, 64, 11, 2)]
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-
-
-def open_model(**overrides: Any) -> LLM:
-    return LLM(GOLDEN, **{"dtype": "float32", "engine.slots": 4, **overrides})
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with open_model() as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks(llm: LLM) -> Iterator[None]:
-    """After every test nobody holds a block."""
-    yield
-    assert held(llm) == 0
-
-
-def held(llm: LLM) -> int:
-    """Blocks held, after all that the engine's thread was told to do is done."""
-    llm.frontend.thread.run(lambda engine: None)
-    return llm.stats().blocks_held
-
-
-@pytest.fixture(scope="module")
-def alone(llm: LLM) -> list[list[int]]:
-    """Greedy continuations computed from logits, without the decode loop."""
-    return [continued(llm, prompt, 10) for prompt in PROMPTS]
-
-
-def continued(llm: LLM, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(np.argmax(llm.logits([tokens])[0][-1])))
-    return tokens[len(prompt) :]
-
-
-def ids(answers: list) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+RNG = np.random.default_rng(6)
 
 
 def test_more_requests_than_slots(llm: LLM, alone: list[list[int]]) -> None:
@@ -102,16 +57,6 @@ def test_streams_that_take_turns(llm: LLM, alone: list[list[int]]) -> None:
         for tokens, piece in zip(taken, pieces, strict=True):
             tokens += piece.token_ids
     assert taken == alone[:6]
-
-
-def test_a_stream_that_is_closed_frees_its_slot(llm: LLM, alone: list[list[int]]) -> None:
-    for prompt in PROMPTS:
-        stream = llm.stream(prompt, GREEDY)
-        next(stream)
-        stream.close()
-    assert held(llm) == 0
-    assert not llm._engine.busy
-    assert ids(llm.generate(PROMPTS, GREEDY)) == alone
 
 
 def test_what_the_cache_holds_is_reused(llm: LLM) -> None:
@@ -183,23 +128,6 @@ def test_a_context_above_the_models() -> None:
     assert longer.context == 512
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "words"),
-    [
-        ([], None, "prompt is empty"),
-        ([1] * 256, None, "256 tokens, which leaves no room in a context of 256"),
-        ([1, 320], None, "token 320 is outside the vocabulary of 320"),
-        ([-1], None, "token -1 is outside"),
-        ("text", None, "no tokenizer"),
-        ([1], SamplingParams(stop="x"), "stop texts need a tokenizer"),
-    ],
-)
-def test_requests_that_cannot_be_run(llm: LLM, prompt: Any, params: Any, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        llm.generate([prompt], params)
-    assert not llm._engine.busy
-
-
 def test_end_of_sequence_and_stop_ids(llm: LLM, alone: list[list[int]]) -> None:
     prompt, expected = PROMPTS[3], alone[3]
     stopped = llm.generate([prompt], SamplingParams(max_tokens=10, stop_token_ids=[expected[4]]))[0]
@@ -228,63 +156,6 @@ def test_the_first_token_does_not_wait_for_the_second_s_program(
         came.set()
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tokens == alone[0][:5]
-
-
-@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
-def test_interrupted_calls(
-    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A raised flag ends a call before its first step; the next one makes up for it."""
-    monkeypatch.setattr(chosen, "CALL_SECONDS", 1000.0)
-    taken: list[int] = []
-    decode, read = Engine._decode, Engine._read
-
-    def decoded(self: Engine, plan: Any) -> bool:
-        self.interrupt.set(len(taken) % 2 == 0)
-        return decode(self, plan)
-
-    def watched(self: Engine, launched: Any) -> Any:
-        if launched.decodes:
-            taken.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
-        return read(self, launched)
-
-    monkeypatch.setattr(Engine, "_decode", decoded)
-    monkeypatch.setattr(Engine, "_read", watched)
-    assert ids(llm.generate(PROMPTS, GREEDY)) == alone
-    assert 0 in taken
-    assert max(taken) > 1
-
-
-@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
-def test_a_request_does_not_interrupt_itself(
-    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However late the flag is raised for what an idle engine has taken already."""
-    steps: list[int] = []
-    was_raised = threading.Event()
-    raise_flag, decode, read = cpu.Flag.set, Engine._decode, Engine._read
-
-    def late(self: cpu.Flag, raised: bool) -> None:
-        time.sleep(0.05 if raised else 0.0)
-        raise_flag(self, raised)
-        if raised:
-            was_raised.set()
-
-    def decoded(self: Engine, plan: Any) -> bool:
-        assert was_raised.wait(60)
-        return decode(self, plan)
-
-    def watched(self: Engine, launched: Any) -> Any:
-        steps.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
-        return read(self, launched)
-
-    monkeypatch.setattr(cpu.Flag, "set", late)
-    monkeypatch.setattr(Engine, "_decode", decoded)
-    monkeypatch.setattr(Engine, "_read", watched)
-    for _ in range(2):  # computed, and cached
-        was_raised.clear()
-        assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
-    assert 0 not in steps
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
@@ -374,61 +245,6 @@ def test_the_cache_is_updated_in_place(llm: LLM, kind: Any) -> None:
     assert not [line for line in copies if any(pool in line for pool in pools)]
 
 
-def test_failed_steps_leave_nothing_behind(llm: LLM, alone: list[list[int]]) -> None:
-    with pytest.raises(RequestError):
-        llm.generate([PROMPTS[0], [999]], GREEDY)
-    assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
-
-
-@pytest.mark.parametrize("kind", ["logits", "decode", "choose"])
-def test_an_error_costs_the_requests_of_its_step_only(
-    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """The cache was given away to the step that failed; what waits is computed all the same."""
-    get, failures = llm._engine.programs.get, []
-
-    def failing(shape: Shape) -> Any:
-        compiled = get(shape)
-
-        def run(*arguments: Any) -> Any:
-            failures.append(shape)
-            compiled(*arguments)
-            raise MemoryError("none left")
-
-        return run if shape.kind == kind and not failures else compiled
-
-    monkeypatch.setattr(llm._engine.programs, "get", failing)
-    results: list[Any] = []
-    for prompt in PROMPTS:  # more than there are slots
-        pieces: list[Any] = []
-        results.append(pieces)
-        (prepared,) = llm.frontend.prepare(prompt, GREEDY)
-        llm.frontend.submit(prepared, pieces.append)
-    llm.frontend.thread.run(lambda engine: None)
-    while llm._engine.busy:
-        llm.frontend.thread.run(lambda engine: None)
-    failed = [pieces for pieces in results if isinstance(pieces[-1], EngineError)]
-    assert failed
-    assert all("a step failed: MemoryError: none left" in str(pieces[-1]) for pieces in failed)
-    for pieces, expected in zip(results, alone, strict=True):
-        if pieces not in failed:
-            assert [id for chunk in pieces[:-1] for id in chunk.token_ids] == expected
-    assert len(failed) < len(results)
-    monkeypatch.undo()
-    assert ids(llm.generate(PROMPTS, GREEDY)) == alone
-
-
-def test_ctrl_c_ends_the_requests_of_its_caller(llm: LLM, alone: list[list[int]]) -> None:
-    other = llm.stream(PROMPTS[1], GREEDY)
-    tokens = list(next(other).token_ids)
-    stream = llm.stream(PROMPTS[2], SamplingParams(max_tokens=100, ignore_eos=True))
-    next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        stream.throw(KeyboardInterrupt)
-    tokens += [id for chunk in other for id in chunk.token_ids]
-    assert tokens == alone[1]
-
-
 def test_threads_share_a_model(llm: LLM, alone: list[list[int]]) -> None:
     answers: dict[int, list[int]] = {}
 
@@ -460,13 +276,6 @@ def test_a_small_cache_preempts_and_changes_nothing() -> None:
             open_model(**{"engine.kv_tokens": 192}).generate(
                 [PROMPTS[0]], SamplingParams(max_tokens=None)
             )
-
-
-def test_a_closed_model_says_so() -> None:
-    with open_model() as llm:
-        llm.generate([PROMPTS[0]], GREEDY)
-    with pytest.raises(RequestError, match="the model was closed"):
-        llm.generate([PROMPTS[0]], GREEDY)
 
 
 def test_several_answers(llm: LLM) -> None:

@@ -18,8 +18,8 @@ from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import QuantFormat
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import matmul
+from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import KINDS, WIDTHS, assert_near, random_matrix, random_rows
-from tests.kernels_pallas.test_attention import MIXED, Case
 from tests.ops.paged import Run, filled, placed, random, sequences, tables_of
 from tests.ops.paged import expected as expected_attention
 
