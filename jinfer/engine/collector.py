@@ -1,7 +1,10 @@
 """Python's search for garbage, which finds none while modules are imported and models are built."""
 
+from __future__ import annotations
+
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,14 +49,22 @@ def heard() -> Iterator[None]:
         pressed = True
         raise KeyboardInterrupt
 
+    def unraisable(what: sys.UnraisableHookArgs) -> None:
+        # In a weak reference's callback, of which importing has many: noted, and raised at the end.
+        if what.exc_type is not KeyboardInterrupt:
+            shown(what)
+
+    shown = sys.unraisablehook
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
         return
+    sys.unraisablehook = unraisable
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = shown
     if pressed:
         raise KeyboardInterrupt

@@ -1,0 +1,67 @@
+"""Ctrl-C while modules are imported, where Python would drop what it raises."""
+
+import contextlib
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jinfer.engine.collector import heard
+
+
+class Watched:
+    """What a weak reference can be made of."""
+
+
+def press(_: Any) -> None:
+    """A weak reference's callback, in which Ctrl-C is pressed."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def drop(action: Callable[[Any], None]) -> None:
+    """What is given to a weak reference as its callback is called; Python drops what it raises."""
+    watched = Watched()
+    reference = weakref.ref(watched, action)
+    del watched
+    assert reference() is None
+
+
+@heard()
+def pressed_in_a_callback() -> None:
+    drop(press)
+
+
+@heard()
+def pressed_where_all_is_caught() -> None:
+    with contextlib.suppress(BaseException):
+        press(None)
+
+
+def test_ctrl_c_in_a_callback_ends_what_was_done_and_prints_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        pressed_in_a_callback()
+    assert capsys.readouterr().err == ""
+    assert sys.unraisablehook is shown
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_raised_even_where_all_exceptions_are_caught() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pressed_where_all_is_caught()
+
+
+def test_what_else_fails_in_a_callback_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise ValueError("elsewhere")
+
+    seen: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: seen.append(what.exc_type))
+    with heard():
+        drop(fail)
+    assert seen == [ValueError]
