@@ -7,6 +7,7 @@ parameters yet: a start that finds its programs made needs neither.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,6 +94,21 @@ class AbstractModel:
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
         return self.modules.merged(leaves)
+
+    @cached_property
+    def layers(self) -> dict[str, slice]:
+        """Of each layer, "decoder.3", its own among the parameters taken apart into arrays."""
+        stacks = "|".join(stack.name for stack in self.modules.spec.stacks)
+        owner = re.compile(rf"({stacks})\.\d+(?=\.)")
+        found: dict[str, slice] = {}
+        end = 0
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            begin, end = end, end + len(jax.tree.leaves(parameter))
+            if layer := owner.match(name):
+                first = found.get(layer[0], slice(begin, begin))
+                assert first.stop == begin, f"{name} is not beside the others of its layer"
+                found[layer[0]] = slice(first.start, end)
+        return found
 
     @property
     def has_cross_attention(self) -> bool:

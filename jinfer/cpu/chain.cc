@@ -14,6 +14,7 @@
 
 #include "dense_product.h"
 #include "linear_product.h"
+#include "operands.h"
 #include "rows.h"
 
 namespace jinfer {
@@ -80,7 +81,8 @@ class Chain {
  public:
   int64_t rows() const { return rows_; }
 
-  ffi::Error read(const ffi::RemainingArgs& args, size_t given, ffi::Span<const int64_t> program) {
+  ffi::Error read(const ffi::RemainingArgs& args, size_t given, ffi::Span<const int64_t> program,
+                  ffi::Span<const int64_t> told) {
     clear();
     for (size_t i = 0; i < given; ++i) {
       auto x = args.get<ffi::Buffer<ffi::F32>>(i);
@@ -90,13 +92,13 @@ class Chain {
       rows_ = x->dimensions()[0];
       values_.push_back({x->dimensions()[1], -1, true, -1, x->typed_data(), nullptr});
     }
-    size_t next = given;  // argument
+    Operands operands(args, given, told);
     for (Reader reader(program); !reader.done();) {
-      ffi::Error error = read_one(args, next, reader);
+      ffi::Error error = read_one(operands, reader);
       if (error.failure()) return error;
       if (reader.failed()) return refused("a program that ends too early");
     }
-    return next == args.size() ? ffi::Error::Success() : refused("wrong number of buffers");
+    return operands.done() ? ffi::Error::Success() : refused("wrong number of buffers");
   }
 
   ffi::Error place(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
@@ -204,7 +206,7 @@ class Chain {
     return (end_ += bytes) - bytes;
   }
 
-  ffi::Error read_one(const ffi::RemainingArgs& args, size_t& next, Reader& reader) {
+  ffi::Error read_one(Operands& operands, Reader& reader) {
     const int64_t kind = reader.next(), a = reader.next();
     if (a < 0 || size_t(a) >= values_.size()) return refused("no such value");
     const int64_t size = values_[a].size;
@@ -215,15 +217,15 @@ class Chain {
         const float eps = reader.real(), offset = reader.real();
         operation.norm = {centered, eps, offset, nullptr, nullptr};
         if (weighted)
-          if (ffi::Error e = vector(args, next, size, &operation.norm.weight); e.failure()) return e;
+          if (ffi::Error e = vector(operands, size, &operation.norm.weight); e.failure()) return e;
         if (biased)
-          if (ffi::Error e = vector(args, next, size, &operation.norm.bias); e.failure()) return e;
+          if (ffi::Error e = vector(operands, size, &operation.norm.bias); e.failure()) return e;
         break;
       }
       case kLinear:
-        return read_linear(args, next, reader, a);
+        return read_linear(operands, reader, a);
       case kDense:
-        return read_dense(args, next, reader, a);
+        return read_dense(operands, reader, a);
       case kAdd: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
@@ -232,7 +234,7 @@ class Chain {
         break;
       }
       case kAddVector:
-        if (ffi::Error e = vector(args, next, size, &operation.vector); e.failure()) return e;
+        if (ffi::Error e = vector(operands, size, &operation.vector); e.failure()) return e;
         break;
       case kScale:
         operation.factor = reader.real();
@@ -248,7 +250,7 @@ class Chain {
     return ffi::Error::Success();
   }
 
-  ffi::Error read_linear(const ffi::RemainingArgs& args, size_t& next, Reader& reader, size_t a) {
+  ffi::Error read_linear(Operands& operands, Reader& reader, size_t a) {
     const int64_t count = reader.next(), exact = reader.next(), activation = reader.next();
     const int64_t codes = reader.next();
     if (!reader.has(codes)) return refused("a program that ends too early");
@@ -256,7 +258,7 @@ class Chain {
     if (count < 1 || count > 64 || !reader.has(count * kFields))
       return refused("a program that ends too early");
     LinearProduct& product = linear_.next();
-    ffi::Error error = product.read(args, next, reader.take(count * kFields), count, codebook, codes,
+    ffi::Error error = product.read(operands, reader.take(count * kFields), count, codebook, codes,
                                     values_[a].size, exact != 0, activation);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
@@ -265,13 +267,13 @@ class Chain {
     return ffi::Error::Success();
   }
 
-  ffi::Error read_dense(const ffi::RemainingArgs& args, size_t& next, Reader& reader, size_t a) {
+  ffi::Error read_dense(Operands& operands, Reader& reader, size_t a) {
     const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
     const int64_t first = reader.next(), taken = reader.next();
     if (reader.failed() || count < 1 || count > 64) return refused("a program that ends too early");
     if (values_[a].size == 0) return refused("rows of nothing");
     DenseProduct& product = dense_.next();
-    ffi::Error error = product.read(args, next, count, values_[a].size,
+    ffi::Error error = product.read(operands, count, values_[a].size,
                                     {activation, false, transposed != 0, first, taken});
     if (error.success()) put(product, a);
     return error;
@@ -288,11 +290,12 @@ class Chain {
       values_.push_back({product.outputs(t), stage, true, stage});
   }
 
-  ffi::Error vector(const ffi::RemainingArgs& args, size_t& next, int64_t size, const float** out) {
-    auto buffer = args.get<ffi::Buffer<ffi::F32>>(next++);
-    if (buffer.has_error()) return buffer.error();
-    if (int64_t(buffer->element_count()) != size) return refused("a vector does not fit its rows");
-    *out = buffer->typed_data();
+  ffi::Error vector(Operands& operands, int64_t size, const float** out) {
+    const auto array = operands.next();
+    if (array.has_error()) return array.error();
+    if (array->element_type() != ffi::DataType::F32 || int64_t(array->element_count()) != size)
+      return refused("a vector does not fit its rows");
+    *out = static_cast<const float*>(array->untyped_data());
     return ffi::Error::Success();
   }
 
@@ -359,11 +362,11 @@ Shelf& shelf() {
 }
 
 ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results,
-                 int64_t given) {
+                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results, int64_t given,
+                 ffi::Span<const int64_t> told) {
   if (given < 1 || size_t(given) > args.size()) return refused("nothing is given");
   auto chain = shelf().take();
-  ffi::Error error = chain->read(args, given, program);
+  ffi::Error error = chain->read(args, given, program, told);
   if (error.success()) error = chain->place(rets, results);
   if (error.success() && chain->rows() > 0) chain->run(pool);
   shelf().give(std::move(chain));
@@ -380,4 +383,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_chain, jinfer::chain,
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("program")
                                   .Attr<xla::ffi::Span<const int64_t>>("results")
-                                  .Attr<int64_t>("given"));
+                                  .Attr<int64_t>("given")
+                                  .Attr<xla::ffi::Span<const int64_t>>("told"));

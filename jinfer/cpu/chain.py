@@ -7,14 +7,14 @@ never written anywhere that XLA knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, UInt
 
 from jinfer.cpu import build
 
@@ -41,18 +41,24 @@ class Program:
 
     Attributes:
         given: float32 [rows, size], all of equally many rows: the values 0, 1, ...
+        table: where weights are (see `jinfer.ops.addresses`), or None.
+        told: by the id of a weight: its row of the table. The call is told its address and type
+            instead of being given it.
     """
 
     given: Sequence[Float[Array, "rows size"]]
+    table: UInt[Array, "weights 4"] | None = None
+    told: Mapping[int, int] = field(default_factory=dict)
     _numbers: list[int] = field(default_factory=list)
     _operands: list[Array] = field(default_factory=list)
+    _told: list[int] = field(default_factory=list)  # of all operands; see operands.h
     _sizes: list[int] = field(default_factory=list)  # of values that operations give
 
     def norm(
         self,
         x: int,
-        weight: Float[Array, "1 size"] | None,
-        bias: Float[Array, "1 size"] | None,
+        weight: Float[Array, "*one size"] | None,
+        bias: Float[Array, "*one size"] | None,
         *,
         centered: bool,
         eps: float,
@@ -109,7 +115,7 @@ class Program:
         """x + y."""
         return self._add(Operation.ADD, x, [y], [], [self._size(x)])[0]
 
-    def add_vector(self, x: int, vector: Float[Array, " size"]) -> int:
+    def add_vector(self, x: int, vector: Float[Array, "*one size"]) -> int:
         """x + vector, the same for all rows."""
         return self._add(Operation.ADD_VECTOR, x, [], [vector], [self._size(x)])[0]
 
@@ -122,12 +128,15 @@ class Program:
         rows = self.given[0].shape[0]
         shapes = [jax.ShapeDtypeStruct((rows, self._size(one)), np.float32) for one in results]
         call = jax.ffi.ffi_call("jinfer_chain", shapes)
+        some = len(self._operands) < len(self._told)  # else there is nothing to tell
         return call(
             *self.given,
+            *([self.table] if some else []),
             *self._operands,
             program=np.array(self._numbers, np.int64),
             results=np.array(results, np.int64),
             given=np.int64(len(self.given)),
+            told=np.array(self._told if some else [], np.int64),
         )
 
     def _size(self, value: int) -> int:
@@ -144,11 +153,20 @@ class Program:
     ) -> list[int]:
         first = len(self.given) + len(self._sizes)
         self._numbers += [int(kind), x, *numbers]
-        self._operands += operands
+        for operand in operands:
+            row = self.told.get(id(operand))
+            if row is None:
+                self._operands.append(operand)
+                self._told.append(-1)
+            else:
+                shape = operand.shape
+                self._told += [row, _TYPES[np.dtype(operand.dtype).name], len(shape), *shape]
         self._sizes += sizes
         return list(range(first, first + len(sizes)))
 
 
+# XLA's numbers of the types that weights have.
+_TYPES = {"int8": 2, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16}
 FIELDS = 8  # that describe a matrix; see `Field` in linear_product.h
 
 

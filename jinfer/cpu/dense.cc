@@ -23,7 +23,8 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   }
   DenseProduct product;
   const size_t count = args.size() - next;
-  auto error = product.read(args, next, count, inputs,
+  Operands operands(args, next);
+  auto error = product.read(operands, count, inputs,
                             {activation, select != kOnly, transposed, first, taken});
   if (error.failure()) return error;
   for (const Segment& segment : segments)

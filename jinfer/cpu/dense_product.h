@@ -9,6 +9,7 @@
 
 #include "buffers.h"
 #include "dense.h"
+#include "operands.h"
 #include "row_product.h"
 
 namespace jinfer {
@@ -34,18 +35,17 @@ class DenseProduct : public RowProduct {
   // Rows as they are, and those for panels.
   enum Form { kPlain, kArranged, kForms };
 
-  // Reads `count` matrices from argument `next` on.
-  ffi::Error read(const ffi::RemainingArgs& args, size_t& next, size_t count, int64_t inputs,
-                  const DenseKind& kind) {
+  // Reads `count` matrices.
+  ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseKind& kind) {
     weights_.clear(), parts_.clear(), units_ = 0, inputs_ = inputs;
     transposed_ = kind.transposed, gated_ = kind.activation != 0;
     activation_ = static_cast<Activation>(kind.activation);
     if (kind.activation < 0 || kind.activation > static_cast<int64_t>(Activation::relu))
       return invalid_dense("no such activation");
     for (size_t i = 0; i < count; ++i) {
-      auto buffer = args.get<ffi::AnyBuffer>(next++);
-      if (buffer.has_error()) return buffer.error();
-      auto error = add(*buffer, kind);
+      const auto array = operands.next();
+      if (array.has_error()) return array.error();
+      auto error = add(*array, kind);
       if (error.failure()) return error;
     }
     if (gated_ && (count != 2 || weights_[0].outputs != weights_[1].outputs))
@@ -119,8 +119,8 @@ class DenseProduct : public RowProduct {
     int64_t begin, units;  // begin: among those of all parts; block by block, tile by tile
   };
 
-  ffi::Error add(const ffi::AnyBuffer& buffer, const DenseKind& kind) {
-    const auto shape = buffer.dimensions();
+  ffi::Error add(const Operand& array, const DenseKind& kind) {
+    const auto shape = array.dimensions();
     const size_t lead = kind.stacked ? 1 : 0;
     if (shape.size() != lead + 2) return invalid_dense("a weight's shape does not fit");
     const int64_t columns = shape[lead + 1], taken = kind.taken ? kind.taken : shape[lead];
@@ -130,13 +130,13 @@ class DenseProduct : public RowProduct {
       return invalid_dense("a weight's shape does not fit");
     Dense weight{nullptr,  Kind::f32, kind.transposed ? columns : taken, inputs_, kind.transposed,
                  shape[lead] * columns};
-    switch (buffer.element_type()) {
+    switch (array.element_type()) {
       case ffi::DataType::F32: weight.kind = Kind::f32; break;
       case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
       case ffi::DataType::F16: weight.kind = Kind::f16; break;
       default: return invalid_dense("a weight's type is not known");
     }
-    weight.data = static_cast<const char*>(buffer.untyped_data()) +
+    weight.data = static_cast<const char*>(array.untyped_data()) +
                   kind.first * columns * bytes_of(weight.kind);
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);

@@ -39,8 +39,9 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     if (chosen.has_error()) return chosen.error();
     segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
+  Operands operands(args, next);
   LinearProduct product;
-  auto error = product.read(args, next, fields.begin(), fields.size() / kFields, codebook.begin(),
+  auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
                             codebook.size(), inputs, exact != 0, activation);
   if (error.failure()) return error;
   for (const Tensor& tensor : product.tensors)
@@ -54,7 +55,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result does not fit");
     product.put(t, (*y)->typed_data());
   }
-  if (next != args.size()) return invalid("wrong number of buffers");
+  if (!operands.done()) return invalid("wrong number of buffers");
   if (rows == 0) return ffi::Error::Success();
 
   // Activations, once for all tensors that take them in the same form.

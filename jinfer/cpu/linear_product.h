@@ -8,6 +8,7 @@
 
 #include "buffers.h"
 #include "linear.h"
+#include "operands.h"
 #include "row_product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -49,12 +50,12 @@ inline bool is_format(const int64_t* field, int64_t columns, size_t codebook) {
          field[kZero] >= 0 && field[kZero] <= 128;
 }
 
-// Reads one tensor's buffers, from number `next` on, and compares them with its fields.
-inline ffi::Error read_tensor(const ffi::RemainingArgs& args, size_t& next, const int64_t* field,
-                              size_t codebook, const uint8_t* table, int64_t inputs, Tensor* out) {
-  auto words = args.get<ffi::AnyBuffer>(next++);
-  auto scales = args.get<ffi::AnyBuffer>(next++);
-  if (words.has_error() || scales.has_error()) return invalid("words or scales are missing");
+// Reads one tensor's arrays, and compares them with its fields.
+inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t codebook,
+                              const uint8_t* table, int64_t inputs, Tensor* out) {
+  const auto words = operands.next(), scales = operands.next();
+  if (words.has_error()) return words.error();
+  if (scales.has_error()) return scales.error();
   const auto shape = words->dimensions();
   const size_t lead = shape.size() == 6 ? 1 : 0;
   if (shape.size() != lead + 5) return invalid("words have neither 5 nor 6 axes");
@@ -75,10 +76,10 @@ inline ffi::Error read_tensor(const ffi::RemainingArgs& args, size_t& next, cons
   m.outputs = field[kOutputs];
   m.inputs = inputs;
   out->count = lead ? shape[0] : 1;
-  const auto has = [&](const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t block) {
+  const auto has = [&](const Operand& array, ffi::DataType type, int64_t block) {
     const int64_t each = 32 * m.G * m.halves / block;
-    return lead ? fits(buffer, type, {out->count, m.tiles, m.superblocks, m.R, each, m.numbers})
-                : fits(buffer, type, {m.tiles, m.superblocks, m.R, each, m.numbers});
+    return lead ? fits(array, type, {out->count, m.tiles, m.superblocks, m.R, each, m.numbers})
+                : fits(array, type, {m.tiles, m.superblocks, m.R, each, m.numbers});
   };
   if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits ||
       m.outputs < 0 || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
@@ -89,9 +90,9 @@ inline ffi::Error read_tensor(const ffi::RemainingArgs& args, size_t& next, cons
   out->words_step = words->element_count() / count;
   out->scales_step = scales->size_bytes() / count;
   if (field[kSteps]) {
-    auto steps = args.get<ffi::AnyBuffer>(next++);
-    if (steps.has_error() || !has(*steps, ffi::DataType::F16, 256))
-      return invalid("steps are missing or do not fit the format");
+    const auto steps = operands.next();
+    if (steps.has_error()) return steps.error();
+    if (!has(*steps, ffi::DataType::F16, 256)) return invalid("steps do not fit the format");
     m.steps = static_cast<const uint16_t*>(steps->untyped_data());
     out->steps_step = steps->element_count() / count;
   }
@@ -121,17 +122,16 @@ class LinearProduct : public RowProduct {
   std::vector<Tensor> tensors;
   std::vector<Form> forms;  // that rows of activations are wanted in
 
-  // Reads the matrices from argument `next` on, kFields numbers of `fields` for each.
-  ffi::Error read(const ffi::RemainingArgs& args, size_t& next, const int64_t* fields, size_t count,
-                  const int64_t* codebook, size_t codes, int64_t inputs, bool exact,
-                  int64_t activation) {
+  // Reads the matrices, kFields numbers of `fields` for each.
+  ffi::Error read(Operands& operands, const int64_t* fields, size_t count, const int64_t* codebook,
+                  size_t codes, int64_t inputs, bool exact, int64_t activation) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
     exact_ = exact, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
       return invalid("no such activation");
     tensors.resize(count), form_of_.resize(count), forms.clear(), parts_.clear(), total_ = 0;
     for (size_t t = 0; t < count; ++t) {
-      auto error = read_tensor(args, next, fields + t * kFields, codes, table_, inputs, &tensors[t]);
+      auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
       if (error.failure()) return error;
       const Form form = form_of(tensors[t].matrix, exact);
       const auto at = std::find(forms.begin(), forms.end(), form);

@@ -29,7 +29,8 @@ class Device:
 
     Attributes:
         programs: its compiled programs.
-        leaves: its parameters, quantized ones in their parts.
+        leaves: what programs are given of it: parameters, quantized ones in their parts, and
+            tables of where they are.
     """
 
     programs: Programs
@@ -51,11 +52,12 @@ class Device:
         """
         if [one.shape for one in self.leaves] != [one.shape for one in self.programs.leaves]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
-        return tuple(jax.tree.unflatten(jax.tree.structure(self.model.parameters), self.leaves))
+        tree: Any = jax.tree.structure(self.model.parameters)
+        return tuple(jax.tree.unflatten(tree, self.leaves[: tree.num_leaves]))
 
     @parameters.setter
     def parameters(self, parameters: tuple[Any, ...]) -> None:
-        self.leaves = tuple(jax.tree.leaves(parameters))
+        self.leaves = self.programs.with_tables(parameters)
 
     @property
     def cache(self) -> Cache:

@@ -1,4 +1,4 @@
-"""Compiled programs as bytes, and back: ready to run, without a trace.
+"""Compiled programs as bytes, and back: ready to run, without a trace, given only what they read.
 
 JAX can do this too, but with pickle, which would run whatever a file says. Here XLA reads its own
 format, and what JAX has to know of a program beside it is JSON.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,25 +35,50 @@ class _CannotBeKeptError(Exception):
     """A program of a kind that this module does not know."""
 
 
-def dumped(program: Any) -> bytes | None:
-    """A compiled program as bytes; None where that cannot be.
+@dataclass(frozen=True)
+class Reader:
+    """A program that looks at few of its first argument's arrays.
+
+    JAX asks each array that it is given for its type and place, whether or not it is read.
+
+    Attributes:
+        compiled: given these alone.
+        read: their places.
+    """
+
+    compiled: jax.stages.Compiled
+    read: tuple[int, ...]
+
+    def __call__(self, arrays: Sequence[Any], *rest: Any) -> Any:
+        """As the whole program is called."""
+        return self.compiled(tuple([arrays[i] for i in self.read]), *rest)
+
+    def as_text(self) -> str:
+        """What XLA made of it."""
+        return self.compiled.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        """What XLA says of the memory that it takes."""
+        return self.compiled.memory_analysis()
+
+
+def reader(program: jax.stages.Compiled) -> Any:
+    """The same program, given only those of its first argument's arrays that it reads.
 
     Args:
-        program: a `jax.stages.Compiled` for one device.
+        program: for one device; it stays as it is where it is of a kind not known here.
     """
     try:
-        inside = program._executable._unloaded_executable
-        (device,) = inside.device_list
-        _check(program, inside, device)
-        arguments = jax.tree.map(_aval, program.args_info)
-        header = {
-            "name": inside.name,
-            "arguments": _coded(arguments),
-            "kept": sorted(inside.kept_var_idx),
-            "results": _coded(jax.tree.unflatten(program.out_tree, inside.output_avals)),
-            "calls": sorted(known_calls()),
-        }
-        content = bytes(inside.xla_executable.serialize())
+        return _program(_header(program), _inside(program).xla_executable)
+    except Exception as error:
+        _log.debug("a program is given all its arguments: %s", error)
+        return program
+
+
+def dumped(program: jax.stages.Compiled) -> bytes | None:
+    """A compiled program for one device as bytes; None where that cannot be."""
+    try:
+        header, content = _header(program), bytes(_inside(program).xla_executable.serialize())
     except Exception as error:
         _log.debug("a program cannot be kept: %s", error)
         return None
@@ -61,19 +87,51 @@ def dumped(program: Any) -> bytes | None:
 
 
 def loaded(content: bytes) -> Any:
-    """The program that `dumped` made bytes of; None where it cannot be used."""
+    """What `reader` gives of the program that `dumped` made bytes of; None if it cannot be used."""
     try:
+        from jaxlib import xla_client
+
         end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
         header = json.loads(content[_LENGTH:end])
         if not register_calls(header["calls"]):
             return None
-        return _program(header, content[end:])
+        device = jax.devices()[0]
+        devices = xla_client.DeviceList((device,))
+        return _program(
+            header, device.client.deserialize_executable(content[end:], executable_devices=devices)
+        )
     except Exception as error:
         _log.debug("a kept program cannot be used: %s", error)
         return None
 
 
-def _program(header: Mapping[str, Any], content: bytes) -> Any:
+def _inside(program: Any) -> Any:
+    return program._executable._unloaded_executable
+
+
+def _header(program: Any) -> dict[str, Any]:
+    """What JAX has to know of a program beside XLA's part of it."""
+    inside = _inside(program)
+    (device,) = inside.device_list
+    _check(program, inside, device)
+    (first, *rest), named = jax.tree.map(_aval, program.args_info)
+    kept, read = sorted(inside.kept_var_idx), None
+    if type(first) is tuple and all(hasattr(one, "shape") for one in first):
+        count, read = len(first), [i for i in kept if i < len(first)]
+        first = tuple(first[i] for i in read)
+        # The others are no arguments any more.
+        kept = [*range(len(read)), *(i - count + len(read) for i in kept if i >= count)]
+    return {
+        "name": inside.name,
+        "arguments": _coded(((first, *rest), named)),
+        "kept": kept,
+        "read": read,
+        "results": _coded(jax.tree.unflatten(program.out_tree, inside.output_avals)),
+        "calls": sorted(known_calls()),
+    }
+
+
+def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
     from jaxlib import xla_client
 
@@ -84,7 +142,7 @@ def _program(header: Mapping[str, Any], content: bytes) -> Any:
     out, results = jax.tree.flatten(_decoded(header["results"]))
     taken = [flat[i] for i in header["kept"]]
     executable = UnloadedMeshExecutable(
-        xla_executable=device.client.deserialize_executable(content, executable_devices=devices),
+        xla_executable=xla_executable,
         device_list=devices,
         backend=device.client,
         input_avals=[_shaped(one) for one in taken],
@@ -106,7 +164,8 @@ def _program(header: Mapping[str, Any], content: bytes) -> Any:
         pgle_profiler=None,
     )
     info = jax.tree.unflatten(arguments, [jax.stages.ArgInfo(_shaped(one), False) for one in flat])
-    return jax.stages.Compiled(executable.load(), [], info, results)
+    compiled = jax.stages.Compiled(executable.load(), [], info, results)
+    return compiled if header["read"] is None else Reader(compiled, tuple(header["read"]))
 
 
 def _check(program: Any, inside: Any, device: Any) -> None:

@@ -7,6 +7,8 @@ Further tokens it finds after those that it has proposed, beside vectors of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.places import Tables, going, placed
 from jinfer.engine.propose import likeliest, nobody
 from jinfer.engine.state import State
-from jinfer.engine.steps import Leaves
+from jinfer.engine.steps import Leaves, read_each_time
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, Cache, LayerCache, cache_group
 from jinfer.quant.vectors import QuantizedVectors
@@ -90,13 +92,16 @@ def lead(
     every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
     type Carry = tuple[Array, Cache, State, Array, Array]
 
+    def compute(leaves: Leaves, cache: Cache, state: State, given: Array) -> Any:
+        places, which = placed(state, rows, newest, every)
+        module, at = model.module(leaves), places.step(tables)
+        return which, *module.decode_all(places.tokens, at, cache, None, given)
+
     def one_more(carry: Carry) -> Carry:
         i, cache, state, given, so_far = carry
-        parts, lengths = lax.optimization_barrier((leaves, state.lengths))
+        parts, lengths = anew(state.lengths)
         state = state._replace(lengths=lengths)
-        places, which = placed(state, rows, newest, every)
-        at = places.step(tables)
-        out, cache = model.module(parts).decode_all(places.tokens, at, cache, None, given)
+        which, out, cache = compute(parts, cache, state, given)
         state, tokens = likeliest(stages, state, out["logits"], which)
         so_far = lax.dynamic_update_index_in_dim(so_far, tokens, i, 0)
         return i + 1, cache, state, out["hidden"].astype(given.dtype), so_far
@@ -105,6 +110,8 @@ def lead(
         return (carry[0] < steps) & jnp.any(going(carry[2], rows))
 
     given = model.module(leaves).taken(vectors)
+    step = partial(compute, cache=cache, state=state, given=given)
+    anew = read_each_time(step, leaves)
     empty = jnp.broadcast_to(nobody(model, count), (MAX_STEPS, *nobody(model, count).shape))
     begun = (jnp.int32(0), cache, state, given, empty)
     _, cache, state, _, proposed = lax.while_loop(more, one_more, begun)

@@ -16,14 +16,17 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jinfer.engine import state as states
 from jinfer.engine.chosen import MAX_COPIES, MAX_STEPS
 from jinfer.engine.compilation import aside, surroundings
-from jinfer.engine.executables import dumped, loaded
+from jinfer.engine.executables import dumped, loaded, reader
 from jinfer.engine.maps import check_maps
 from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
+from jinfer.ops import addresses
+from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
 from jinfer.sampling.rows import mask_words
@@ -35,7 +38,7 @@ _COMPILER_THREADS = 4
 
 NOTHING = b""  # is kept of a program that cannot be
 
-# jax.stages.Compiled; called with what the function of its kind takes after `model` and `want`.
+# Called with what the function of its kind takes after `model` and `want`.
 Program = Any
 
 
@@ -164,12 +167,12 @@ class Programs:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         if self.shelf is None or content == NOTHING:
-            return lowered.compile()
+            return reader(lowered.compile())
         with aside():
             program = lowered.compile()
         # One that cannot be used as it is kept is left to JAX's cache from now on.
         self.shelf.put(key, NOTHING if content else dumped(program) or NOTHING)
-        return program
+        return reader(program)
 
     def _key(self, shape: Shape) -> str:
         """All that a program depends on, beside the code that makes it."""
@@ -181,8 +184,19 @@ class Programs:
 
     @cached_property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The model's parameters, with quantized ones in their parts."""
-        return tuple(jax.tree.leaves(self.model.parameters))
+        """What programs are given of a model, abstract; see `with_tables`."""
+        leaves = tuple(jax.tree.leaves(self.model.parameters))
+        return (*leaves, *(addresses.like(leaves[own]) for own in self.told.values()))
+
+    @property
+    def told(self) -> Mapping[str, slice]:
+        """The layers whose weights programs are told the addresses of, where that is of use."""
+        return self.model.layers if backend() == "cpu" else {}
+
+    def with_tables(self, parameters: tuple[Any, ...]) -> tuple[Array, ...]:
+        """What programs are given of a model: the arrays of its parameters, and tables of them."""
+        leaves = tuple(jax.tree.leaves(parameters))
+        return (*leaves, *(addresses.table(leaves[own]) for own in self.told.values()))
 
     @cached_property
     def cache(self) -> Cache:
@@ -325,10 +339,13 @@ class Programs:
 
         Taking a tree of hundreds of parameters apart in each call would cost half a millisecond.
         """
-        tree = jax.tree.structure(self.model.parameters)
+        tree: Any = jax.tree.structure(self.model.parameters)
+        count = tree.num_leaves
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
-            return function(self.model, *first, jax.tree.unflatten(tree, leaves), *rest)
+            parameters = jax.tree.unflatten(tree, leaves[:count])
+            with addresses.told(dict(zip(self.told, leaves[count:], strict=True))):
+                return function(self.model, *first, parameters, *rest)
 
         return with_parts
 

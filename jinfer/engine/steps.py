@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel, Want
 from jinfer.nn.step import Step
 from jinfer.ops import blocks
+from jinfer.ops.addresses import read_by
 from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
@@ -139,13 +141,15 @@ def repeat[One](
     every = jnp.arange(count, dtype=jnp.int32)
     newest = jnp.full(count, -1, jnp.int32)
 
+    def compute(leaves: Leaves, cache: Cache, state: State) -> Any:
+        return logits(model, leaves, cache, state, rows, newest, tables, every)
+
+    anew = read_each_time(partial(compute, cache=cache, state=state), leaves)
+
     def one_more(carry: tuple[Array, Cache, State, One]) -> tuple[Array, Cache, State, One]:
         i, cache, state, so_far = carry
-        # Without the barrier XLA takes what depends on weights alone out of the loop, and with it
-        # memory for all weights, unpacked.
-        parts, lengths = lax.optimization_barrier((leaves, state.lengths))
-        state = state._replace(lengths=lengths)
-        cache, out, which = logits(model, parts, cache, state, rows, newest, tables, every)
+        parts, lengths = anew(state.lengths)
+        cache, out, which = compute(parts, cache, state._replace(lengths=lengths))
         state, chosen = chooses(state, out, which)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
@@ -160,6 +164,33 @@ def repeat[One](
     empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
     _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
     return cache, state, chosen
+
+
+def read_each_time(
+    step: Callable[[Leaves], Any], leaves: Leaves
+) -> Callable[[Array], tuple[Leaves, Array]]:
+    """For the body of a loop: parameters in a form that XLA does not look through.
+
+    Else it takes what depends on them alone out of the loop, and with it memory for all of them,
+    unpacked.
+
+    Args:
+        step: what the loop does with them.
+
+    Returns:
+        What gives them, and a number again that is another one each time.
+    """
+    flat, tree = jax.tree.flatten(leaves)
+    given = read_by(step, leaves)
+
+    def anew(number: Array) -> tuple[Leaves, Array]:
+        own = [leaf for leaf, is_given in zip(flat, given, strict=True) if is_given]
+        *own, number = lax.optimization_barrier((*own, number))
+        left = iter(own)
+        parts = [next(left) if given else leaf for leaf, given in zip(flat, given, strict=True)]
+        return jax.tree.unflatten(tree, parts), number
+
+    return anew
 
 
 def choose_next(

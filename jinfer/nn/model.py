@@ -24,6 +24,7 @@ from jinfer.nn.position import Rotary
 from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
 from jinfer.nn.tap import Kept
+from jinfer.ops.addresses import Table, table_of
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.chains import chained
@@ -84,18 +85,20 @@ def _run_layer(
     tokens: Array,
     step: Step,
     cache: Cache,
+    table: Table | None,
 ) -> tuple[Array, Cache]:
     """A layer as a function of its own, so that equal layers are traced and lowered once.
 
     Args:
         platform: that it is traced for, on which its operations depend.
+        table: where the layer's weights are, the first ones of `state`.
     """
 
     def run(state: Any, x: Array, tokens: Array, step: Step, cache: Cache) -> tuple[Array, Cache]:
         layer, shared = nnx.merge(definition, state)
         return layer(x, tokens, step, cache, shared)
 
-    return chained(run)(state, x, tokens, step, cache)
+    return chained(run, table)(state, x, tokens, step, cache)
 
 
 class Stack(nnx.Module):
@@ -149,7 +152,8 @@ class Stack(nnx.Module):
         """One layer, with its attentions' caches by the names of their modules."""
         layer = self.layers[number]
         definition, state = nnx.split((layer, _used(layer, shared)))
-        return _run_layer(backend(), definition, state, x, tokens, step, cache)
+        table = table_of(f"{self.name}.{number}")
+        return _run_layer(backend(), definition, state, x, tokens, step, cache, table)
 
     def run_alone(
         self,

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
+from jaxtyping import UInt
 
 from jinfer.cpu import chain as cpu
 from jinfer.ops.backend import backend
@@ -25,11 +27,17 @@ from jinfer.quant.calibration import records
 _LEAST = 2  # operations that are worth a chain
 
 
-def chained[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def chained[**P, R](
+    function: Callable[P, R], table: UInt[Array, "weights 4"] | None = None
+) -> Callable[P, R]:
     """The same function, with such operations put together where the CPU has custom calls.
 
     It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
     told not to compile, as somebody wants to look at each step.
+
+    Args:
+        table: where those weights are that are the first of the arrays given (see
+            `jinfer.ops.addresses`): calls are told that instead of being given them.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,7 +51,7 @@ def chained[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             return function(*given, **named)
 
         traced, shape = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(traced, flat))
+        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(traced, flat, table))
 
     return run
 
@@ -67,15 +75,18 @@ class _Plan(NamedTuple):
     others: dict[int, list[JaxprEqn]]
 
 
-def _evaluate(traced: Any, args: Sequence[Array]) -> list[Array]:
+def _evaluate(traced: Any, args: Sequence[Array], table: Array | None) -> list[Array]:
     jaxpr = traced.jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
     known |= dict(zip(jaxpr.invars, args, strict=True))
+    weights = () if table is None else args[: len(table)]
+    told = {id(one): row for row, one in enumerate(weights)}
+    program = partial(cpu.Program, table=table, told=told)
     plan, users = _planned(jaxpr.eqns), _users(jaxpr.eqns, jaxpr.outvars)
     for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
         for row, eqns in plan.groups.items():
             if row.level == level and _is_worth_it([plan.operations[id(eqn)] for eqn in eqns]):
-                known |= _run(eqns, plan.operations, known, users)
+                known |= _run(program, eqns, plan.operations, known, users)
             elif row.level == level:
                 for eqn in eqns:
                     known |= _evaluate_one(eqn, known)
@@ -132,6 +143,7 @@ def _evaluate_one(eqn: JaxprEqn, known: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _run(
+    new: Callable[..., cpu.Program],
     eqns: Sequence[JaxprEqn],
     operations: Mapping[int, RowOperation],
     known: Mapping[Any, Any],
@@ -144,7 +156,7 @@ def _run(
         atom for eqn in eqns for atom in operations[id(eqn)].operands if atom not in own
     )
     rows = operations[id(eqns[0])].rows
-    program = cpu.Program([known[var].reshape(rows, -1) for var in given])
+    program = new([known[var].reshape(rows, -1) for var in given])
     values: dict[Any, int] = {var: number for number, var in enumerate(given)}
     for eqn in eqns:
         operation = operations[id(eqn)]

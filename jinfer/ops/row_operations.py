@@ -47,7 +47,7 @@ def row_operation(
         return None
     match eqn.primitive.name:
         case "ffi_call":
-            return _custom_call(eqn)
+            return _custom_call(eqn, makers)
         case "reshape":
             return _reshape(eqn, makers, found)
         case "add":
@@ -57,14 +57,14 @@ def row_operation(
     return None
 
 
-def _custom_call(eqn: JaxprEqn) -> RowOperation | None:
+def _custom_call(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
     match eqn.params["target_name"]:
         case "jinfer_linear":
             return _linear(eqn)
         case "jinfer_dense":
             return _dense(eqn)
         case "jinfer_norm":
-            return _norm(eqn)
+            return _norm(eqn, makers)
     return None
 
 
@@ -104,11 +104,12 @@ def _dense(eqn: JaxprEqn) -> RowOperation | None:
     return RowOperation(_aval(x).shape[0], (x,), add, product=True)
 
 
-def _norm(eqn: JaxprEqn) -> RowOperation | None:
+def _norm(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
     given = _attributes(eqn)
     x, *vectors = eqn.invars
     if any(_aval(vector).shape[0] != 1 for vector in vectors):
         return None  # rows are heads with weights of their own
+    vectors = [_as_stored(vector, makers) for vector in vectors]
     kind = {name: given[name] for name in ("centered", "eps", "offset")}
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
@@ -144,7 +145,7 @@ def _add(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
             def add_vector(
                 program: Program, values: Sequence[int], known: Known, vector: Any = vector
             ) -> list[int]:
-                return [program.add_vector(values[0], known[vector].reshape(-1))]
+                return [program.add_vector(values[0], known[vector])]
 
             return RowOperation(rows, (x,), add_vector)
     if any(_aval(atom).shape != shape for atom in (a, b)):
@@ -183,6 +184,16 @@ def _repeated(atom: Any, shape: tuple[int, ...], makers: Mapping[Any, JaxprEqn])
         return None
     own = _aval(vector).shape
     return vector if own[-1:] == size and math.prod(own) == size[0] else None
+
+
+def _as_stored(vector: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
+    """What a vector was before it was given an axis of one: a weight, if it is stored like that."""
+    maker = makers.get(vector)
+    if maker is None or maker.primitive.name not in ("reshape", "broadcast_in_dim"):
+        return vector
+    stored = maker.invars[0]
+    same = math.prod(_aval(stored).shape) == math.prod(_aval(vector).shape)
+    return stored if same and not isinstance(stored, Literal) else vector
 
 
 def _attributes(eqn: JaxprEqn) -> dict[str, Any]:

@@ -77,6 +77,11 @@ class StagedPrograms(Programs):
             found |= dict.fromkeys(turns, Stream(site, turns))
         return found
 
+    @property
+    def told(self) -> Mapping[str, slice]:
+        """None: stages are given their weights, each where its devices have them."""
+        return {}
+
     def leaves_of(self, number: int, leaves: Any) -> Any:
         """A stage's parameters, where its programs need them."""
         own = leaves[self.stages[number].leaves]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ class PlacedPrograms(Programs):
     """
 
     device: jax.Device
+
+    @property
+    def told(self) -> Mapping[str, slice]:
+        """As `Programs.told`, for the device."""
+        with target(self.device.platform):
+            return super().told
 
     def empty_cache(self) -> Cache:
         """As `Programs.empty_cache`, on the device."""

@@ -14,6 +14,7 @@ from jinfer.cpu import build, chain, rows
 from jinfer.cpu.chain import Operation, Program
 from jinfer.cpu.dense import dense_linear
 from jinfer.cpu.linear import ACTIVATIONS, Coded, coded_linear, fields_of
+from jinfer.ops.addresses import table
 from jinfer.quant.format import QuantFormat
 from tests.cpu.helpers import isas
 from tests.cpu.test_linear import coded, matrix
@@ -30,10 +31,16 @@ def random(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def arrays(one: Any) -> list[jax.Array]:
+    """Those of a matrix."""
+    parts = (one.words, one.scales, one.steps) if isinstance(one, Coded) else (one,)
+    return [part for part in parts if part is not None]
+
+
 def product(
     program: Program, x: int, matrices: Sequence[Coded], activation: str = "none"
 ) -> list[int]:
-    buffers = [part for m in matrices for part in (m.words, m.scales, m.steps) if part is not None]
+    buffers = [part for m in matrices for part in arrays(m)]
     fields = [number for m in matrices for number in fields_of(m)]
     codebook = next((m.codebook for m in matrices if m.codebook is not None), ())
     results = matrices if activation == "none" else matrices[:1]
@@ -59,7 +66,7 @@ class Quantized:
         self.format = format
 
     def matrix(self, *shape: int, seed: int) -> Any:
-        return coded(matrix(self.format, *shape, seed=seed))
+        return coded(jax.device_put(matrix(self.format, *shape, seed=seed)))
 
     def add(self, program: Program, x: int, of: Sequence[Any], activation: str) -> list[int]:
         return product(program, x, of, activation)
@@ -110,8 +117,8 @@ class Layer:
         }
         self.weight, self.bias = random(1, hidden, seed=7), random(1, hidden, seed=8)
 
-    def chain(self, x: Any, attended: Any) -> Sequence[Any]:
-        program = Program([x, attended])
+    def chain(self, x: Any, attended: Any, **told: Any) -> Sequence[Any]:
+        program = Program([x, attended], **told)
 
         def product(x: int, *names: str, activation: str = "none") -> list[int]:
             return self.kind.add(program, x, [self.of[name] for name in names], activation)
@@ -190,6 +197,21 @@ def test_products_side_by_side() -> None:
     np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(wanted[0]))
 
 
+def test_told_weights_give_the_bits_of_given_ones() -> None:
+    """One after the other, and both kinds in one call."""
+    for kind in KINDS.values():
+        layer = Layer(96, 288, kind)
+        weights = [part for one in layer.of.values() for part in arrays(one)] + [layer.weight]
+        where = table(weights)
+        x, attended = random(3, 96), random(3, 96, seed=1)
+        wanted = layer.chain(x, attended)
+        for some in (weights, weights[::2]):
+            told = {id(one): row for row, one in enumerate(weights) if any(one is w for w in some)}
+            got = layer.chain(x, attended, table=where, told=told)
+            for a, b in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_no_rows() -> None:
     program = Program([random(0, 128)])
     (a,) = product(program, 0, [coded(matrix(FOUR, 64, 128))])
@@ -208,7 +230,13 @@ def test_many_at_once() -> None:
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def call(numbers: list[int], results: list[int], *operands: Any, given: int = 1) -> None:
+def call(
+    numbers: list[int],
+    results: list[int],
+    *operands: Any,
+    given: int = 1,
+    told: list[int] | None = None,
+) -> None:
     out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in results]
     jax.block_until_ready(
         jax.ffi.ffi_call("jinfer_chain", out)(
@@ -216,8 +244,15 @@ def call(numbers: list[int], results: list[int], *operands: Any, given: int = 1)
             program=np.array(numbers, np.int64),
             results=np.array(results, np.int64),
             given=np.int64(given),
+            told=np.array(told or [], np.int64),
         )
     )
+
+
+def tell(told: list[int]) -> None:
+    """Adds a vector that the call is told this of."""
+    vector = random(64)
+    call([int(Operation.ADD_VECTOR), 0], [1], X, table([vector]), told=told)
 
 
 DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0]
@@ -292,6 +327,17 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "asked for twice": (
         "does not fit",
         lambda: call([int(Operation.SCALE), 0, 0], [1, 1], X),
+    ),
+    "a row that the table has not": ("told of a weight", lambda: tell([1, 11, 1, 64])),
+    "another number of bytes": ("told of a weight", lambda: tell([0, 11, 1, 65])),
+    "more axes than are told": ("told of a weight", lambda: tell([0, 11, 2, 64])),
+    "less than a type and axes": ("told of a weight", lambda: tell([0, 11])),
+    "fewer than no axes": ("told of a weight", lambda: tell([0, 11, -1])),
+    "a type that does not fit": ("does not fit its rows", lambda: tell([0, 8, 1, 64])),
+    "too much told": ("wrong number of buffers", lambda: tell([0, 11, 1, 64, -1])),
+    "told without a table": (
+        "told of a weight",
+        lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, X, told=[0, 11, 1, 64]),
     ),
     "a buffer too many": (
         "wrong number of buffers",

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_no_program(shelf: Shelf) -> None:
 
 
 def test_what_cannot_be_written_is_not_kept() -> None:
-    assert dumped(object()) is None
+    assert dumped(cast("Any", object())) is None
 
 
 def test_without_what_it_calls_a_program_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

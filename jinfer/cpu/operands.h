@@ -1,0 +1,86 @@
+// The arrays that a handler reads one after the other: arguments of its call, or weights that it is
+// told the addresses of.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <numeric>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+
+// An array, wherever it stands; its interface is that of XLA's buffers.
+class Operand {
+ public:
+  using Dimensions = xla::ffi::Span<const int64_t>;
+
+  Operand(xla::ffi::DataType type, Dimensions dimensions, const void* data)
+      : type_(type), dimensions_(dimensions), data_(data) {}
+
+  xla::ffi::DataType element_type() const { return type_; }
+  Dimensions dimensions() const { return dimensions_; }
+  const void* untyped_data() const { return data_; }
+  size_t element_count() const {
+    return std::accumulate(dimensions_.begin(), dimensions_.end(), int64_t{1}, std::multiplies<>());
+  }
+  size_t size_bytes() const { return xla::ffi::ByteWidth(type_) * element_count(); }
+
+ private:
+  xla::ffi::DataType type_;
+  Dimensions dimensions_;
+  const void* data_;
+};
+
+// What is told of operands, in their order: -1 for an argument, else a row of the table, the type
+// (XLA's number), the number of axes and the axes. The table is uint64 [rows, 2] in words of 32 bits:
+// an address and the bytes that there are. Where nothing is told all operands are arguments.
+class Operands {
+ public:
+  // From argument `next` on, which is the table if something is told.
+  Operands(const xla::ffi::RemainingArgs& args, size_t next,
+           xla::ffi::Span<const int64_t> told = {})
+      : args_(args), next_(next), at_(told.begin()), end_(told.end()) {
+    if (told.size() == 0) return;
+    auto table = args.get<xla::ffi::Buffer<xla::ffi::U32>>(next_++);
+    if (table.has_error()) return;
+    const auto shape = table->dimensions();
+    if (shape.size() != 2 || shape[1] != 4) return;
+    rows_ = shape[0], table_ = table->typed_data();
+  }
+
+  xla::ffi::ErrorOr<Operand> next() {
+    if (at_ == end_ || *at_ < 0) {
+      if (at_ != end_) ++at_;
+      auto buffer = args_.get<xla::ffi::AnyBuffer>(next_++);
+      if (buffer.has_error()) return buffer.error();
+      return Operand(buffer->element_type(), buffer->dimensions(), buffer->untyped_data());
+    }
+    const int64_t left = end_ - at_;
+    if (left < 3 || at_[0] >= rows_ || at_[2] < 0 || at_[2] > left - 3) return wrong();
+    uint64_t place[2];  // address, bytes
+    std::memcpy(place, table_ + 4 * at_[0], sizeof place);
+    const Operand found(static_cast<xla::ffi::DataType>(at_[1]),
+                        {at_ + 3, static_cast<size_t>(at_[2])},
+                        reinterpret_cast<const void*>(place[0]));
+    at_ += 3 + at_[2];
+    return found.size_bytes() == place[1] ? xla::ffi::ErrorOr<Operand>(found) : wrong();
+  }
+
+  // Whether there are no others.
+  bool done() const { return at_ == end_ && next_ == args_.size(); }
+
+ private:
+  static xla::ffi::ErrorOr<Operand> wrong() {
+    return xla::ffi::Error::InvalidArgument("jinfer: what is told of a weight does not fit it");
+  }
+
+  const xla::ffi::RemainingArgs& args_;
+  size_t next_;
+  const int64_t *at_, *end_;
+  int64_t rows_ = 0;
+  const uint32_t* table_ = nullptr;
+};
+
+}  // namespace jinfer
