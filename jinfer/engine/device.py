@@ -44,16 +44,21 @@ class Device:
         return self.programs.model
 
     @property
+    def weights(self) -> tuple[Array, ...]:
+        """The arrays of its parameters."""
+        return self.leaves[: len(self.leaves) - len(self.programs.told)]
+
+    @property
     def parameters(self) -> tuple[Any, ...]:
         """The model's parameters, in the order of its names.
 
         Raises:
             EngineError: several devices have parts of them.
         """
-        if [one.shape for one in self.leaves] != [one.shape for one in self.programs.leaves]:
+        like, tree = jax.tree.flatten(self.model.parameters)
+        if [one.shape for one in self.weights] != [one.shape for one in like]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
-        tree: Any = jax.tree.structure(self.model.parameters)
-        return tuple(jax.tree.unflatten(tree, self.leaves[: tree.num_leaves]))
+        return tuple(jax.tree.unflatten(tree, self.weights))
 
     @parameters.setter
     def parameters(self, parameters: tuple[Any, ...]) -> None:

@@ -64,7 +64,7 @@ def describe(one: Hosted) -> dict[str, Any]:
         return shown
     llm = one.llm
     dims = llm.spec.dims
-    leaves = llm.frontend.engine.leaves
+    weights = llm.frontend.engine.weights
     return {
         **shown,
         "max_model_len": llm.context,
@@ -74,7 +74,7 @@ def describe(one: Hosted) -> dict[str, Any]:
             "n_ctx_train": dims.get("context", llm.context),
             "n_embd": dims.get("hidden", 0),
             "n_params": one.parameters,
-            "size": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            "size": sum(one.size * one.dtype.itemsize for one in weights),
         },
     }
 

@@ -124,7 +124,8 @@ def test_ends_soon(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
     start = time.monotonic()
-    with pytest.raises(TemplateError, match="takes too long"):
+    # A fast processor gets as far as the bound on memory within this time.
+    with pytest.raises(TemplateError, match=r"takes too long|too much memory"):
         ChatTemplate(source).render([])
     assert time.monotonic() - start < 30  # of it, 3 are the other process's own
     assert ChatTemplate("{{ 7.25|round(1) }}").render([]) == "7.2"  # the next one is served

@@ -210,7 +210,7 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with LLM(model, **keys) as llm:
         (answer,) = llm.generate(prompts, params)
         logits = llm.logits(prompts)
-        leaves = llm.frontend.engine.leaves
+        leaves = llm.frontend.engine.weights
         whole = sum(leaf.nbytes for leaf in leaves)
     del leaves
     seen: list[int] = []
