@@ -5,10 +5,10 @@
 // What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
 //
 // What matters, on one core with weights from memory: one stream of memory, loads in its order and
-// each once, and nothing per row group that could be done before. With several rows, which compute
-// for longer than their weights take to come, what comes kAhead is fetched into the second-level
-// cache: 2 rows a fifth faster, 4 a third (Zen 4); nearer or into the first level is no gain. For a
-// single row that is no gain on a Zen 4; on a Zen 3, whose vectors are half a tile, up to a third.
+// each once, and nothing per row group that could be done before. What comes kAhead is fetched into
+// the second-level cache: of several rows, which compute for longer than their weights take to come,
+// 2 are a fifth faster and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
+// whose vectors are half a tile, and not on a Zen 4. Nearer or into the first level is less steady.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,6 @@ namespace {
 constexpr int64_t kAhead = 24 << 10;  // bytes
 constexpr int kTile = 16;             // words of a superblock that stand side by side: R * G
 constexpr int kWholeTiles = 2;        // rows up to which a tile is multiplied as a whole
-constexpr bool kFetches = L < kTile;  // also for a single row
 
 // Rows of activations, and results: y[row * stride + output].
 struct FewRows {
@@ -87,7 +86,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       for (int b = 0; b < bits; ++b) {
         UNROLL
         for (int v = 0; v < whole; ++v) w[v][b] = once(words + b * kTile + v * L);
-        if (kFetches || count > 1) __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
+        __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
       }
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
