@@ -1,5 +1,5 @@
 // The handler of `jinfer_chain`: what a layer computes of each token by itself, from one attention to
-// the next, in one call. Norms, products with quantized matrices, sums: what would be a call or a
+// the next, in one call. Norms, products with matrices, rotations, sums: what would be a call or a
 // loop of XLA's each, between which threads would be gathered anew.
 //
 // Operations are put into stages. Those that need one row at a time and nothing of the others are
@@ -25,7 +25,7 @@ ffi::Error refused(const std::string& what) {
 }
 
 // The numbers are those of `Operation` in chain.py.
-enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense };
+enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense, kRotate };
 
 // A matrix [rows, size] that an operation gives or the call is given.
 struct Value {
@@ -37,13 +37,14 @@ struct Value {
   float* y = nullptr;         // the same, where it is yet to be written
 };
 
-// What is done of each row. `a` and `b` are values; y is the result's number.
+// What is done of each row. `a`, `b` and `c` are values; y is the result's number.
 struct RowOperation {
   Operation kind;
-  size_t a, b, y;
+  size_t a, b, c, y;
   Norm norm;
   const float* vector;
   float factor;
+  Rotation rotation;
   const RowProduct* product;  // that the row is prepared for, which is then all that is done
 };
 
@@ -210,7 +211,8 @@ class Chain {
     const int64_t kind = reader.next(), a = reader.next();
     if (a < 0 || size_t(a) >= values_.size()) return refused("no such value");
     const int64_t size = values_[a].size;
-    RowOperation operation{static_cast<Operation>(kind), size_t(a), size_t(a), values_.size(), {}};
+    RowOperation operation{static_cast<Operation>(kind), size_t(a), size_t(a), size_t(a),
+                           values_.size(), {}};
     switch (kind) {
       case kNorm: {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
@@ -233,6 +235,18 @@ class Chain {
         operation.b = b;
         break;
       }
+      case kRotate: {
+        const int64_t b = reader.next(), c = reader.next(), head = reader.next();
+        const bool adjacent = reader.next();
+        const int64_t known = values_.size();
+        if (b < 0 || b >= known || c < 0 || c >= known || values_[b].size != values_[c].size)
+          return refused("no such angles");
+        if (head < 1 || size % head || 2 * values_[b].size > head)
+          return refused("heads of such a size do not fit");
+        operation.b = b, operation.c = c;
+        operation.rotation = {head, values_[b].size, adjacent};
+        break;
+      }
       case kAddVector:
         if (ffi::Error e = vector(operands, size, &operation.vector); e.failure()) return e;
         break;
@@ -242,10 +256,11 @@ class Chain {
       default:
         return refused("no such operation");
     }
-    const int64_t stage = std::max(row_stage(operation.a), row_stage(operation.b));
+    const int64_t stage =
+        std::max({row_stage(operation.a), row_stage(operation.b), row_stage(operation.c)});
     stage_at(stage).rows.push_back(operation);
-    values_[operation.a].until = std::max(values_[operation.a].until, stage);
-    values_[operation.b].until = std::max(values_[operation.b].until, stage);
+    for (const size_t value : {operation.a, operation.b, operation.c})
+      values_[value].until = std::max(values_[value].until, stage);
     values_.push_back({size, stage, false, stage});
     return ffi::Error::Success();
   }
@@ -282,7 +297,7 @@ class Chain {
   // The product's rows are made ready in the stage where value `a` is, and it follows.
   void put(RowProduct& product, size_t a) {
     const int64_t before = row_stage(a), stage = before + 1;
-    stage_at(before).rows.push_back({kLinear, a, a, 0, {}, nullptr, 0, &product});
+    stage_at(before).rows.push_back({kLinear, a, a, a, 0, {}, nullptr, 0, {}, &product});
     values_[a].until = std::max(values_[a].until, before);
     stage_at(stage).products.push_back(&product);
     products_.push_back({&product, stage, values_.size()});
@@ -318,6 +333,11 @@ class Chain {
     if (o.product) return o.product->prepare(a, row);
     float* y = values_[o.y].y + row * size;
     if (o.kind == kNorm) return row_kernels().norm(a, size, o.norm, y);
+    if (o.kind == kRotate) {
+      const int64_t angles = row * o.rotation.pairs;
+      const float *cos = values_[o.b].x + angles, *sin = values_[o.c].x + angles;
+      return row_kernels().rotate(a, cos, sin, size, o.rotation, y);
+    }
     if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
     row_kernels().add(a, o.kind == kAdd ? values_[o.b].x + row * size : o.vector, size, y);
   }

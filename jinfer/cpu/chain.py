@@ -1,4 +1,4 @@
-"""Norms, products with matrices, and sums of rows, as one custom call.
+"""Norms, products with matrices, rotations, and sums of rows, as one custom call.
 
 A `Program` is written operation by operation; each gives one or more values, which stand for
 matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
@@ -28,6 +28,7 @@ class Operation(IntEnum):
     ADD_VECTOR = 3
     SCALE = 4
     DENSE = 5
+    ROTATE = 6
 
 
 def available() -> bool:
@@ -122,6 +123,11 @@ class Program:
     def scale(self, x: int, factor: float) -> int:
         """x * factor."""
         return self._add(Operation.SCALE, x, [_bits(factor)], [], [self._size(x)])[0]
+
+    def rotate(self, x: int, cos: int, sin: int, *, size: int, adjacent: bool) -> int:
+        """As `jinfer.cpu.rows.rotate`."""
+        numbers = [cos, sin, size, int(adjacent)]
+        return self._add(Operation.ROTATE, x, numbers, [], [self._size(x)])[0]
 
     def run(self, results: Sequence[int]) -> Sequence[Float[Array, "rows size"]]:
         """The values with these numbers, which operations gave."""

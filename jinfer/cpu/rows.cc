@@ -1,5 +1,5 @@
-// The handlers of `jinfer_norm`, `jinfer_scores` and `jinfer_argmax`: what is computed of each row by
-// itself.
+// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_scores` and `jinfer_argmax`: what is computed
+// of each row by itself.
 #include "rows.h"
 
 #include <algorithm>
@@ -63,6 +63,27 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArg
   return ffi::Error::Success();
 }
 
+ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
+                  ffi::Buffer<ffi::F32> sin, ffi::ResultBuffer<ffi::F32> y, int64_t size,
+                  bool adjacent) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_rotate: ") + what);
+  };
+  if (x.dimensions().size() != 2 || cos.dimensions().size() != 2) return refuse("no matrices");
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], pairs = cos.dimensions()[1];
+  if (size < 1 || width % size || 2 * pairs > size) return refuse("heads of such a size do not fit");
+  if (!has_shape(cos, {rows, pairs}) || !has_shape(sin, {rows, pairs}) ||
+      !has_shape(*y, {rows, width}))
+    return refuse("angles or the result do not fit x");
+  const Rotation rotation{size, pairs, adjacent};
+  for_rows(pool, rows, width, [&](int64_t row) {
+    row_kernels().rotate(x.typed_data() + row * width, cos.typed_data() + row * pairs,
+                         sin.typed_data() + row * pairs, width, rotation,
+                         y->typed_data() + row * width);
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
                   bool softmax) {
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
@@ -117,6 +138,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_norm, jinfer::norm,
                                   .Attr<bool>("biased")
                                   .Attr<float>("eps")
                                   .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_rotate, jinfer::rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("size")
+                                  .Attr<bool>("adjacent"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_scores, jinfer::scores,
                               ffi::Ffi::Bind()

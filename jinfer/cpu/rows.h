@@ -1,5 +1,5 @@
-// What is computed of each row by itself: norms, softmax, sigmoid, sums, and where its greatest number
-// is. A row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
+// What is computed of each row by itself: norms, rotations, softmax, sigmoid, sums, and where its
+// greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,11 @@ struct Norm {
   const float* bias;    // [size], or null: 0
 };
 
+struct Rotation {
+  int64_t size, pairs;  // of a head, of which the first 2 * pairs numbers are rotated
+  bool adjacent;        // whether a pair's numbers are neighbours, else they are `pairs` apart
+};
+
 struct Greatest {
   float value;
   int64_t at;    // its first index
@@ -25,6 +30,9 @@ struct RowKernels {
   // y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, mean = 0 if not
   // centered.
   void (*norm)(const float* x, int64_t size, const Norm& norm, float* y);
+  // Each product is rounded before it is added to another one, as XLA's are; size is that of x.
+  void (*rotate)(const float* x, const float* cos, const float* sin, int64_t size,
+                 const Rotation& rotation, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);
   void (*add)(const float* a, const float* b, int64_t size, float* y);

@@ -1,4 +1,4 @@
-"""Norms, softmax, sigmoid and argmax of rows as custom calls.
+"""Norms, rotations, softmax, sigmoid and argmax of rows as custom calls.
 
 A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
 axis are cut into other parts from some thousand numbers on.
@@ -16,7 +16,7 @@ from jinfer.cpu import build
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build.register("jinfer_norm", "jinfer_scores", "jinfer_argmax")
+    return build.register("jinfer_norm", "jinfer_rotate", "jinfer_scores", "jinfer_argmax")
 
 
 def norm(
@@ -44,6 +44,23 @@ def norm(
         eps=np.float32(eps),
         offset=np.float32(offset),
     )
+
+
+def rotate(
+    x: Float[Array, "rows width"],
+    cos: Float[Array, "rows pairs"],
+    sin: Float[Array, "rows pairs"],
+    *,
+    size: int,
+    adjacent: bool,
+) -> Float[Array, "rows width"]:
+    """Rotates heads; see `jinfer.ops.rotation.rotate`. Products are rounded before they are added.
+
+    Args:
+        x, cos, sin: float32.
+    """
+    call = jax.ffi.ffi_call("jinfer_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, cos, sin, size=np.int64(size), adjacent=adjacent)
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:

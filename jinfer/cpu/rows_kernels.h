@@ -56,6 +56,48 @@ void norm(const float* x, int64_t size, const Norm& norm, float* y) {
   });
 }
 
+// A product that no instruction rounds together with a sum.
+inline Floats rounded(Floats product) {
+#if defined(__x86_64__)
+  asm("" : "+v"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
+
+// One head of which pairs are halves apart.
+void rotate_halves(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
+  each_vector(pairs, [&](int64_t at, int64_t count) {
+    const Floats a = some(x + at, count), b = some(x + pairs + at, count);
+    const Floats c = some(cos + at, count), s = some(sin + at, count);
+    put(y + at, rounded(a * c) - rounded(b * s), count);
+    put(y + pairs + at, rounded(b * c) + rounded(a * s), count);
+  });
+}
+
+// One head of which pairs are neighbours.
+void rotate_neighbours(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
+  each_vector(pairs, [&](int64_t at, int64_t count) {
+    Floats a = {}, b = {};
+    for (int64_t i = 0; i < count; ++i) a[i] = x[2 * (at + i)], b[i] = x[2 * (at + i) + 1];
+    const Floats c = some(cos + at, count), s = some(sin + at, count);
+    const Floats first = rounded(a * c) - rounded(b * s), second = rounded(b * c) + rounded(a * s);
+    for (int64_t i = 0; i < count; ++i) y[2 * (at + i)] = first[i], y[2 * (at + i) + 1] = second[i];
+  });
+}
+
+void rotate(const float* x, const float* cos, const float* sin, int64_t size,
+            const Rotation& rotation, float* y) {
+  const int64_t pairs = rotation.pairs, rest = rotation.size - 2 * pairs;
+  for (int64_t head = 0; head < size; head += rotation.size) {
+    (rotation.adjacent ? rotate_neighbours : rotate_halves)(x + head, cos, sin, pairs, y + head);
+    if (rest) memcpy(y + head + 2 * pairs, x + head + 2 * pairs, 4 * rest);
+  }
+}
+
 void softmax(const float* x, int64_t size, float* y) {
   Floats most = all(-INFINITY);
   each_vector(size, [&](int64_t at, int64_t count) {
@@ -123,7 +165,7 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kernels = {norm, softmax, sigmoid, add, scale, greatest};
+const RowKernels kernels = {norm, rotate, softmax, sigmoid, add, scale, greatest};
 
 }  // namespace
 }  // namespace jinfer

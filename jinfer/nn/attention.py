@@ -67,16 +67,14 @@ class Attention(nnx.Module):
         q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
             q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
-        q, k, v = (
-            split(part, heads)
-            for part, heads in ((q, block.heads), (k, block.kv_heads), (v, block.kv_heads))
-        )
         if block.qk_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(split(q, block.heads)).reshape(q.shape)
+            k = self.k_norm(split(k, block.kv_heads)).reshape(k.shape)
         if isinstance(block.position, blocks.Rope):
+            # As rows of all heads, which is what they are after the projection and its bias.
             cos_sin = step.cos_sin_of(self.rope)
-            q, k = self.rope(q, cos_sin), self.rope(k, cos_sin)
-        return q, k, v
+            q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
+        return split(q, block.heads), split(k, block.kv_heads), split(v, block.kv_heads)
 
     def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block

@@ -61,11 +61,12 @@ class LatentAttention(nnx.Module):
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = by_head(nope[0], unfold, to_key, transposed=True).astype(x.dtype)[None]
         cos_sin = step.cos_sin_of(self.rope)
-        rotated = self.rope(rotated, cos_sin)
+        flat = rotated.reshape(*x.shape[:2], -1)
+        rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
-        shared_key = self.rope(kv[:, :, None, block.latent_rank :], cos_sin)
+        shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
         keys = jnp.concatenate([latent, shared_key], axis=-1)
         out, cache = step.extend(q[0], keys[0], None, cache, None, self._rules())
         out = by_head(out[..., : block.latent_rank], unfold, to_value)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
+from jinfer.ops.rotation import rotate
 from jinfer.spec.blocks import (
     Alibi,
     LearnedPositions,
@@ -26,8 +27,8 @@ from jinfer.spec.blocks import (
 class CosSin(NamedTuple):
     """Cosine and sine of the angle of each pair."""
 
-    cos: Float[Array, "batch tokens 1 pairs"]
-    sin: Float[Array, "batch tokens 1 pairs"]
+    cos: Float[Array, "batch tokens pairs"]
+    sin: Float[Array, "batch tokens pairs"]
 
 
 class Rotary(nnx.Module):
@@ -39,10 +40,10 @@ class Rotary(nnx.Module):
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens heads head_dim"], cos_sin: CosSin
-    ) -> Float[Array, "batch tokens heads head_dim"]:
-        """Rotates each head's first `dim` dimensions by the token's position."""
-        return rotate(x, cos_sin.cos, cos_sin.sin, self.block.dim, self.block.pairs == "adjacent")
+        self, x: Float[Array, "batch tokens width"], cos_sin: CosSin, size: int
+    ) -> Float[Array, "batch tokens width"]:
+        """Rotates the first `dim` dimensions of heads of a size by the token's position."""
+        return rotate(x, *cos_sin, size=size, adjacent=self.block.pairs == "adjacent")
 
     def cos_sin(
         self, positions: Int[Array, "batch tokens"], totals: Int[Array, "batch tokens"]
@@ -59,31 +60,8 @@ class Rotary(nnx.Module):
         inverse = inverse[None, None]
         if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
             inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
-        angles = positions.astype(jnp.float32)[:, :, None, None] * inverse[:, :, None, :]
+        angles = positions.astype(jnp.float32)[:, :, None] * inverse
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
-
-
-def rotate(x: Array, cos: Array, sin: Array, dim: int, adjacent: bool) -> Array:
-    """Rotates the pairs among the first `dim` of the last axis."""
-    rotated, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
-    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if adjacent else jnp.split(rotated, 2, axis=-1)
-    first = _rounded(a * cos) - _rounded(b * sin)
-    second = _rounded(b * cos) + _rounded(a * sin)
-    if adjacent:
-        turned = jnp.stack([first, second], axis=-1).reshape(rotated.shape)
-    else:
-        turned = jnp.concatenate([first, second], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
-
-
-def _rounded(product: Array) -> Array:
-    """The product itself, rounded before it is added to another one.
-
-    A compiler may round only one of two products that are added, and chooses by the loop that it
-    makes: a token's bits would depend on how many others there are. It does not see that nothing is
-    selected here.
-    """
-    return jnp.where(jnp.isnan(product), jnp.nan, product)
 
 
 def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:

@@ -65,6 +65,8 @@ def _custom_call(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation 
             return _dense(eqn)
         case "jinfer_norm":
             return _norm(eqn, makers)
+        case "jinfer_rotate":
+            return _rotate(eqn)
     return None
 
 
@@ -119,6 +121,16 @@ def _norm(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
         return [program.norm(values[0], weight, bias, **kind)]
 
     return RowOperation(_aval(x).shape[0], (x,), add)
+
+
+def _rotate(eqn: JaxprEqn) -> RowOperation:
+    given = _attributes(eqn)
+    size, adjacent = int(given["size"]), bool(given["adjacent"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.rotate(*values, size=size, adjacent=adjacent)]
+
+    return RowOperation(_aval(eqn.invars[0]).shape[0], tuple(eqn.invars), add)
 
 
 def _reshape(

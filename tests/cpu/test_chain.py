@@ -249,6 +249,11 @@ def call(
     )
 
 
+def turn(cos: int, sin: int, size: int = 16) -> None:
+    """Rotates by values of the call, of which number 1 is for 8 pairs."""
+    call([int(Operation.ROTATE), 0, cos, sin, size, 0], [2], X, random(2, 8), given=2)
+
+
 def tell(told: list[int]) -> None:
     """Adds a vector that the call is told this of."""
     vector = random(64)
@@ -316,6 +321,11 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
         "rows of nothing",
         lambda: call(DENSE, [1], random(2, 0), random(64, 0)),
     ),
+    "angles that are not there": ("no such angles", lambda: turn(1, 5)),
+    "angles of two sizes": ("no such angles", lambda: turn(1, 0)),
+    "heads that do not fit": ("such a size", lambda: turn(1, 1, 48)),
+    "heads smaller than what is rotated": ("such a size", lambda: turn(1, 1, 4)),
+    "heads of nothing": ("such a size", lambda: turn(1, 1, 0)),
     "too short a vector": (
         "does not fit its rows",
         lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, random(63)),

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from jinfer.nn.position import (
     Sinusoids,
     alibi_slopes,
     rope_frequencies,
-    rotate,
 )
 from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
 from tests.reference.numpy_positions import (
@@ -52,7 +50,8 @@ def scaling(kind: Any, **fields: Any) -> Scaling:
 def rotated(module: Rotary, x: Floats = X, totals: Any = (4, 302)) -> Floats:
     each = jnp.broadcast_to(jnp.asarray(totals)[:, None], np.shape(POSITIONS))
     cos_sin = module.cos_sin(jnp.asarray(POSITIONS), each)
-    return np.asarray(module(jnp.asarray(x, jnp.float32), cos_sin), np.float64)
+    flat = jnp.asarray(x, jnp.float32).reshape(*x.shape[:2], -1)
+    return np.asarray(module(flat, cos_sin, x.shape[-1]), np.float64).reshape(x.shape)
 
 
 def expected(**arguments: Any) -> Floats:
@@ -72,9 +71,10 @@ def test_rope_keeps_the_type() -> None:
     """Angles are float32 whatever the type: a bfloat16 cannot tell position 300 from 301."""
     x = jnp.asarray(X, jnp.bfloat16)
     module = rotary()
-    got = module(x, module.cos_sin(jnp.asarray(POSITIONS), jnp.full(np.shape(POSITIONS), 302)))
+    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), jnp.full(np.shape(POSITIONS), 302))
+    got = module(x.reshape(*x.shape[:2], -1), cos_sin, x.shape[-1])
     assert got.dtype == jnp.bfloat16
-    assert_allclose(np.asarray(got, np.float64), expected(), atol=0.03)
+    assert_allclose(np.asarray(got, np.float64).reshape(x.shape), expected(), atol=0.03)
 
 
 @pytest.mark.parametrize(
@@ -208,24 +208,3 @@ def test_sinusoids(frequencies: Any, definition: Any, offset: int) -> None:
     wanted = np.stack([definition(at + offset, 10) for at in POSITIONS])
     assert_allclose(got, wanted, atol=5e-5)
     assert Sinusoids(block, jnp.bfloat16)(jnp.asarray(POSITIONS)).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("adjacent", [False, True])
-@pytest.mark.usefixtures("optimized")
-def test_a_tokens_bits_do_not_depend_on_how_many_there_are(adjacent: bool) -> None:
-    """Each product is rounded before it is added, as NumPy does it."""
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((90, 4, HEAD_DIM)).astype(np.float32)
-    angles = rng.uniform(0, 300, (90, 1, HEAD_DIM // 2)).astype(np.float32)
-    cos, sin = np.cos(angles), np.sin(angles)
-    a, b = (x[..., ::2], x[..., 1::2]) if adjacent else np.split(x, 2, axis=-1)
-    first, second = a * cos - b * sin, b * cos + a * sin
-    wanted = (
-        np.stack([first, second], axis=-1).reshape(x.shape)
-        if adjacent
-        else np.concatenate([first, second], axis=-1)
-    )
-    turn = jax.jit(rotate, static_argnums=(3, 4))
-    for count in (1, 2, 3, 7, 8, 33, 90):
-        got = turn(x[:count], cos[:count], sin[:count], HEAD_DIM, adjacent)
-        assert np.array_equal(got, wanted[:count]), count

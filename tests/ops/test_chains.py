@@ -15,6 +15,7 @@ from jinfer.cpu import build
 from jinfer.ops.chains import chained
 from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
+from jinfer.ops.rotation import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.format import QuantFormat
 from tests.cpu.test_linear import matrix
@@ -85,12 +86,27 @@ def heads(x: jax.Array, w: Weights) -> jax.Array:
     return x + linear(q.reshape(x.shape) * k, w["o"])
 
 
+COS, SIN = (of(np.linspace(0, 9, 40 * 8)).reshape(1, 40, 8) for of in (np.cos, np.sin))
+
+
+def rotations(x: jax.Array, w: Weights) -> jax.Array:
+    """They are of the same rows as the products that they follow."""
+    cos, sin = (jnp.asarray(part[:, : x.shape[1]], jnp.float32) for part in (COS, SIN))
+    q, k = linears(norm(x), [w["q"], w["o"]], [jnp.asarray(BIAS), None])
+    q, k = (
+        rotate(part, cos, sin, size=32, adjacent=adjacent)
+        for part, adjacent in ((q, False), (k, True))
+    )
+    return x + linear(mixed(q * k), w["o"])
+
+
 # What is left of calls, by name; "": those of a product by itself.
 CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "one after the other": (one_after_the_other, {"jinfer_chain": 2}),
     "side by side": (side_by_side, {"jinfer_chain": 2}),
     "biases and factors": (with_biases, {"jinfer_chain": 3}),
     "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
+    "rotations": (rotations, {"jinfer_chain": 2}),
     "heads": (heads, {"jinfer_chain": 2, "jinfer_norm": 1}),
 }
 
