@@ -1,9 +1,10 @@
 """Weights that custom calls are told the addresses of, instead of being given them.
 
 A program of XLA's costs some microseconds of Python's thread for each array that it is given, has
-several instructions for it, and hands it to each call that reads it: a few percent of a decoding step
-of a small model, and a sixth of its program. A layer's weights change neither their place nor their
-form, so it is given one small table of where they are; what they are is written down in the program.
+several instructions for it, and hands it to each call that reads it: a few percent of a small
+model's decoding step, and a sixth of its program. A layer's weights change neither their place nor
+their form, so it is given one small table of where they are; what they are is written down in the
+program.
 """
 
 from __future__ import annotations
