@@ -122,8 +122,9 @@ def test_every_strategy(plan: dict[str, Any]) -> None:
 def test_a_small_cache_and_few_slots() -> None:
     """Sequences are preempted, wait for each other, and come to the same."""
     requests = asked(8)
-    keys = {"engine.slots": 3, "engine.kv_tokens": 320, "engine.context": 160}
-    with opened("llama2", **KEYS) as llm:
+    few = {"engine.prefill_chunk": 16, "engine.mixed_chunk": 16}  # sizes, each of them a program
+    keys = {"engine.slots": 3, "engine.kv_tokens": 320, "engine.context": 160, **few}
+    with opened("llama2", **KEYS, **few) as llm:
         wanted = tokens(llm, requests)
     with opened("llama2", devices="0;1;2", layers=[2, 0, 1], lanes=2, **keys) as llm:
         assert tokens(llm, requests) == wanted

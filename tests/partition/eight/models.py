@@ -24,12 +24,16 @@ class Answers:
 
 
 def opened(golden: str, **keys: Any) -> LLM:
-    """A golden in float32; a plan's keys without their table."""
+    """A golden in float32; a plan's keys without their table.
+
+    Prompts come in small chunks: each size of a batch is a program for each stage.
+    """
+    few = {"engine.prefill_chunk": 32, "engine.mixed_chunk": 32}
     plan = {f"partition.{key}": value for key, value in keys.items() if "." not in key}
     rest = {key: value for key, value in keys.items() if "." in key}
     file = GOLDENS / golden / "model.bin"
     source = file if golden.startswith("llama2c") else GOLDENS / golden
-    return LLM(source, dtype="float32", **plan, **rest)
+    return LLM(source, dtype="float32", **plan, **{**few, **rest})
 
 
 def prompts(llm: LLM) -> list[list[int]]:
