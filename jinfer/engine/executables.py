@@ -89,20 +89,24 @@ def dumped(program: jax.stages.Compiled) -> bytes | None:
 def loaded(content: bytes) -> Any:
     """What `reader` gives of the program that `dumped` made bytes of; None if it cannot be used."""
     try:
-        from jaxlib import xla_client
-
         end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
         header = json.loads(content[_LENGTH:end])
         if not register_calls(header["calls"]):
             return None
-        device = jax.devices()[0]
-        devices = xla_client.DeviceList((device,))
-        return _program(
-            header, device.client.deserialize_executable(content[end:], executable_devices=devices)
-        )
+        device, devices = _place()
+        own = device.client.deserialize_executable(content[end:], executable_devices=devices)
+        return _program(header, own)
     except Exception as error:
         _log.debug("a kept program cannot be used: %s", error)
         return None
+
+
+def _place() -> tuple[Any, Any]:
+    """The device that programs are for, alone and in a list of JAX's."""
+    from jaxlib import xla_client
+
+    device = jax.devices()[0]
+    return device, xla_client.DeviceList((device,))
 
 
 def _inside(program: Any) -> Any:
@@ -133,11 +137,9 @@ def _header(program: Any) -> dict[str, Any]:
 
 def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
-    from jaxlib import xla_client
 
-    device = jax.devices()[0]
+    device, devices = _place()
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
-    devices = xla_client.DeviceList((device,))
     flat, arguments = jax.tree.flatten(_decoded(header["arguments"]))
     out, results = jax.tree.flatten(_decoded(header["results"]))
     taken = [flat[i] for i in header["kept"]]

@@ -153,6 +153,8 @@ class Stack(nnx.Module):
         layer = self.layers[number]
         definition, state = nnx.split((layer, _used(layer, shared)))
         table = table_of(f"{self.name}.{number}")
+        # What is read by its row must be what was written there.
+        assert table is None or len(table) == len(jax.tree.leaves(state[0]))
         return _run_layer(backend(), definition, state, x, tokens, step, cache, table)
 
     def run_alone(

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
-from jaxtyping import UInt
 
 from jinfer.cpu import chain as cpu
+from jinfer.ops.addresses import Table
 from jinfer.ops.backend import backend
 from jinfer.ops.row_operations import RowOperation, row_operation
 from jinfer.quant.calibration import records
@@ -27,17 +27,15 @@ from jinfer.quant.calibration import records
 _LEAST = 2  # operations that are worth a chain
 
 
-def chained[**P, R](
-    function: Callable[P, R], table: UInt[Array, "weights 4"] | None = None
-) -> Callable[P, R]:
+def chained[**P, R](function: Callable[P, R], table: Table | None = None) -> Callable[P, R]:
     """The same function, with such operations put together where the CPU has custom calls.
 
     It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
     told not to compile, as somebody wants to look at each step.
 
     Args:
-        table: where those weights are that are the first of the arrays given (see
-            `jinfer.ops.addresses`): calls are told that instead of being given them.
+        table: where those weights are that are the first of the arrays given: calls are told that
+            instead of being given them.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,7 +73,7 @@ class _Plan(NamedTuple):
     others: dict[int, list[JaxprEqn]]
 
 
-def _evaluate(traced: Any, args: Sequence[Array], table: Array | None) -> list[Array]:
+def _evaluate(traced: Any, args: Sequence[Array], table: Table | None) -> list[Array]:
     jaxpr = traced.jaxpr
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
     known |= dict(zip(jaxpr.invars, args, strict=True))

@@ -68,8 +68,11 @@ def test_weights_live_as_long_as_programs_that_were_told() -> None:
 
     given = jnp.ones((400, 400))
     long.lower(where, given).compile()
+    del weight
+    gc.collect()
+    assert before() is not None
     running = long(where, given)
-    del weight, where
+    del where
     gc.collect()
     if not running.is_ready():  # it is, where others have the machine for themselves
         assert before() is not None
