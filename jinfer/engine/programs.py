@@ -38,8 +38,8 @@ _COMPILER_THREADS = 4
 
 NOTHING = b""  # is kept of a program that cannot be
 
-# A `Reader` or a `jax.stages.Compiled`; called with what the function of its kind takes after `model`
-# and `want`.
+# A `Reader` or a `jax.stages.Compiled`; called with what the function of its kind takes after
+# `model` and `want`.
 Program = Any
 
 
