@@ -39,55 +39,72 @@ struct Operands {
   int64_t sums_stride;    // floats to the next group's
 };
 
-// `most`: codes are not above it.
+// `most`: codes are not above it. Vector::kGroups row groups are multiplied beside one another, so
+// that what is loaded of the activations is used as often; a tile has whole numbers of these.
 template <int g, int count, bool affine, int parts, int most>
 void multiply_int8(const Operands& o) {
-  constexpr int steps = 8 / parts, record = (36 + 4 * parts) * g;
+  constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
   constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
-  const int64_t stride = o.x_stride;
-  for (int64_t group = 0; group < o.groups; ++group) {
-    const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
-    const float* scales = o.panel.scales + group * o.all_units * parts * L;
-    const float* bases = o.panel.bases + group * o.all_units * parts * L;
+  const int64_t stride = o.x_stride, numbers = o.all_units * parts * L, codes = o.all_units * 32 * L;
+  for (int64_t group = 0; group < o.groups; group += beside) {
+    const uint8_t* panel_codes = o.panel.codes + group * codes;
+    const float* scales = o.panel.scales + group * numbers;
+    const float* bases = o.panel.bases + group * numbers;
     float* sums = o.sums + group * o.sums_stride;
     const char* x = o.x;
-    for (int64_t at = 0; at < o.fetch; at += 64)
+    for (int64_t at = 0; at < beside * o.fetch; at += 64)
       __builtin_prefetch(o.ahead + group * o.fetch + at, 0, 2);
-    Vector::F total[count];
+    Vector::F total[beside][count];
     UNROLL
-    for (int m = 0; m < count; ++m)
-      total[m] = o.add ? Vector::load_f(sums + m * L) : Vector::zero_f();
+    for (int v = 0; v < beside; ++v) {
+      UNROLL
+      for (int m = 0; m < count; ++m)
+        total[v][m] = o.add ? Vector::load_f(sums + v * o.sums_stride + m * L) : Vector::zero_f();
+    }
     for (int64_t u = 0; u < o.units; ++u) {
       UNROLL
       for (int part = 0; part < parts; ++part) {
         const int sum = (36 + 4 * part) * g, first = part * steps;
-        Vector::I within[count], pairs[count];
+        Vector::I within[beside][count], pairs[beside][count];
         UNROLL
         for (int m = 0; m < count; ++m) {
-          within[m] =
+          const Vector::I from =
               affine || minus ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
+          UNROLL
+          for (int v = 0; v < beside; ++v) within[v][m] = from;
         }
-        Vector::I second = Vector::zero();  // so that a single row does not wait for itself
+        Vector::I second[beside];  // so that a single row does not wait for itself
+        UNROLL
+        for (int v = 0; v < beside; ++v) second[v] = Vector::zero();
         // All rows of a step before the next step: their sums do not wait for each other.
         UNROLL
         for (int s = first; s < first + steps; ++s) {
-          const Vector::I codes = Vector::load(panel_codes + s * 4 * L);
+          Vector::I of[beside];
+          UNROLL
+          for (int v = 0; v < beside; ++v) of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
           UNROLL
           for (int m = 0; m < count; ++m) {
-            Vector::I& a = count == 1 && s % 2 ? second : within[m];
             const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
-            Vector::dot<most, minus, steps>(a, pairs[m], codes, by, s - first);
+            UNROLL
+            for (int v = 0; v < beside; ++v) {
+              Vector::I& a = count == 1 && s % 2 ? second[v] : within[v][m];
+              Vector::dot<most, minus, steps>(a, pairs[v][m], of[v], by, s - first);
+            }
           }
         }
-        if (count == 1) within[0] = Vector::add(within[0], second);
-        const Vector::F scale = Vector::load_f(scales + part * L);
         UNROLL
-        for (int m = 0; m < count; ++m) {
-          const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(x + m * stride + 32 * g));
-          total[m] = Vector::fma(Vector::to_float(within[m]), both, total[m]);
-          if constexpr (affine) {
-            const Vector::F x_sum = Vector::repeat_f<g>(x + m * stride + sum);
-            total[m] = Vector::fma(Vector::load_f(bases + part * L), x_sum, total[m]);
+        for (int v = 0; v < beside; ++v) {
+          if (count == 1) within[v][0] = Vector::add(within[v][0], second[v]);
+          const Vector::F scale = Vector::load_f(scales + v * numbers + part * L);
+          UNROLL
+          for (int m = 0; m < count; ++m) {
+            const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(x + m * stride + 32 * g));
+            total[v][m] = Vector::fma(Vector::to_float(within[v][m]), both, total[v][m]);
+            if constexpr (affine) {
+              const Vector::F x_sum = Vector::repeat_f<g>(x + m * stride + sum);
+              const Vector::F base = Vector::load_f(bases + v * numbers + part * L);
+              total[v][m] = Vector::fma(base, x_sum, total[v][m]);
+            }
           }
         }
       }
@@ -97,7 +114,11 @@ void multiply_int8(const Operands& o) {
       bases += parts * L;
     }
     UNROLL
-    for (int m = 0; m < count; ++m) Vector::store_f(sums + m * L, total[m]);
+    for (int v = 0; v < beside; ++v) {
+      UNROLL
+      for (int m = 0; m < count; ++m)
+        Vector::store_f(sums + v * o.sums_stride + m * L, total[v][m]);
+    }
   }
 }
 
@@ -199,8 +220,10 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
   const int64_t panel_bytes = code_bytes + 2 * number_bytes;
   const int64_t room = rows <= 16 ? kFewRowsPanel : kPanel;
-  int64_t groups = room / panel_bytes;
-  groups = groups < 1 ? 1 : groups > end - begin ? end - begin : groups;
+  constexpr int64_t beside = Vector::kGroups;
+  static_assert(16 / L % beside == 0);
+  const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
+  const int64_t groups = std::min(fit, end - begin);
   // Units at a time, so that the rows' share of them stays in the first-level cache.
   constexpr int most = Vector::kRows;
   const int64_t share = g * x.form.column_bytes() * (rows < most ? rows : most);
@@ -275,7 +298,7 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
   const Plan& plan = plan_of(matrix);
   const int64_t groups_of_tile = matrix.R / plan.rows;
   begin *= groups_of_tile;
-  end = std::min(end * groups_of_tile, (matrix.outputs + plan.rows - 1) / plan.rows);
+  end *= groups_of_tile;
   if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
   switch (matrix.G) {
     case 2:

@@ -10,6 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kRows = 4;             // of activations at a time
+  static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
   using I = __m256i;
   using F = __m256;

@@ -10,6 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 16;
   static constexpr int kRows = 8;              // of activations at a time
+  static constexpr int kGroups = 1;            // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
   using I = __m512i;
   using F = __m512;
