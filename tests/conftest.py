@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,22 @@ os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 # One library of custom calls, for every set of instructions that tests lower themselves to.
 os.environ.setdefault("JINFER_EVERY_ISA", "1")
+# Several processes test at a time; NumPy's threads would only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Each size of a batch is a program to compile. Results are the same to the bit in any of them, so
+# half of them do, but for `make soak`. Set before anyone imports them.
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+    from jinfer.engine import device
+
+    device.FEW, device.SIZES = (1, 8), (32, 96)
+
+# Traces leave much behind that is no garbage: looking through it took 3% of the time.
+gc.set_threshold(50_000, 20, 100)
+
+# A shell's background jobs ignore Ctrl-C, and so would the programs that tests press it in.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a first example may compile. The same examples every time, so that a failure is the
 # change's and not chance's; `make soak` takes new ones (--hypothesis-profile random).

@@ -19,8 +19,10 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 
-SIZES = (16, 32, 64, 96, 256)  # tokens of flat batches; the largest is `prefill_chunk`
-FEW = (1, 4, 8)  # those of steps that only continue sequences, and of the ends of prompts
+# Tokens of flat batches; the largest is `prefill_chunk`.
+SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
+# Those of steps that only continue sequences, and of the ends of prompts.
+FEW: tuple[int, ...] = (1, 4, 8)
 
 
 @dataclass(kw_only=True)
