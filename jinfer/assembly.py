@@ -20,8 +20,7 @@ from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel
 from jinfer.opening.settings import Opened
 from jinfer.ops.cache import ENCODER
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
 
@@ -131,8 +130,9 @@ def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
         count = scheduler.filling(min(scheduler.chunk, prompt))
         shapes.append(Shape("logits", engine.size_of(count), 1))
         prompt -= count
-    chosen = Shape("choose", chosen=1, stages=PLAIN)
-    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=PLAIN)]
+    stages = stage_sets()[0]
+    chosen = Shape("choose", chosen=1, stages=stages)
+    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=stages)]
 
 
 def all_shapes(engine: Engine) -> list[Shape]:
@@ -148,7 +148,7 @@ def all_shapes(engine: Engine) -> list[Shape]:
     ]
     shapes = [Shape("admit"), Shape("copy"), *flat]
     choices = sorted({shape.chosen for shape in flat})
-    for stages in (PLAIN, STAGES):
+    for stages in stage_sets():
         shapes += [Shape("choose", chosen=count, stages=stages) for count in choices]
         shapes += [Shape("decode", count, stages=stages) for count in counts]
     return shapes

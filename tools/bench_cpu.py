@@ -44,7 +44,7 @@ _ROOT = Path(jinfer.__path__[0]).parent
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: decoding of several sequences, or the prefill of one."""
+    """What is measured: decoding of several sequences, greedy or drawn, or the prefill of one."""
 
     kind: str
     size: int
@@ -55,7 +55,11 @@ class Task:
         return f"{self.kind} {self.size}"
 
 
-TASKS = (*(Task("decode", n) for n in (1, 4, 8, 16)), *(Task("prefill", n) for n in (64, 512)))
+TASKS = tuple(
+    Task(kind, n)
+    for kind, sizes in (("decode", (1, 4, 8, 16)), ("sample", (1, 8)), ("prefill", (64, 512)))
+    for n in sizes
+)
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ def add_shares(result: dict[str, Any], read: int | None, bandwidth: float) -> No
     """Says of each decode which share of the bandwidth it reads."""
     for name, row in result["tasks"].items():
         kind, size = name.split()
-        if kind == "decode" and read is not None:
+        if kind != "prefill" and read is not None:
             row["shares"] = {
                 side: read * rate / int(size) / bandwidth for side, rate in row["rates"].items()
             }

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 PROMPT = 16  # tokens before decoding begins
 STEPS = 48  # tokens decoded in a measurement
 PROMPTS = 512  # tokens of prompts in one, which may be several: a short one takes 30 ms
+# How tokens are drawn where they are: as llama.cpp's own service does it where nobody says how.
+DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 def command(python: str, *arguments: str) -> list[str]:
@@ -74,6 +76,25 @@ class Llama:
         pointer = self.api.llama_get_logits_ith(self.context, row)
         return np.ctypeslib.as_array(pointer, (self.vocab,))
 
+    def sampler(self) -> Callable[[int], int]:
+        """What draws the token after token `row` of the last batch."""
+        api = self.api
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        stages = (
+            api.llama_sampler_init_top_k(int(DRAWN["top_k"])),
+            api.llama_sampler_init_top_p(DRAWN["top_p"], 1),
+            api.llama_sampler_init_min_p(DRAWN["min_p"], 1),
+            api.llama_sampler_init_temp(DRAWN["temperature"]),
+            api.llama_sampler_init_dist(1),
+        )
+        for stage in stages:
+            api.llama_sampler_chain_add(chain, stage)
+        return lambda row: int(api.llama_sampler_sample(chain, self.context, row))
+
+    def greedy(self, row: int) -> int:
+        """The likeliest token after token `row` of the last batch."""
+        return int(self.logits(row).argmax())
+
 
 _callbacks: list[Any] = []  # must live as long as the library
 
@@ -118,10 +139,10 @@ def _score(request: dict[str, Any]) -> None:
 class Engine(Protocol):
     """What can be measured."""
 
-    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
-        """Seconds to compute prompts and then so many tokens of each."""
+    def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
+        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
 
-    def timed(self, prompt: int, rows: int, steps: int) -> float:
+    def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
         """Seconds of the decoding alone, or of the prefill where there are no steps."""
 
 
@@ -136,7 +157,8 @@ def answer_tasks(start: Callable[[], Engine]) -> int:
         prompt, rows = (int(size), 1) if kind == "prefill" else (PROMPT, int(size))
         steps = 0 if kind == "prefill" else STEPS
         times = 1 if steps else max(1, PROMPTS // prompt)
-        seconds = sum(engine.timed(prompt, rows, steps) for _ in range(times))
+        drawn = kind == "sample"
+        seconds = sum(engine.timed(prompt, rows, steps, drawn=drawn) for _ in range(times))
         tokens = rows * steps if steps else prompt * times
         print(json.dumps({"rate": tokens / seconds}), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -145,33 +167,34 @@ def answer_tasks(start: Callable[[], Engine]) -> int:
 
 
 class Peer:
-    """llama.cpp, greedy, as its own batched benchmark does it."""
+    """llama.cpp, as its own batched benchmark does it."""
 
     def __init__(self, model: str, threads: int) -> None:
         self.llama = Llama(model, 16 * 1024, 16, threads)
+        self.sample = self.llama.sampler()
 
-    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
-        """Seconds to compute prompts and then so many tokens of each."""
-        return sum(self._both(prompt, rows, steps))
+    def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
+        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
+        return sum(self._both(prompt, rows, steps, drawn))
 
-    def timed(self, prompt: int, rows: int, steps: int) -> float:
+    def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
         """Seconds of the decoding alone, or of the prefill where there are no steps."""
-        prefill, decode = self._both(prompt, rows, steps)
+        prefill, decode = self._both(prompt, rows, steps, drawn)
         return decode if steps else prefill
 
-    def _both(self, prompt: int, rows: int, steps: int) -> tuple[float, float]:
-        llama = self.llama
+    def _both(self, prompt: int, rows: int, steps: int, drawn: bool) -> tuple[float, float]:
+        llama, choose = self.llama, self.sample if drawn else self.llama.greedy
         llama.forget()
         begun = time.perf_counter()
         last = []
         for row in range(rows):
             llama.decode([(100 + (row * 7 + i * 3) % 1000, i, row, i == prompt - 1)
                           for i in range(prompt)])  # fmt: skip
-            last.append(int(llama.logits(prompt - 1).argmax()))
+            last.append(choose(prompt - 1))
         middle = time.perf_counter()
         for step in range(steps):
             llama.decode([(token, prompt + step, row, True) for row, token in enumerate(last)])
-            last = [int(llama.logits(row).argmax()) for row in range(rows)]
+            last = [choose(row) for row in range(rows)]
         return middle - begun, time.perf_counter() - middle
 
 

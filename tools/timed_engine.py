@@ -8,29 +8,33 @@ from typing import Any
 
 from jinfer import LLM, SamplingParams
 
+from .llama_peer import DRAWN
+
 
 class TimedEngine:
-    """This engine, greedy."""
+    """This engine."""
 
     def __init__(self, source: str, keys: Mapping[str, Any]) -> None:
         self.llm = LLM(source, **keys)
         self.fresh, self.words = 0, min(1000, self.llm.spec.dims["vocab"] - 100)
 
-    def run(self, prompt: int, rows: int, steps: int = 0) -> float:
-        """Seconds to compute prompts and then so many tokens of each."""
+    def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
+        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
         # New tokens every time: nothing of a prompt is in the cache yet.
         self.fresh += 1
         prompts = [
             [(self.fresh * 31 + row * 7 + i * 3) % self.words + 100 for i in range(prompt)]
             for row in range(rows)
         ]
+        how: Mapping[str, Any] = DRAWN if drawn else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, **how)
         begun = time.perf_counter()
-        self.llm.generate(prompts, SamplingParams(max_tokens=steps + 1, ignore_eos=True))
+        self.llm.generate(prompts, params)
         return time.perf_counter() - begun
 
-    def timed(self, prompt: int, rows: int, steps: int) -> float:
+    def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
         """Seconds of the decoding alone, or of the prefill where there are no steps."""
-        whole = self.run(prompt, rows, steps)
-        decoding = whole - self.run(prompt, rows) if steps else whole
+        whole = self.run(prompt, rows, steps, drawn=drawn)
+        decoding = whole - self.run(prompt, rows, drawn=drawn) if steps else whole
         # A tiny model's tokens take less time than two runs differ by.
         return decoding if decoding > 0 else whole

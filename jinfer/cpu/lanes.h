@@ -163,6 +163,24 @@ inline Floats exponential(Floats x) {
 #endif
 }
 
+// The natural logarithm of a normal number above 0, to 2 units in the last place.
+inline Floats logarithm(Floats x) {
+  const Ints exponent = ((Ints)x - 0x3f3504f3) >> 23;  // what is left is from sqrt(1/2) to sqrt(2)
+  const Floats n = __builtin_convertvector(exponent, Floats);
+  const Floats r = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
+  Floats p = all(7.0376836292e-2f);
+  p = p * r - 1.1514610310e-1f;
+  p = p * r + 1.1676998740e-1f;
+  p = p * r - 1.2420140846e-1f;
+  p = p * r + 1.4249322787e-1f;
+  p = p * r - 1.6668057665e-1f;
+  p = p * r + 2.0000714765e-1f;
+  p = p * r - 2.4999993993e-1f;
+  p = p * r + 3.3333331174e-1f;
+  const Floats square = r * r;
+  return (r + (p * r * square - n * 2.12194440e-4f - 0.5f * square)) + n * 0.693359375f;
+}
+
 inline Floats hyperbolic_tangent(Floats x) {
   x = larger(all(-15.0f), -larger(all(-15.0f), -x));
   return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "buffers.h"
+#include "greatest.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -16,7 +16,6 @@ namespace jinfer {
 namespace {
 
 constexpr int64_t CHUNK = 1 << 15;  // numbers that are worth another thread
-constexpr int64_t CUT = 1 << 16;    // numbers that are worth it where they are only compared
 
 template <class Work>
 void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
@@ -96,31 +95,13 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   return ffi::Error::Success();
 }
 
-// A row may be cut: what is greatest does not depend on where.
 ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> y) {
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0]}))
     return ffi::Error::InvalidArgument("jinfer_argmax: the result is not a number for each row");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   if (size < 1 || size > INT32_MAX)
     return ffi::Error::InvalidArgument("jinfer_argmax: rows are empty or too long");
-  const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
-  std::vector<Greatest> found(rows * cuts);
-  const RowKernels& k = row_kernels();
-  for_rows(pool, rows * cuts, each, [&](int64_t i) {
-    const int64_t begin = std::min(i % cuts * each, size - 1);
-    const int64_t end = std::min(begin + each, size);
-    found[i] = k.greatest(x.typed_data() + i / cuts * size + begin, end - begin);
-    found[i].at += begin;
-  });
-  for (int64_t row = 0; row < rows; ++row) {
-    Greatest most = found[row * cuts];
-    for (int64_t i = row * cuts + 1; i < (row + 1) * cuts; ++i) {
-      const bool missing = most.missing || found[i].missing;
-      if (found[i].value > most.value) most = found[i];
-      most.missing = missing;
-    }
-    y->typed_data()[row] = static_cast<int32_t>(most.missing ? size - 1 : most.at);
-  }
+  greatest_of_rows(pool, x.typed_data(), rows, size, y->typed_data());
   return ffi::Error::Success();
 }
 

@@ -12,8 +12,7 @@ import numpy as np
 from jinfer.engine.launched import Launched
 from jinfer.engine.scheduler import Running
 from jinfer.engine.state import Choice, State, state_row
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.sampling.rows import Progress
 
 
@@ -44,7 +43,7 @@ class Samplers:
     def stages(self, sequences: Sequence[Running]) -> tuple[str, ...]:
         """The stages of sampling that a program for these sequences needs."""
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
-        return PLAIN if plain else STAGES
+        return stage_sets()[0 if plain else -1]
 
     def row(
         self, sequence: Running, context: int, more: Sequence[int] = (), first: int = 0

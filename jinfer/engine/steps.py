@@ -197,7 +197,7 @@ def choose_next(
     model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Chosen]:
     """A new token for each of these rows of the state, the spare one excepted."""
-    sampled, progress = sample(
+    tokens, progress = sample(
         allowed(logits, model),
         state.sampler,
         state.progress,
@@ -209,14 +209,7 @@ def choose_next(
         masked=state.masked,
         stages=stages,
     )
-    tokens = sampled.tokens
-    wanted = jnp.any(state.logprobs[rows])
-    empty = nothing(state, rows.shape[0])
-    of_tokens = lax.cond(
-        wanted,
-        lambda: log_probabilities(logits, tokens),
-        lambda: (empty.logprob, empty.top_ids, empty.top_logprobs),
-    )
+    logprob, ids, top = log_probabilities(logits, tokens, state.logprobs[rows])
     there = rows < state.lengths.shape[0] - 1
     # None of these indices is negative, and finding that out would take a loop of its own.
     place = state.history.at[rows, state.lengths[rows]]
@@ -227,9 +220,7 @@ def choose_next(
         ended=put(state.ended, there & ends(tokens, state.sampler, rows)),
         progress=jax.tree.map(put, state.progress, progress),
     )
-    return state, Chosen(
-        jnp.where(there, tokens, -1), of_tokens[0], of_tokens[1], of_tokens[2], progress
-    )
+    return state, Chosen(jnp.where(there, tokens, -1), logprob, ids, top, progress)
 
 
 def _put(rows: Array, all: Array, new: Array) -> Array:

@@ -5,16 +5,45 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
+from jinfer.cpu import choose
+from jinfer.sampling import order
 from jinfer.sampling.ranges import MAX_LOGPROBS
+
+type LogProbabilities = tuple[
+    Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]
+]
 
 
 def log_probabilities(
-    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
-) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
-    """The log-probability of each token; the likeliest ids and theirs, likeliest first."""
+    logits: Float[Array, "rows vocab"],
+    tokens: Int[Array, " rows"],
+    wanted: Bool[Array, " rows"] | None = None,
+) -> LogProbabilities:
+    """The log-probability of each token; the likeliest ids and theirs, likeliest first.
+
+    Args:
+        wanted: of which rows, the others' are anything; None: of all.
+    """
     logits = logits.astype(jnp.float32)
+    rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
+    if order.called():
+        every = jnp.ones(rows, jnp.bool_) if wanted is None else wanted
+        return choose.log_probabilities(logits, tokens, every, count)
+    if wanted is None:
+        return log_probabilities_reference(logits, tokens)
+    shape = (rows, count)
+    nothing = jnp.zeros(rows), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    return lax.cond(
+        jnp.any(wanted), lambda: log_probabilities_reference(logits, tokens), lambda: nothing
+    )
+
+
+def log_probabilities_reference(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
+) -> LogProbabilities:
+    """The same of all rows in XLA's operations."""
     # A row at a time: XLA adds up in an order that depends on how many there are.
     totals = lax.map(jax.nn.logsumexp, logits)
     logprobs = logits - totals[:, None]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from jinfer.sampling.names import SAMPLERS
+from jinfer.cpu import choose
+from jinfer.ops.backend import backend
+from jinfer.sampling.names import SAMPLERS, STAGES
 from jinfer.sampling.params import SamplingParams
 
-# The stages that most requests are content with: a program of these alone is made in a third of the
-# time. (typical_p comes along with top_p.)
+# The stages that most requests are content with: where XLA computes them, a program of these alone
+# is made in a third of the time. (typical_p comes along with top_p.)
 PLAIN = ("rules", "temperature", "top_k", "typical_p", "top_p", "min_p")
 # Those that cut nothing: the only ones before mirostat and FSD, which cut by rules of their own.
 _UNCUT = ("penalties", "dry", "temperature")
@@ -60,3 +62,13 @@ def _needed(params: SamplingParams) -> dict[str, bool]:
 def is_plain(params: SamplingParams) -> bool:
     """Whether a program of the `PLAIN` stages is enough for a request."""
     return set(chain(params)) <= set(PLAIN)
+
+
+def called() -> bool:
+    """Whether a custom call chooses tokens, and not operations of XLA."""
+    return backend() == "cpu" and choose.available()
+
+
+def stage_sets() -> tuple[tuple[str, ...], ...]:
+    """The stages that programs are made with: those of plain requests first, all of them last."""
+    return (STAGES,) if called() else (PLAIN, STAGES)

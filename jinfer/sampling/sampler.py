@@ -1,47 +1,29 @@
 """How the next token is chosen: one function for a mixed batch.
 
-Every row goes through stages of its own, in its own order; what only some rows need is computed
-only if there are such rows. A row's result depends on its logits, parameters, progress and history
-alone, to the bit.
+Every row goes through stages of its own, in its own order. A row's result depends on its logits,
+parameters, progress and history alone, to the bit. On CPUs a custom call chooses; XLA's operations,
+its reference, compute what only some rows need only if there are such rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
+from jinfer.cpu import choose
 from jinfer.ops.greatest import argmax
-from jinfer.sampling import penalties, truncation
+from jinfer.sampling import order, penalties, truncation
 from jinfer.sampling.chance import noise
 from jinfer.sampling.dry import dry
 from jinfer.sampling.fsd import fsd
 from jinfer.sampling.history import History
 from jinfer.sampling.mirostat import adapted, mirostat
 from jinfer.sampling.names import STAGES
-from jinfer.sampling.ranges import MAX_LOGPROBS
 from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
 from jinfer.sampling.temperature import dynatemp, temperature
-
-
-class Sampled(NamedTuple):
-    """Chosen tokens, with log-probabilities where they were asked for.
-
-    Attributes:
-        tokens: one per row.
-        logprob: of each token, under the model's own distribution (temperature 1, no filter).
-        top_ids, top_logprobs: the likeliest tokens.
-    """
-
-    tokens: Int[Array, " rows"]
-    logprob: Float[Array, " rows"] | None = None
-    top_ids: Int[Array, "rows top"] | None = None
-    top_logprobs: Float[Array, "rows top"] | None = None
-
 
 type _Stage = Callable[[Array, Turn], Array]
 
@@ -73,15 +55,11 @@ def sample(
     lengths: Int[Array, " slots"],
     prompt_lengths: Int[Array, " slots"],
     *,
-    logprobs: bool = False,
     mask: UInt[Array, "slots words"] | None = None,
     masked: Bool[Array, " slots"] | None = None,
     stages: Sequence[str] = STAGES,
-) -> tuple[Sampled, Progress]:
+) -> tuple[Int[Array, " rows"], Progress]:
     """Chooses the next token of each row, and counts it.
-
-    Where every row wants its greatest logit nothing else is computed, and no parameters are
-    gathered: for 8 rows of 49k logits that is a fifth of the time.
 
     Args:
         logits: of any floating type; chosen from in float32.
@@ -90,28 +68,46 @@ def sample(
         slots: whose sequence each row continues.
         lengths: tokens of each sequence: what follows them in `history` is not looked at.
         prompt_lengths: how many of them are the prompt.
-        logprobs: also compute log-probabilities.
         mask: a bit per token, the lowest of a word first; what is not set is forbidden.
         masked: which slots obey their mask.
-        stages: those that the program has; no row may need another (`order.is_plain`).
+        stages: those that the program has; no row may need another (`order.stage_sets`).
 
     Returns:
-        What was chosen, and the progress of each row.
+        A token and the progress of each row.
     """
     logits = logits.astype(jnp.float32)
+    given = (logits, sampler, progress, history, slots, lengths, prompt_lengths)
+    masks = None if mask is None or masked is None else (mask, masked)
+    tokens, mu = choose.choose(*given, masks) if order.called() else chosen(*given, masks, stages)
+    return tokens, Progress(progress.drawn[slots] + 1, mu)
 
-    def chosen() -> tuple[Array, Array]:
+
+def chosen(
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    history: Int[Array, "slots length"],
+    slots: Int[Array, " rows"],
+    lengths: Int[Array, " slots"],
+    prompt_lengths: Int[Array, " slots"],
+    masks: tuple[UInt[Array, "slots words"], Bool[Array, " slots"]] | None = None,
+    stages: Sequence[str] = STAGES,
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
+    """Tokens, and mirostat's mu after them, in XLA's operations; arguments as of `sample`.
+
+    Where every row wants its greatest logit nothing else is computed, and no parameters are
+    gathered: for 8 rows of 49k logits that is a fifth of the time.
+    """
+
+    def drawn() -> tuple[Array, Array]:
         own = Sampler(*(part[slots] for part in sampler))
         past = History(history, slots, lengths[slots], prompt_lengths[slots])
-        obeys = None if masked is None else masked[slots]
         rows = Progress(*(part[slots] for part in progress))
-        return _drawn(_allowed(logits, mask, slots, obeys), own, rows, past, stages)
+        return _drawn(_allowed(logits, masks, slots), own, rows, past, stages)
 
-    bound = jnp.bool_(False) if mask is None or masked is None else masked
+    bound = jnp.bool_(False) if masks is None else masks[1]
     greedy = jnp.all((_greedy(sampler) & ~bound)[slots])
-    tokens, mu = lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), chosen)
-    sampled = _with_logprobs(logits, tokens) if logprobs else Sampled(tokens)
-    return sampled, Progress(progress.drawn[slots] + 1, mu)
+    return lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), drawn)
 
 
 def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
@@ -122,12 +118,12 @@ def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
 
 def _allowed(
     logits: Float[Array, "rows vocab"],
-    mask: UInt[Array, "slots words"] | None,
+    masks: tuple[UInt[Array, "slots words"], Bool[Array, " slots"]] | None,
     slots: Int[Array, " rows"],
-    masked: Bool[Array, " rows"] | None,
 ) -> Float[Array, "rows vocab"]:
-    if mask is None or masked is None:
+    if masks is None:
         return logits
+    mask, masked = masks[0], masks[1][slots]
     return lax.cond(
         jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
     )
@@ -141,7 +137,7 @@ def _drawn(
     stages: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
-    left = filtered(logits, sampler, progress, past, stages)
+    left = filtered_reference(logits, sampler, progress, past, stages)
     tokens = lax.cond(
         jnp.any(sampler.whole("draws") > 0),
         lambda: argmax(noisy(left, sampler, progress)),
@@ -163,6 +159,25 @@ def filtered(
     stages: Sequence[str] = STAGES,
 ) -> Float[Array, "rows vocab"]:
     """What the stages leave: logits to draw from, -inf for what is never drawn.
+
+    Args:
+        sampler, progress, history: of each row.
+        stages: those that the program has; no row may need another (`order.stage_sets`).
+    """
+    if order.called():
+        tokens, slots, lengths, prompts = history
+        return choose.left(logits, sampler, progress, tokens, slots, lengths, prompts)
+    return filtered_reference(logits, sampler, progress, history, stages)
+
+
+def filtered_reference(
+    logits: Float[Array, "rows vocab"],
+    sampler: Sampler,
+    progress: Progress,
+    history: History,
+    stages: Sequence[str] = STAGES,
+) -> Float[Array, "rows vocab"]:
+    """The same in XLA's operations.
 
     In each round the stage runs that is first in the default order among those that rows need
     next, on all these rows. So a stage runs once where all orders agree, and every order is
@@ -213,11 +228,3 @@ def noisy(
 
 def _at(x: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
     return jnp.take_along_axis(x, tokens[:, None], axis=-1)[:, 0]
-
-
-def _with_logprobs(logits: Array, tokens: Array) -> Sampled:
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
-    count = min(MAX_LOGPROBS, logits.shape[-1])
-    top, ids = lax.optimization_barrier(lax.top_k(logprobs, count))
-    return Sampled(tokens, _at(logprobs, tokens), ids, top)

@@ -101,7 +101,8 @@ def xtc(x: Logits, turn: Turn) -> Logits:
     u = chance(turn.sampler.key, turn.progress.drawn, "xtc")
     now = u < turn.sampler.number("xtc_probability")
     p = jax.nn.softmax(x, axis=-1)
-    likely = p >= turn.sampler.number("xtc_threshold")[:, None]
+    # What was dropped before is not likely, even where the threshold is 0.
+    likely = (p >= turn.sampler.number("xtc_threshold")[:, None]) & (x > -jnp.inf)
     least = jnp.min(jnp.where(likely, p, jnp.inf), axis=-1, keepdims=True)
     return _kept(x, ~likely | (p <= least) | ~now[:, None])
 

@@ -13,8 +13,7 @@ import numpy as np
 from jinfer.engine.device import FEW, SIZES
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Running
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.speculate.model import DraftModel
 from jinfer.speculate.placed import PlacedPrograms
 
@@ -87,6 +86,6 @@ class HeadModel(DraftModel):
         yield Shape("admit")
         for size in (*FEW, *SIZES):
             yield Shape("absorb", size)
-        for stages in (PLAIN, STAGES):
+        for stages in stage_sets():
             for rows in sorted({self.row_count(n) for n in range(1, slots + 1)}):
                 yield Shape("lead", rows, stages=stages)

@@ -17,8 +17,7 @@ from jinfer.engine.programs import Program, Programs, Shape, Sizes
 from jinfer.engine.scheduler import Running
 from jinfer.model import AbstractModel
 from jinfer.quant.kind import Kind
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Mean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.placed import PlacedPrograms
@@ -189,7 +188,7 @@ class DraftModel(Device, Drafter):
         yield Shape("admit")
         for size in (*FEW, *SIZES):
             yield Shape("logits", size, 1)
-        for stages in (PLAIN, STAGES):
+        for stages in stage_sets():
             for rows in sorted({self.row_count(n) for n in range(1, slots + 1)}):
                 yield Shape("propose", rows, stages=stages)
 

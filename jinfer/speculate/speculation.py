@@ -17,8 +17,7 @@ from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Plan, Running
 from jinfer.sampling.errors import ConstraintError
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.grammar import EVERYTHING, allowed
@@ -339,7 +338,7 @@ class Speculation:
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
     def _shapes(self, engine: Engine) -> Iterator[Shape]:
-        for stages in (PLAIN, STAGES):
+        for stages in stage_sets():
             for size in sizes_of(engine):
                 for chosen in sorted({1, engine.chosen_count(size, 2)}):
                     for places in (0, PLACES * size) if self.branched else (0,):

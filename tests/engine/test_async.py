@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 def llm() -> Iterator[LLM]:
     keys: dict[str, Any] = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
     with LLM(GOLDEN, **keys) as llm:
-        llm.generate([PROMPTS[0]], GREEDY)
+        llm.generate(PROMPTS[:2], GREEDY)  # programs for one and for two are there
         yield llm
 
 
@@ -60,7 +60,7 @@ def test_a_closed_iterator_and_a_cancelled_task_end_their_requests(llm: LLM) -> 
         for _ in range(1000):
             if llm.stats().running == 2:
                 break
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
         assert llm.stats().running == 2
         await stream.aclose()
         task.cancel()

@@ -14,7 +14,7 @@ from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Programs, Shape
 from jinfer.ops.cache import nbytes
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.spec.errors import SpecError
 from tests.engine.tiny import GREEDY, PROMPTS, continued, held, ids, open_model
 
@@ -237,7 +237,7 @@ def test_the_cache_is_updated_in_place(llm: LLM, kind: Any) -> None:
     """Donation holds: the cache goes out in the memory it came in with, and is not copied."""
     programs = llm._engine.programs
     size = 16 if kind in ("logits", "forward") else 4
-    shape = Shape(kind, size, 1, rows=1, stages=PLAIN)
+    shape = Shape(kind, size, 1, rows=1, stages=stage_sets()[0])
     program = programs.get(shape)
     assert program.memory_analysis().alias_size_in_bytes >= nbytes(programs.empty_cache())
     pools = {f"f32[{','.join(map(str, c.keys.shape))}]" for c in programs.cache.values()}

@@ -97,7 +97,7 @@ def top_n_sigma(x: Floats, n: float) -> Floats:
 def xtc(x: Floats, threshold: float) -> Floats:
     """Exclude top choices (p-e-w, 2024) where chance has it so: of the likely ones the least."""
     p = probabilities(x)
-    likely = p >= threshold
+    likely = (p >= threshold) & (x > -np.inf)
     return cut(x, ~likely | (p <= p[likely].min(initial=np.inf)))
 
 

@@ -1,18 +1,26 @@
 """All strategies in one batch: each row as alone, to the bit, and one program for all of them."""
 
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import Array
+from numpy.testing import assert_allclose
 
+from jinfer.cpu import build, choose
 from jinfer.sampling.history import History
 from jinfer.sampling.names import SAMPLERS
 from jinfer.sampling.order import PLAIN, chain, is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.sampler import Sampled, sample
-from tests.sampling.batches import FILTER, Batch, batch, params
+from jinfer.sampling.sampler import chosen, filtered_reference, sample
+from tests.cpu.helpers import isas
+from tests.sampling.batches import FILTER, Batch, Jitted, batch, params
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 ALL: list[dict[str, Any]] = [
     {},
@@ -44,13 +52,13 @@ STEPS = 4
 VOCAB = 5003  # one vocabulary for all tests, for which programs are compiled once
 
 
-def _traced(*arguments: Any) -> tuple[Sampled, Progress]:
+def _traced(*arguments: Any) -> tuple[Array, Progress]:
     _TRACED.append(arguments[0].shape)
     return sample(*arguments)
 
 
 _TRACED: list[tuple[int, ...]] = []
-PROGRAM = jax.jit(_traced)
+PROGRAM = Jitted(_traced)
 
 
 class Run:
@@ -64,12 +72,12 @@ class Run:
     def step(self, program: Any, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens chosen, and mirostat's mu."""
         rows = self.rows
-        sampled, progress = program(jnp.asarray(logits, jnp.float32), *rows)
-        history = rows.history.at[rows.slots, rows.lengths].set(sampled.tokens)
+        tokens, progress = program(jnp.asarray(logits, jnp.float32), *rows)
+        history = rows.history.at[rows.slots, rows.lengths].set(tokens)
         self.rows = Batch(
             rows.sampler, progress, history, rows.slots, rows.lengths + 1, rows.prompts
         )
-        return np.asarray(sampled.tokens), np.asarray(progress.mu)
+        return np.asarray(tokens), np.asarray(progress.mu)
 
 
 def logits_of(seeds: list[int], step: int, vocab: int) -> np.ndarray:
@@ -82,6 +90,7 @@ def test_every_row_is_as_alone() -> None:
 
     One program serves all parameters, for each number of rows.
     """
+    _TRACED.clear()
     seeds = list(range(len(ALL)))
 
     def run(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +122,9 @@ def test_what_is_left_has_the_same_bits() -> None:
         assert np.array_equal(left([row])[0], together[row]), ALL[row]
 
 
-def test_a_program_of_the_plain_stages_chooses_the_same() -> None:
+def test_a_program_of_the_plain_stages_chooses_the_same(both_ways: str) -> None:
+    if both_ways == "call":
+        pytest.skip("it has all stages")
     plain = [i for i, fields in enumerate(ALL) if is_plain(params(**fields))]
     assert len(plain) > 6
     which = (plain * len(ALL))[: len(ALL)]  # as many rows as above
@@ -140,11 +151,13 @@ def test_only_what_looks_at_the_history_depends_on_it() -> None:
     assert len(changed) > 2
 
 
-def test_no_history_is_gathered_outside_a_branch() -> None:
+def test_no_history_is_gathered_outside_a_branch(both_ways: str) -> None:
     """A batch in which nobody looks at it pays nothing for it."""
+    if both_ways == "call":
+        pytest.skip("it gathers nothing")
     vocab, length = 300, 77_777
 
-    def traced(*arguments: Any) -> tuple[Sampled, Progress]:
+    def traced(*arguments: Any) -> tuple[Array, Progress]:
         return sample(*arguments)
 
     rows = Run(ALL[:2], [0, 1], vocab).rows
@@ -192,3 +205,36 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
         shapes.add(str(jax.tree.map(jnp.shape, (row.sampler, row.progress))))
     assert len(shapes) == 1
     assert isinstance(row.sampler, Sampler)
+
+
+@cache
+def by_xla(kind: str) -> tuple[np.ndarray, Any, Any]:
+    """Logits for all strategies; tokens and mirostat's mu; what is left."""
+    seeds = list(range(len(ALL)))
+    x = logits_of(seeds, 0, VOCAB).astype(np.float32)
+    if kind == "ties":
+        x = np.round(x)
+    elif kind == "forbidden":
+        x[:, ::3] = -np.inf
+    elif kind == "flat":
+        x[:] = 1.5
+    rows = Run(ALL, seeds, VOCAB).rows
+    given = jnp.asarray(x)
+    left = filtered_reference(given, rows.sampler, rows.progress, rows.past)
+    return x, chosen(given, *rows), np.asarray(left)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kind", ["plain", "ties", "forbidden", "flat"])
+def test_the_call_chooses_what_xla_chooses(kind: str, isa: build.Isa, both_ways: str) -> None:
+    if both_ways == "xla":
+        pytest.skip("once is enough")
+    x, (wanted_tokens, wanted_mu), wanted = by_xla(kind)
+    rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
+    with build.lowered_isa(isa):
+        tokens, mu = choose.choose(jnp.asarray(x), *rows, None)
+        left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
+    assert np.array_equal(tokens, wanted_tokens)
+    assert_allclose(mu, wanted_mu, atol=1e-4)
+    assert np.array_equal(left > -np.inf, wanted > -np.inf)
+    assert_allclose(left, wanted, rtol=2e-5, atol=1e-5)

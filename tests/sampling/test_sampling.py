@@ -9,20 +9,23 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (
     SAMPLE,
     VOCAB,
+    Jitted,
     batch,
-    call,
     draw,
     left,
     padded,
     params,
     random_logits,
 )
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 # Filters.
 
@@ -258,35 +261,34 @@ def test_ids_that_the_vocabulary_lacks_forbid_nothing() -> None:
     assert draw(logits, row).item() == VOCAB - 1
 
 
+LOGPROBS = Jitted(log_probabilities)
+
+
 @pytest.mark.parametrize("vocab", [8, VOCAB])
 def test_logprobs(vocab: int) -> None:
-    """Of the model's own distribution: neither temperature, filters nor forbidden ends count."""
-    logits = random_logits(10, 3)[:, :vocab]
-    rows = [
-        params(),
-        params(temperature=3.0, top_k=4),
-        params(min_tokens=2, stop_token_ids=(int(logits[2].argmax()),)),
-    ]
-    sampled, _ = call(*padded(logits, batch(*rows)), logprobs=True)
-    wanted = np.log([probabilities(row) for row in logits])
-    assert sampled.logprob is not None
-    assert sampled.top_ids is not None
-    assert sampled.top_logprobs is not None
-    tokens = np.asarray(sampled.tokens)[:3]
-    assert tokens[2] != logits[2].argmax()
-    assert_allclose(sampled.logprob[:3], wanted[np.arange(3), tokens], atol=2e-6)
+    """Of the model's own distribution, whoever draws; the likeliest first, of equal ones too."""
+    logits = random_logits(10, 5)[:, :vocab]
+    logits[1, ::2] = -np.inf
+    logits[2] = np.round(logits[2])
+    tokens = np.array([3, 0, 7, 1, 5])
+    own, ids, top = LOGPROBS(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens, jnp.int32))
+    with np.errstate(divide="ignore"):
+        wanted = np.log([probabilities(row) for row in logits])
+    assert_allclose(own, wanted[np.arange(5), tokens], atol=2e-6)
     count = min(MAX_LOGPROBS, vocab)
-    likeliest = np.argsort(-wanted, axis=-1)[:, :count]
-    assert np.array_equal(sampled.top_ids[:3], likeliest)
-    assert_allclose(sampled.top_logprobs[:3], np.take_along_axis(wanted, likeliest, -1), atol=2e-6)
+    likeliest = np.argsort(-wanted, axis=-1, kind="stable")[:, :count]
+    assert np.array_equal(ids, likeliest)
+    assert_allclose(top, np.take_along_axis(wanted, likeliest, -1), atol=2e-6)
 
 
-def test_logprobs_do_not_change_the_tokens() -> None:
-    logits, rows = padded(random_logits(11, len(MIXED)), batch(*MIXED))
-    plain, _ = call(logits, rows)
-    with_logprobs, _ = call(logits, rows, logprobs=True)
-    assert np.array_equal(plain.tokens, with_logprobs.tokens)
-    assert plain.logprob is plain.top_ids is plain.top_logprobs is None
+def test_logprobs_where_they_are_wanted() -> None:
+    logits = jnp.asarray(random_logits(11, 3), jnp.float32)
+    tokens, wanted = jnp.array([1, 2, 3], jnp.int32), jnp.array([False, True, False])
+    every, some = LOGPROBS(logits, tokens), LOGPROBS(logits, tokens, wanted)
+    for whole, part in zip(every, some, strict=True):
+        assert np.array_equal(whole[1], part[1])
+    none = LOGPROBS(logits, tokens, ~wanted & False)
+    assert not any(np.any(part) for part in none)
 
 
 def test_bfloat16_logits_are_chosen_from_in_float32() -> None:
@@ -303,13 +305,13 @@ def sorts(lowered: jax.stages.Lowered) -> int:
     return len(re.findall(r"\bsort\(", lowered.compile().as_text() or ""))
 
 
-# Those of log-probabilities have all that the others have, and more.
-@pytest.mark.parametrize("logprobs", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_only_tail_free_sampling_sorts(logprobs: bool) -> None:
+def test_only_tail_free_sampling_sorts(both_ways: str) -> None:
     """A sort takes as long as a small model's whole step, at a real vocabulary's size."""
     logits = jax.ShapeDtypeStruct((2, 49152), jnp.float32)
-    lowered = SAMPLE.lower(logits, *batch(params(), params()), logprobs=logprobs)
-    assert sorts(lowered) == 1
+    lowered = SAMPLE.program.lower(logits, *batch(params(), params()))
+    assert sorts(lowered) == (both_ways == "xla")
+    tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert sorts(LOGPROBS.program.lower(logits, tokens)) == 0
 
 
 def test_the_search_for_sorts_finds_one() -> None:

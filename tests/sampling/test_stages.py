@@ -27,6 +27,8 @@ from tests.sampling.batches import (
     random_logits,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 LONG = 2500  # tokens, more than two blocks of a history
 KINDS = ("plain", "ties", "forbidden", "peaked", "flat", "one")
 
@@ -157,8 +159,8 @@ def test_mirostat_moves_mu(version: int) -> None:
     mu = 6.0
     x, rows = padded(x, rows)
     for _ in range(20):
-        sampled, progress = call(x, rows)
-        mu = numpy.adapted_mu(x[0] / 0.8, int(sampled.tokens[0]), mu, 3.0, 0.2)
+        tokens, progress = call(x, rows)
+        mu = numpy.adapted_mu(x[0] / 0.8, int(tokens[0]), mu, 3.0, 0.2)
         assert_allclose(progress.mu[0], mu, rtol=1e-5)
         rows = rows.with_progress(progress)
 
@@ -290,8 +292,8 @@ def test_masks() -> None:
         mask[slot] = words
     rows = rows._replace(slots=jnp.array([2, 1, 0], jnp.int32))
     masked = np.array([True, False, True])
-    sampled, _ = call(x, rows, mask=mask, masked=masked)
-    tokens = np.asarray(sampled.tokens).tolist()
+    got, _ = call(x, rows, mask=mask, masked=masked)
+    tokens = np.asarray(got).tolist()
     assert tokens == [32 if x[0, 32] >= x[0, 64] else 64, x[1].argmax(), 4]
 
 

@@ -96,14 +96,14 @@ def test_answers_that_take_too_long_to_end_are_told() -> None:
     port = free_port()
     flags = ("--set", "dtype=float32", "--warm-up", "off", "--stop-timeout", "1")
     # Long enough for the signal, short enough for a test that fails: the model is tiny.
-    body = {"prompt": [5], "max_tokens": 250, "ignore_eos": True, "n": 64, "temperature": 1}
+    body = {"prompt": [5], "max_tokens": 250, "ignore_eos": True, "n": 128, "temperature": 1}
     with (
         command(f"tiny={LLAMA}", "--port", str(port), *flags) as process,
-        ThreadPoolExecutor(3) as pool,
+        ThreadPoolExecutor(6) as pool,
     ):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
-            whole = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(2)]
+            whole = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(6)]
             streamed = {**body, "stream": True}
             with client.stream("POST", "/v1/completions", json=streamed) as answer:
                 lines = answer.iter_lines()

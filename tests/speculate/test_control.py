@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.sampling.order import PLAIN
+from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.pace import Pace
 from jinfer.speculate.replay import Replay
@@ -132,7 +132,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         shapes = [
             shape
             for shape in speculation._shapes(engine)
-            if not shape.masked and shape.stages == PLAIN
+            if not shape.masked and shape.stages == stage_sets()[0]
         ]
         for future in engine.programs.announce(shapes):
             future.result()

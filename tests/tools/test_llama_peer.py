@@ -31,6 +31,15 @@ def llama_decode(context, batch):
     time.sleep(batch.n_tokens / 1000)
     return 0
 numbers = (ctypes.c_float * 8)()
+chain = []
+llama_sampler_chain_default_params = llama_sampler_init_dist = lambda *_: None
+llama_sampler_chain_init = lambda _: chain
+llama_sampler_chain_add = lambda chain, stage: chain.append(stage)
+llama_sampler_init_top_k = llama_sampler_init_temp = lambda number: number
+llama_sampler_init_top_p = llama_sampler_init_min_p = lambda share, _: share
+def llama_sampler_sample(chain, context, row):
+    assert chain == [40, 0.95, 0.05, 0.8, None]
+    return 3
 llama_get_logits_ith = lambda *_: ctypes.cast(numbers, ctypes.POINTER(ctypes.c_float))
 """
 
@@ -44,19 +53,20 @@ def folder(tmp_path: Path) -> Path:
 def test_it_measures_with_the_threads_it_is_told(folder: Path) -> None:
     done = subprocess.run(
         command(sys.executable, "model", "3"),
-        input="decode 2\nprefill 64\n",
+        input="decode 2\nsample 2\nprefill 64\n",
         env={"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         check=True,
     )
-    threads, started, decode, prefill, memory = done.stdout.splitlines()
+    threads, started, decode, sample, prefill, memory = done.stdout.splitlines()
     assert threads == "threads 3 3"
     assert json.loads(started)["seconds"] > 0
     assert json.loads(memory)["rss"] > 0
     # Two sequences of STEPS tokens, or a prompt; PROMPT tokens before decoding do not count.
     assert PROMPT > 0 < STEPS
     assert 200 < json.loads(decode)["rate"] <= 1000
+    assert 200 < json.loads(sample)["rate"] <= 1000
     assert 200 < json.loads(prefill)["rate"] <= 1000
 
 

@@ -1,0 +1,224 @@
+// The handlers of `jinfer_choose`, which chooses the next tokens of some sequences, of `jinfer_filter`,
+// which gives what they are chosen from, and of `jinfer_logprobs`.
+#include "choose.h"
+
+#include <string>
+#include <vector>
+
+#include "buffers.h"
+#include "greatest.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+constexpr int64_t WORTH = 1 << 14;  // logits that are worth another thread
+
+using Floats2 = ffi::BufferR2<ffi::F32>;
+using Ints1 = ffi::BufferR1<ffi::S32>;
+using Ints2 = ffi::BufferR2<ffi::S32>;
+
+// Of each request, with a row for it in every array; and of each row of logits which request's it is.
+struct Batch {
+  Floats2 logits, numbers, biases;
+  ffi::BufferR2<ffi::U32> key;
+  Ints2 counts, stages, ends, biased, breakers, history;
+  ffi::BufferR3<ffi::S32> bad_words;
+  Ints1 drawn, lengths, prompts, owners, slots;
+  ffi::BufferR1<ffi::F32> mu;
+  const uint32_t* mask = nullptr;  // [requests, words]
+  const bool* masked = nullptr;    // [requests]
+
+  int64_t rows() const { return logits.dimensions()[0]; }
+  int64_t vocab() const { return logits.dimensions()[1]; }
+  int64_t words() const { return (vocab() + 31) / 32; }
+
+  template <class Buffer>
+  static Ids ids(const Buffer& buffer, int64_t row) {
+    const int64_t count = buffer.element_count() / buffer.dimensions()[0];
+    return {buffer.typed_data() + row * count, count};
+  }
+
+  Request request(int64_t row) const {
+    const int64_t i = owners.typed_data()[row];
+    Request request;
+    request.numbers = numbers.typed_data() + i * NUMBERS;
+    request.counts = counts.typed_data() + i * COUNTS;
+    request.key = key.typed_data() + i * 2;
+    request.stages = ids(stages, i).ids;
+    request.ends = ids(ends, i);
+    request.biased = ids(biased, i);
+    request.breakers = ids(breakers, i);
+    request.biases = biases.typed_data() + i * request.biased.count;
+    request.bad_words = ids(bad_words, i);
+    request.word = bad_words.dimensions()[2];
+    request.history = {ids(history, slots.typed_data()[row]).ids, lengths.typed_data()[i]};
+    request.prompt = prompts.typed_data()[i];
+    request.drawn = drawn.typed_data()[i];
+    request.mu = mu.typed_data()[i];
+    request.mask = masked && masked[i] ? mask + i * words() : nullptr;
+    return request;
+  }
+
+  // What does not fit together; nothing of it may be read then.
+  const char* wrong() const {
+    if (vocab() < 1 || vocab() > INT32_MAX) return "rows are empty or too long";
+    const int64_t requests = numbers.dimensions()[0];
+    if (!has_shape(numbers, {requests, NUMBERS}) || !has_shape(counts, {requests, COUNTS}) ||
+        !has_shape(key, {requests, 2}) || !has_shape(stages, {requests, STAGES}))
+      return "parameters are not those of this library";
+    if (ends.dimensions()[0] != requests || biased.dimensions()[0] != requests ||
+        breakers.dimensions()[0] != requests || bad_words.dimensions()[0] != requests ||
+        !has_shape(biases, {requests, biased.dimensions()[1]}) || bad_words.dimensions()[2] < 1)
+      return "lists of tokens do not fit the requests";
+    if (!has_shape(drawn, {requests}) || !has_shape(mu, {requests}) ||
+        !has_shape(lengths, {requests}) || !has_shape(prompts, {requests}))
+      return "progress does not fit the requests";
+    if (!has_shape(owners, {rows()}) || !has_shape(slots, {rows()}))
+      return "there is not a request for each row";
+    for (int64_t row = 0; row < rows(); ++row) {
+      const int64_t i = owners.typed_data()[row], slot = slots.typed_data()[row];
+      if (i < 0 || i >= requests || slot < 0 || slot >= history.dimensions()[0])
+        return "a row is of a request that is not there";
+      const int64_t length = lengths.typed_data()[i];
+      if (length < 0 || length > history.dimensions()[1])
+        return "a sequence is longer than its history";
+    }
+    return nullptr;
+  }
+};
+
+ffi::Error run(const char* name, ffi::ThreadPool& pool, Batch batch, ffi::RemainingArgs& masks,
+               int32_t* tokens, float* mu, float* left) {
+  const auto refuse = [&](const char* what) {
+    return ffi::Error::InvalidArgument(std::string(name) + ": " + what);
+  };
+  if (const char* what = batch.wrong()) return refuse(what);
+  if (masks.size() != 0) {
+    const int64_t requests = batch.numbers.dimensions()[0];
+    auto mask = masks.get<ffi::BufferR2<ffi::U32>>(0);
+    auto masked = masks.get<ffi::BufferR1<ffi::PRED>>(1);
+    if (mask.has_error() || masked.has_error() || masks.size() != 2 ||
+        !has_shape(*mask, {requests, batch.words()}) || !has_shape(*masked, {requests}))
+      return refuse("masks do not fit the requests");
+    batch.mask = mask->typed_data();
+    batch.masked = masked->typed_data();
+  }
+  const int64_t rows = batch.rows(), vocab = batch.vocab();
+  const float* const logits = batch.logits.typed_data();
+  std::vector<Request> requests;
+  bool greedy = !left;
+  for (int64_t row = 0; row < rows; ++row) {
+    requests.push_back(batch.request(row));
+    greedy = greedy && is_greedy(requests[row]);
+  }
+  if (greedy) {
+    greatest_of_rows(pool, logits, rows, vocab, tokens);
+    for (int64_t row = 0; row < rows; ++row) mu[row] = requests[row].mu;
+    return ffi::Error::Success();
+  }
+  parallel(pool, rows, 1 + rows * vocab / WORTH, [&](int64_t row) {
+    float* const own = left ? left + row * vocab : nullptr;
+    const Choice choice = choose_kernels().choose(logits + row * vocab, vocab, requests[row], own);
+    if (tokens) tokens[row] = choice.token, mu[row] = choice.mu;
+  });
+  return ffi::Error::Success();
+}
+
+#define JINFER_BATCH                                                                              \
+  Floats2 logits, Floats2 numbers, Ints2 counts, ffi::BufferR2<ffi::U32> key, Ints2 stages,       \
+      Ints2 ends, Ints2 biased, Floats2 biases, ffi::BufferR3<ffi::S32> bad_words,                \
+      Ints2 breakers, Ints1 drawn, ffi::BufferR1<ffi::F32> mu, Ints2 history, Ints1 lengths,      \
+      Ints1 prompts, Ints1 owners, Ints1 slots, ffi::RemainingArgs masks
+#define JINFER_GIVEN                                                                              \
+  Batch{logits,   numbers, biases, key,     counts,  stages, ends, biased,                        \
+        breakers, history, bad_words, drawn, lengths, prompts, owners, slots, mu}
+
+ffi::Error choose(ffi::ThreadPool pool, JINFER_BATCH, ffi::ResultBuffer<ffi::S32> tokens,
+                  ffi::ResultBuffer<ffi::F32> after) {
+  if (!has_shape(*tokens, {logits.dimensions()[0]}) || !has_shape(*after, {logits.dimensions()[0]}))
+    return ffi::Error::InvalidArgument("jinfer_choose: the results are not a number for each row");
+  return run("jinfer_choose", pool, JINFER_GIVEN, masks, tokens->typed_data(), after->typed_data(),
+             nullptr);
+}
+
+ffi::Error filter(ffi::ThreadPool pool, JINFER_BATCH, ffi::ResultBuffer<ffi::F32> left) {
+  if (!has_shape(*left, {logits.dimensions()[0], logits.dimensions()[1]}))
+    return ffi::Error::InvalidArgument("jinfer_filter: the result has not the shape of the logits");
+  return run("jinfer_filter", pool, JINFER_GIVEN, masks, nullptr, nullptr, left->typed_data());
+}
+
+// Of rows for which they are wanted; zeros for the others.
+ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
+                    ffi::BufferR1<ffi::PRED> wanted, ffi::ResultBuffer<ffi::F32> own,
+                    ffi::ResultBuffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> top) {
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  const auto shape = top->dimensions();
+  const int64_t count = shape.size() == 2 ? shape[1] : 0;
+  if (vocab < 1 || vocab > INT32_MAX || count < 1 || count > vocab || !has_shape(tokens, {rows}) ||
+      !has_shape(wanted, {rows}) || !has_shape(*own, {rows}) || !has_shape(*ids, {rows, count}) ||
+      !has_shape(*top, {rows, count}))
+    return ffi::Error::InvalidArgument("jinfer_logprobs: there is not one of each for each row");
+  parallel(pool, rows, 1 + rows * vocab / WORTH, [&](int64_t row) {
+    int32_t* const to = ids->typed_data() + row * count;
+    float* const values = top->typed_data() + row * count;
+    float& first = own->typed_data()[row];
+    if (!wanted.typed_data()[row]) {
+      first = 0;
+      std::fill(to, to + count, 0);
+      std::fill(values, values + count, 0.0f);
+      return;
+    }
+    const int64_t token = std::clamp<int64_t>(tokens.typed_data()[row], 0, vocab - 1);
+    first = choose_kernels().log_probabilities(logits.typed_data() + row * vocab, vocab,
+                                               static_cast<int32_t>(token), count, to, values);
+  });
+  return ffi::Error::Success();
+}
+
+// The arguments that JINFER_BATCH names.
+auto batch_of(ffi::Binding<ffi::ExecutionStage::kExecute> binding) {
+  return std::move(binding)
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats2>()
+      .Arg<Floats2>()
+      .Arg<Ints2>()
+      .Arg<ffi::BufferR2<ffi::U32>>()
+      .Arg<Ints2>()
+      .Arg<Ints2>()
+      .Arg<Ints2>()
+      .Arg<Floats2>()
+      .Arg<ffi::BufferR3<ffi::S32>>()
+      .Arg<Ints2>()
+      .Arg<Ints1>()
+      .Arg<ffi::BufferR1<ffi::F32>>()
+      .Arg<Ints2>()
+      .Arg<Ints1>()
+      .Arg<Ints1>()
+      .Arg<Ints1>()
+      .Arg<Ints1>()
+      .RemainingArgs();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jinfer_choose, jinfer::choose,
+    jinfer::batch_of(ffi::Ffi::Bind()).Ret<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_filter, jinfer::filter,
+                              jinfer::batch_of(ffi::Ffi::Bind()).Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_logprobs, jinfer::logprobs,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<jinfer::Floats2>()
+                                  .Arg<jinfer::Ints1>()
+                                  .Arg<ffi::BufferR1<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

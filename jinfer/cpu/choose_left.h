@@ -1,0 +1,233 @@
+// The tokens that the stages of a row have left so far, and how they are cut.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+#include "lanes.h"
+
+namespace jinfer {
+namespace {
+
+// Whether a lane is at least, or above, another vector's.
+inline bool any(Ints which) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)which);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)which);
+#else
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= which[i];
+  return found;
+#endif
+}
+
+// f(i, vector of x at i) for all of them; what fills the last vector up is `rest`.
+template <class F>
+inline void vectors(const float* x, int64_t count, float rest, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) f(i, load(x + i));
+  if (i < count) {
+    Floats last = all(rest);
+    memcpy(&last, x + i, 4 * (count - i));
+    f(i, last);
+  }
+}
+
+// A thread's own memory, of the greatest vocabulary that it has seen.
+struct Scratch {
+  std::vector<float> x, weights, keys, parts;
+  std::vector<int32_t> ids;
+  std::vector<int32_t> marks;  // a number for each token; all are 0 between two uses
+
+  void hold(int64_t vocab) {
+    if (static_cast<int64_t>(x.size()) >= vocab) return;
+    for (auto* each : {&x, &weights, &keys, &parts}) each->resize(vocab);
+    ids.resize(vocab);
+    marks.resize(vocab);
+  }
+
+  static Scratch& own() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
+};
+
+// Numbers in order of their tokens, none of which is -inf.
+struct Left {
+  Scratch& scratch;
+  const int64_t vocab;
+  int64_t count;
+  bool whole = true;  // token i is number i, and `ids` is not written yet
+
+  float* x() { return scratch.x.data(); }
+  int32_t id(int64_t i) const { return whole ? static_cast<int32_t>(i) : scratch.ids[i]; }
+
+  // Keeps those whose key is at least this.
+  void keep(const float* keys, float least) {
+    float* const x = scratch.x.data();
+    int32_t* const ids = scratch.ids.data();
+    const bool whole = this->whole;
+    int64_t kept = 0;
+    const auto take = [&](int64_t i) {
+      x[kept] = x[i];
+      ids[kept++] = whole ? static_cast<int32_t>(i) : ids[i];
+    };
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+      const Floats v = load(keys + i);
+      if (!any(v >= all(least))) continue;
+      for (int lane = 0; lane < LANES; ++lane)
+        if (v[lane] >= least) take(i + lane);
+    }
+    for (; i < count; ++i)
+      if (keys[i] >= least) take(i);
+    count = kept;
+    this->whole = false;
+  }
+
+  void keep(float least) { keep(x(), least); }
+};
+
+inline float greatest_of(const float* x, int64_t count) {
+  Floats most = all(-INFINITY);
+  vectors(x, count, -INFINITY, [&](int64_t, Floats v) { most = larger(v, most); });
+  return highest(most)[0];
+}
+
+inline float sum_of(const float* x, int64_t count) {
+  Floats sum[4] = {};
+  vectors(x, count, 0, [&](int64_t i, Floats v) { sum[i / LANES % 4] += v; });
+  return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+// y = f(x), vector by vector, and the sum of that.
+template <class F>
+inline float mapped(const float* x, int64_t count, float* y, F f) {
+  vectors(x, count, 0, [&](int64_t i, Floats v) {
+    v = f(v);
+    memcpy(y + i, &v, 4 * std::min<int64_t>(LANES, count - i));
+  });
+  return sum_of(y, count);
+}
+
+// A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
+// vectors has one. -inf where there are not as many lanes.
+inline float bound(const float* keys, int64_t count, int64_t wanted, std::vector<float>& lanes) {
+  constexpr int64_t RUN = 32;  // vectors
+  lanes.clear();
+  for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
+    Floats most = all(-INFINITY);
+    vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
+            [&](int64_t, Floats v) { most = larger(v, most); });
+    for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
+  }
+  if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
+  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), std::greater<>());
+  return lanes[wanted - 1];
+}
+
+// The keys that are at least this.
+inline void reaching(const float* keys, int64_t count, float least, std::vector<float>& found) {
+  found.clear();
+  vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
+    if (!any(v >= all(least))) return;
+    for (int lane = 0; lane < LANES; ++lane)
+      if (v[lane] >= least) found.push_back(v[lane]);
+  });
+}
+
+// The key that is number `place` from the greatest, 1 to count.
+inline float at_place(const float* keys, int64_t count, int64_t place) {
+  thread_local std::vector<float> found;
+  reaching(keys, count, bound(keys, count, place, found), found);
+  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), std::greater<>());
+  return found[place - 1];
+}
+
+// Where the greatest keys are, the greatest first, of equal ones the first; `wanted` is 1 to count.
+inline std::vector<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted) {
+  const float least = at_place(keys, count, wanted);
+  std::vector<int64_t> best;
+  vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+    if (!any(v >= all(least))) return;
+    for (int64_t lane = 0; lane < std::min<int64_t>(LANES, count - i); ++lane)
+      if (v[lane] >= least) best.push_back(i + lane);
+  });
+  std::stable_sort(best.begin(), best.end(),
+                   [&](int64_t a, int64_t b) { return keys[a] > keys[b]; });
+  best.resize(wanted);
+  return best;
+}
+
+// The greatest key such that those which reach it weigh this much together; the least key where all
+// of them do not. Both arrays are changed.
+//
+// Quickselect by weight (Hoare's FIND, with sums in the place of counts); it begins with a number
+// that some dozens reach, since these mostly are enough.
+inline float weighing(float* keys, float* weights, int64_t count, float mass) {
+  constexpr int64_t FEW = 64;
+  thread_local std::vector<float> spare;
+  mass = std::max(mass, 1e-30f);  // without a bound a tiny mass would keep not even the first
+  float pivot = bound(keys, count, FEW, spare);
+  while (count > FEW) {
+    Floats reach[2] = {}, above[2] = {};
+    const Floats p = all(pivot);
+    vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+      Floats w = {};
+      memcpy(&w, weights + i, 4 * std::min<int64_t>(LANES, count - i));
+      reach[i / LANES % 2] += v >= p ? w : Floats{};
+      above[i / LANES % 2] += v > p ? w : Floats{};
+    });
+    const float reaching = total(reach[0] + reach[1]), over = total(above[0] + above[1]);
+    if (over < mass && reaching >= mass) return pivot;
+    const bool higher = over >= mass;
+    int64_t kept = 0;
+    vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
+      if (!any(higher ? v > p : v < p)) return;
+      for (int lane = 0; lane < LANES; ++lane)
+        if (higher ? v[lane] > pivot : v[lane] < pivot) {
+          weights[kept] = weights[i + lane];
+          keys[kept++] = v[lane];
+        }
+    });
+    if (!higher && !kept) return pivot;  // rounding: all of them weigh less than was said
+    if (!higher) mass -= reaching;
+    count = kept;
+    float some[9];
+    for (int i = 0; i < 9; ++i) some[i] = keys[count * (2 * i + 1) / 18];
+    std::nth_element(some, some + 4, some + 9);
+    pivot = some[4];
+  }
+  int64_t order[FEW];
+  std::iota(order, order + count, 0);
+  std::sort(order, order + count, [&](int64_t a, int64_t b) { return keys[a] > keys[b]; });
+  float sum = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if ((sum += weights[order[i]]) >= mass) return keys[order[i]];
+  return count ? keys[order[count - 1]] : -INFINITY;
+}
+
+// Numbers in falling order (by their bits, eleven at a time).
+inline void sort_falling(float* x, int64_t count, float* spare) {
+  const auto key = [](float v) {
+    uint32_t bits;
+    v += 0.0f;  // -0 is 0
+    memcpy(&bits, &v, 4);
+    return ~(bits & 0x80000000u ? ~bits : bits | 0x80000000u);
+  };
+  for (int shift = 0; shift < 33; shift += 11) {
+    int64_t places[2049] = {};
+    for (int64_t i = 0; i < count; ++i) ++places[(key(x[i]) >> shift & 2047) + 1];
+    for (int i = 0; i < 2048; ++i) places[i + 1] += places[i];
+    for (int64_t i = 0; i < count; ++i) spare[places[key(x[i]) >> shift & 2047]++] = x[i];
+    std::swap(x, spare);
+  }
+  memcpy(spare, x, 4 * count);  // three times: what was the spare one is the caller's
+}
+
+}  // namespace
+}  // namespace jinfer

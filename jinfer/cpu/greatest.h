@@ -1,0 +1,37 @@
+// Where the greatest number of each row is.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+#include "rows.h"
+
+namespace jinfer {
+
+// The first index of each row's greatest number, the last index where one is not a number. A row may
+// be cut: what is greatest does not depend on where.
+inline void greatest_of_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
+                             int32_t* at) {
+  constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece, of another thread
+  const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
+  std::vector<Greatest> found(rows * cuts);
+  const RowKernels& k = row_kernels();
+  parallel(pool, rows * cuts, 1 + rows * size / WORTH, [&](int64_t i) {
+    const int64_t begin = std::min(i % cuts * each, size - 1);
+    const int64_t end = std::min(begin + each, size);
+    found[i] = k.greatest(x + i / cuts * size + begin, end - begin);
+    found[i].at += begin;
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Greatest most = found[row * cuts];
+    for (int64_t i = row * cuts + 1; i < (row + 1) * cuts; ++i) {
+      const bool missing = most.missing || found[i].missing;
+      if (found[i].value > most.value) most = found[i];
+      most.missing = missing;
+    }
+    at[row] = static_cast<int32_t>(most.missing ? size - 1 : most.at);
+  }
+}
+
+}  // namespace jinfer

@@ -1,0 +1,18 @@
+"""The sampler's custom call, and the operations of XLA that are its reference."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from jinfer.sampling import order
+
+
+@pytest.fixture(scope="module", params=["call", "xla"])
+def both_ways(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What chooses the tokens, for a whole file."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "xla":
+            patch.setattr(order, "called", lambda: False)
+        elif not order.called():
+            pytest.skip("no custom calls")
+        yield request.param
