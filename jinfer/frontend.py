@@ -20,7 +20,7 @@ from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.driver import Driver
-from jinfer.engine.memory import block_bytes, free_memory, trim
+from jinfer.engine.memory import block_bytes, free_memory
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
@@ -118,10 +118,6 @@ class Frontend:
         file = replace(self.opened.checkpoint, tensors={}, metadata={})
         self.opened = replace(self.opened, checkpoint=file)
         self._lift()
-        # At any collection JAX lets the host's arrays go that its own were made of. Cycles of a
-        # model's own hold next to nothing, and a search of all objects would stop other models.
-        gc.collect(0)
-        trim()
 
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""

@@ -5,7 +5,7 @@ A row's token depends on its logits, parameters, progress and history alone, to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,9 +13,6 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.cpu import build
-
-if TYPE_CHECKING:
-    from jinfer.sampling.rows import Progress, Sampler
 
 
 def available() -> bool:
@@ -25,8 +22,7 @@ def available() -> bool:
 
 def choose(
     logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
+    parameters: Sequence[Array],
     history: Int[Array, "slots length"],
     slots: Int[Array, " rows"],
     lengths: Int[Array, " slots"],
@@ -37,20 +33,18 @@ def choose(
 
     Args:
         logits: float32.
+        parameters: of each slot: what `Sampler` and `Progress` have, in their order.
         masks: a bit per token that is allowed, and which slots obey theirs.
     """
     results = [jax.ShapeDtypeStruct(logits.shape[:1], kind) for kind in (np.int32, np.float32)]
     given = (history, lengths, prompts, slots, slots, *(masks or ()))
-    tokens, mu = jax.ffi.ffi_call("jinfer_choose", results)(
-        logits, *_parameters(sampler, progress), *given
-    )
+    tokens, mu = jax.ffi.ffi_call("jinfer_choose", results)(logits, *parameters, *given)
     return tokens, mu
 
 
 def left(
     logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
+    parameters: Sequence[Array],
     history: Int[Array, "slots length"],
     slots: Int[Array, " rows"],
     lengths: Int[Array, " rows"],
@@ -59,7 +53,7 @@ def left(
     """What the stages leave of each row, whose number its parameters, progress and lengths have."""
     own = np.arange(logits.shape[0], dtype=np.int32)
     call = jax.ffi.ffi_call("jinfer_filter", jax.ShapeDtypeStruct(logits.shape, np.float32))
-    return call(logits, *_parameters(sampler, progress), history, lengths, prompts, own, slots)
+    return call(logits, *parameters, history, lengths, prompts, own, slots)
 
 
 def log_probabilities(
@@ -78,10 +72,3 @@ def log_probabilities(
     results = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
     own, ids, values = jax.ffi.ffi_call("jinfer_logprobs", results)(logits, tokens, wanted)
     return own, ids, values
-
-
-def _parameters(sampler: Sampler, progress: Progress) -> tuple[Any, ...]:
-    """In the order of `choose.cc`."""
-    numbers, counts, key, stages, ends, biased, biases, words, breakers = sampler
-    first = (numbers, counts, key, stages, ends, biased, biases, words, breakers)
-    return (*first, progress.drawn, progress.mu)

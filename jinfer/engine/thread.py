@@ -7,6 +7,7 @@ sink that a request brought along. So any number of threads, or an event loop, c
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from jinfer.engine.driver import Driver
 from jinfer.engine.engine import Engine
 from jinfer.engine.forward import Passes, Pause
 from jinfer.engine.generation import Generation, Usage
+from jinfer.engine.memory import trim
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import (
     ClosedError,
@@ -225,7 +227,7 @@ class _Loop:
         if self.started:
             self.inbox.put(None)
         else:
-            self.engine.release()
+            self._let_go()
 
     def run(self) -> None:
         """Until there is a None in the inbox."""
@@ -243,7 +245,16 @@ class _Loop:
         for work in self.jobs:
             work.fail(ClosedError(_CLOSED))
         self.jobs.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets the model go, and its memory with it."""
         self.engine.release()
+        # At any collection JAX lets go of what its threads have left, and of the host's arrays that
+        # its own were made of. Cycles of a model's own hold next to nothing, and a search of all
+        # objects would stop other models.
+        gc.collect(0)
+        trim()
 
     def _receive(self) -> bool:
         """Takes all messages; waits for one where there is nothing to do. False: the end."""

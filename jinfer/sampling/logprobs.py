@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from jinfer.cpu import choose
+from jinfer.ops import choosing
 from jinfer.sampling import order
 from jinfer.sampling.ranges import MAX_LOGPROBS
 
@@ -30,7 +30,7 @@ def log_probabilities(
     rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
     if order.called():
         every = jnp.ones(rows, jnp.bool_) if wanted is None else wanted
-        return choose.log_probabilities(logits, tokens, every, count)
+        return choosing.log_probabilities(logits, tokens, every, count)
     if wanted is None:
         return log_probabilities_reference(logits, tokens)
     shape = (rows, count)

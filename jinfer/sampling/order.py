@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jinfer.cpu import choose
-from jinfer.ops.backend import backend
+from jinfer.ops import choosing
 from jinfer.sampling.names import SAMPLERS, STAGES
 from jinfer.sampling.params import SamplingParams
 
@@ -66,7 +65,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 def called() -> bool:
     """Whether a custom call chooses tokens, and not operations of XLA."""
-    return backend() == "cpu" and choose.available()
+    return choosing.available()
 
 
 def stage_sets() -> tuple[tuple[str, ...], ...]:

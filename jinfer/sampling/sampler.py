@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt
 
-from jinfer.cpu import choose
+from jinfer.ops import choosing
 from jinfer.ops.greatest import argmax
 from jinfer.sampling import order, penalties, truncation
 from jinfer.sampling.chance import noise
@@ -76,9 +76,12 @@ def sample(
         A token and the progress of each row.
     """
     logits = logits.astype(jnp.float32)
-    given = (logits, sampler, progress, history, slots, lengths, prompt_lengths)
+    given = (history, slots, lengths, prompt_lengths)
     masks = None if mask is None or masked is None else (mask, masked)
-    tokens, mu = choose.choose(*given, masks) if order.called() else chosen(*given, masks, stages)
+    if order.called():
+        tokens, mu = choosing.choose(logits, (*sampler, *progress), *given, masks)
+    else:
+        tokens, mu = chosen(logits, sampler, progress, *given, masks, stages)
     return tokens, Progress(progress.drawn[slots] + 1, mu)
 
 
@@ -166,7 +169,8 @@ def filtered(
     """
     if order.called():
         tokens, slots, lengths, prompts = history
-        return choose.left(logits, sampler, progress, tokens, slots, lengths, prompts)
+        parameters = (*sampler, *progress)
+        return choosing.left(logits, parameters, tokens, slots, lengths, prompts)
     return filtered_reference(logits, sampler, progress, history, stages)
 
 

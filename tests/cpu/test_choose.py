@@ -22,7 +22,7 @@ LOGITS = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, VOCAB)), jnp.floa
 
 
 def chosen(logits: Any, rows: Batch, masks: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    tokens, mu = choose.choose(logits, *rows, masks)
+    tokens, mu = choose.choose(logits, (*rows.sampler, *rows.progress), *rows[2:], masks)
     return np.asarray(tokens), np.asarray(mu)
 
 
@@ -133,13 +133,5 @@ def test_any_size(vocab: int, isa: build.Isa) -> None:
     logits = jnp.asarray(np.random.default_rng(vocab).normal(0, 3, shape), jnp.float32)
     with build.lowered_isa(isa):
         tokens, _ = chosen(logits, rows)
-        left = choose.left(
-            logits,
-            rows.sampler,
-            rows.progress,
-            rows.history,
-            rows.slots,
-            rows.lengths,
-            rows.prompts,
-        )
+        left = choose.left(logits, (*rows.sampler, *rows.progress), *rows[2:])
     assert all(left[row, token] > -jnp.inf for row, token in enumerate(tokens))

@@ -232,7 +232,8 @@ def test_the_call_chooses_what_xla_chooses(kind: str, isa: build.Isa, both_ways:
     x, (wanted_tokens, wanted_mu), wanted = by_xla(kind)
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
     with build.lowered_isa(isa):
-        tokens, mu = choose.choose(jnp.asarray(x), *rows, None)
+        parameters = (*rows.sampler, *rows.progress)
+        tokens, mu = choose.choose(jnp.asarray(x), parameters, *rows[2:], None)
         left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)
     assert_allclose(mu, wanted_mu, atol=1e-4)
