@@ -7,7 +7,8 @@ built without one. `python -m jinfer.cpu` compiles it ahead of use, for a contai
 neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
-for x86-64; code in it may run only where `isa.h` says so. All others run on any CPU. The library
+for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself; code in it may run only
+where `isa.h` says so. All others run on any CPU. The library
 that `python -m jinfer.cpu` makes has all of them and so does not depend on the CPU that it was
 compiled on. The one that is made at first use has those of this machine alone, which takes half the
 time.
@@ -37,11 +38,11 @@ from jaxlib.version import __version__ as jaxlib_version
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu.cores import most_threads, usable_cores
 
-type Isa = Literal["portable", "avx2", "avx512"]
-ISAS: tuple[Isa, ...] = ("portable", "avx2", "avx512")  # the numbers of `isa.h`
+type Isa = Literal["portable", "avx2", "avxvnni", "avx512"]
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512")  # the numbers of `isa.h`
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
-LOWER = "JINFER_ISA"  # portable, avx2, avx512: no better instructions than these
+LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
 EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests need them
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
@@ -49,7 +50,13 @@ _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-_ISA_FLAGS = {"_avx2": _AVX2, "_avx512": (*_AVX512, "-mprefer-vector-width=512")}
+_ISA_FLAGS = {
+    "_avx2": _AVX2,
+    "_avxvnni": _AVX2,
+    "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
+}
+# Whose kernels a family has where it has none for these instructions.
+_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2"}
 _SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for one machine
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
@@ -144,7 +151,9 @@ def _own_isa() -> Isa | None:
         return None
     if not flags >= _AVX2_FLAGS:
         return "portable"
-    return "avx512" if flags >= _AVX512_FLAGS else "avx2"
+    if flags >= _AVX512_FLAGS:
+        return "avx512"
+    return "avxvnni" if "avx_vnni" in flags else "avx2"
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -216,10 +225,18 @@ def _is_x86() -> bool:
 
 
 def _sources(only: Isa | None = None) -> list[Path]:
-    wanted = {f"_{isa}" for isa in (ISAS if only is None else (only,))}
-    unwanted = {f"_{isa}" for isa in ISAS} - wanted | ({*_ISA_FLAGS} if not _is_x86() else set())
+    """Handlers, and of each family of kernels those for all instructions, or the best for some."""
     files = sorted(_FOLDER.glob("*.cc"))
-    return [path for path in files if not path.stem.endswith(tuple(unwanted))]
+    kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
+    if only is not None:
+        order = (_LOWER_ISA.get(only, only), only)
+        best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
+        wanted = {*best.values()}
+    else:
+        wanted = {path for isa in (ISAS if _is_x86() else ISAS[:1]) for path in kernels[isa]}
+    return [
+        path for path in files if path in wanted or not any(path in k for k in kernels.values())
+    ]
 
 
 def _extra() -> list[str]:
@@ -242,7 +259,10 @@ def key(only: Isa | None = None) -> str:
 
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
-    common = [*_FLAGS, *_extra(), *([f"-DJINFER_ONLY={only}"] if only else [])]
+    common = [*_FLAGS, *_extra()]
+    if only:
+        lower = _LOWER_ISA.get(only, only)
+        common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
 
     def compile_one(source: Path) -> str:

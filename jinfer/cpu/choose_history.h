@@ -34,9 +34,9 @@ class Marks {
   }
 
  private:
-  std::vector<int32_t>& marks_;
+  Array<int32_t>& marks_;
   const int64_t vocab_;
-  std::vector<int32_t> used_;
+  Array<int32_t> used_;
 };
 
 // The token so many places before the end, 1 for the last; -1: there is none.
@@ -90,7 +90,9 @@ void dry(Left& left, const Request& request) {
   const Ids &history = request.history, &breakers = request.breakers;
   const int64_t start = window_start(history, request.counts[kDryPenaltyLastN]);
   const auto breaks = [&](int32_t id) {
-    return std::find(breakers.ids, breakers.ids + breakers.count, id) != breakers.ids + breakers.count;
+    bool found = false;
+    for (int64_t i = 0; i < breakers.count; ++i) found |= breakers.ids[i] == id;
+    return found;
   };
   int64_t most = 0;  // tokens at the end that a match can go through
   while (most < MAX_MATCH && most < history.count - start) {
@@ -119,7 +121,7 @@ void dry(Left& left, const Request& request) {
 
 // How an n-gram model of the sequence would predict candidates, smoothed: from the longest context to
 // none, each takes a share of the rest.
-void predict(Left& left, const Request& request, const std::vector<int32_t>& candidates,
+void predict(Left& left, const Request& request, const Array<int32_t>& candidates,
              float* predicted) {
   const Ids& history = request.history;
   const int32_t n = request.counts[kFsdN];
@@ -159,8 +161,8 @@ void fsd(Left& left, const Request& request) {
   const float* const x = left.x();
   const int64_t count = std::min(MAX_CANDIDATES, left.count);
   const float most = greatest_of(x, left.count);
-  const std::vector<int64_t> best = likeliest(x, left.count, count);
-  std::vector<int32_t> candidates;
+  const Array<int64_t> best = likeliest(x, left.count, count);
+  Array<int32_t> candidates;
   for (const int64_t i : best) candidates.push_back(left.id(i));
 
   const int64_t pool = counts[kFsdPool] ? counts[kFsdPool] : left.vocab;

@@ -10,6 +10,10 @@
 namespace jinfer {
 namespace {
 
+void fill(float* to, int64_t count, float with) {
+  for (int64_t i = 0; i < count; ++i) to[i] = with;
+}
+
 // Numbers that are allowed and not -inf.
 void begin(Left& left, const uint32_t* mask) {
   if (mask) {
@@ -101,7 +105,7 @@ Choice choose(const float* logits, int64_t vocab, const Request& request, float*
   scratch.hold(vocab);
   Left left{scratch, vocab, vocab};
   if (has_odd(logits, vocab)) {  // nothing can be said of the rest
-    if (result) std::fill(result, result + vocab, NAN);
+    if (result) fill(result, vocab, NAN);
     return {static_cast<int32_t>(vocab - 1), request.mu};
   }
   memcpy(left.x(), logits, 4 * vocab);
@@ -126,7 +130,7 @@ Choice choose(const float* logits, int64_t vocab, const Request& request, float*
     choice.mu -= request.numbers[kMirostatEta] * error;
   }
   if (result) {
-    std::fill(result, result + vocab, -INFINITY);
+    fill(result, vocab, -INFINITY);
     for (int64_t i = 0; i < left.count; ++i) result[left.id(i)] = left.x()[i];
   }
   return choice;
@@ -139,12 +143,11 @@ float log_probabilities(const float* logits, int64_t vocab, int32_t token, int64
   Left left{scratch, vocab, vocab};
   memcpy(left.x(), logits, 4 * vocab);
   if (has_odd(logits, vocab)) {
-    std::iota(ids, ids + count, 0);
-    std::fill(top, top + count, NAN);
+    for (int32_t i = 0; i < count; ++i) ids[i] = i, top[i] = NAN;
     return NAN;
   }
   log_softmax(left, left.x());
-  std::vector<int64_t> best = likeliest(left.x(), vocab, count);
+  Array<int64_t> best = likeliest(left.x(), vocab, count);
   for (int64_t i = 0; i < count; ++i) {
     ids[i] = static_cast<int32_t>(best[i]);
     top[i] = left.x()[best[i]];

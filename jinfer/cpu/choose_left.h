@@ -3,14 +3,31 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <numeric>
+#include <new>
 #include <vector>
 
 #include "lanes.h"
 
 namespace jinfer {
 namespace {
+
+// Arrays of types of this file's own: a linker takes one of all functions of one name, and one of
+// std::vector<float> that was compiled for these instructions may not be taken for another file's. For
+// the same reason there are loops here in the place of std::fill and the like.
+template <class T>
+struct Own {
+  using value_type = T;
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T))); }
+  void deallocate(T* from, size_t) { ::operator delete(from); }
+  bool operator==(const Own&) const { return true; }
+  bool operator!=(const Own&) const { return false; }
+};
+template <class T>
+using Array = std::vector<T, Own<T>>;
+
+struct Falling {
+  bool operator()(float a, float b) const { return a > b; }
+};
 
 // Whether a lane is at least, or above, another vector's.
 inline bool any(Ints which) {
@@ -39,9 +56,9 @@ inline void vectors(const float* x, int64_t count, float rest, F f) {
 
 // A thread's own memory, of the greatest vocabulary that it has seen.
 struct Scratch {
-  std::vector<float> x, weights, keys, parts;
-  std::vector<int32_t> ids;
-  std::vector<int32_t> marks;  // a number for each token; all are 0 between two uses
+  Array<float> x, weights, keys, parts;
+  Array<int32_t> ids;
+  Array<int32_t> marks;  // a number for each token; all are 0 between two uses
 
   void hold(int64_t vocab) {
     if (static_cast<int64_t>(x.size()) >= vocab) return;
@@ -116,7 +133,7 @@ inline float mapped(const float* x, int64_t count, float* y, F f) {
 
 // A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
 // vectors has one. -inf where there are not as many lanes.
-inline float bound(const float* keys, int64_t count, int64_t wanted, std::vector<float>& lanes) {
+inline float bound(const float* keys, int64_t count, int64_t wanted, Array<float>& lanes) {
   constexpr int64_t RUN = 32;  // vectors
   lanes.clear();
   for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
@@ -126,12 +143,12 @@ inline float bound(const float* keys, int64_t count, int64_t wanted, std::vector
     for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
   }
   if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
-  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), std::greater<>());
+  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), Falling());
   return lanes[wanted - 1];
 }
 
 // The keys that are at least this.
-inline void reaching(const float* keys, int64_t count, float least, std::vector<float>& found) {
+inline void reaching(const float* keys, int64_t count, float least, Array<float>& found) {
   found.clear();
   vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
     if (!any(v >= all(least))) return;
@@ -142,23 +159,24 @@ inline void reaching(const float* keys, int64_t count, float least, std::vector<
 
 // The key that is number `place` from the greatest, 1 to count.
 inline float at_place(const float* keys, int64_t count, int64_t place) {
-  thread_local std::vector<float> found;
+  thread_local Array<float> found;
   reaching(keys, count, bound(keys, count, place, found), found);
-  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), std::greater<>());
+  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), Falling());
   return found[place - 1];
 }
 
 // Where the greatest keys are, the greatest first, of equal ones the first; `wanted` is 1 to count.
-inline std::vector<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted) {
+inline Array<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted) {
   const float least = at_place(keys, count, wanted);
-  std::vector<int64_t> best;
+  Array<int64_t> best;
   vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
     if (!any(v >= all(least))) return;
     for (int64_t lane = 0; lane < std::min<int64_t>(LANES, count - i); ++lane)
       if (v[lane] >= least) best.push_back(i + lane);
   });
-  std::stable_sort(best.begin(), best.end(),
-                   [&](int64_t a, int64_t b) { return keys[a] > keys[b]; });
+  std::sort(best.begin(), best.end(), [&](int64_t a, int64_t b) {
+    return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);
+  });
   best.resize(wanted);
   return best;
 }
@@ -170,7 +188,7 @@ inline std::vector<int64_t> likeliest(const float* keys, int64_t count, int64_t 
 // that some dozens reach, since these mostly are enough.
 inline float weighing(float* keys, float* weights, int64_t count, float mass) {
   constexpr int64_t FEW = 64;
-  thread_local std::vector<float> spare;
+  thread_local Array<float> spare;
   mass = std::max(mass, 1e-30f);  // without a bound a tiny mass would keep not even the first
   float pivot = bound(keys, count, FEW, spare);
   while (count > FEW) {
@@ -199,11 +217,11 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
     count = kept;
     float some[9];
     for (int i = 0; i < 9; ++i) some[i] = keys[count * (2 * i + 1) / 18];
-    std::nth_element(some, some + 4, some + 9);
+    std::nth_element(some, some + 4, some + 9, Falling());
     pivot = some[4];
   }
   int64_t order[FEW];
-  std::iota(order, order + count, 0);
+  for (int64_t i = 0; i < count; ++i) order[i] = i;
   std::sort(order, order + count, [&](int64_t a, int64_t b) { return keys[a] > keys[b]; });
   float sum = 0;
   for (int64_t i = 0; i < count; ++i)
@@ -224,7 +242,9 @@ inline void sort_falling(float* x, int64_t count, float* spare) {
     for (int64_t i = 0; i < count; ++i) ++places[(key(x[i]) >> shift & 2047) + 1];
     for (int i = 0; i < 2048; ++i) places[i + 1] += places[i];
     for (int64_t i = 0; i < count; ++i) spare[places[key(x[i]) >> shift & 2047]++] = x[i];
-    std::swap(x, spare);
+    float* const sorted = spare;
+    spare = x;
+    x = sorted;
   }
   memcpy(spare, x, 4 * count);  // three times: what was the spare one is the caller's
 }

@@ -137,10 +137,10 @@ void xtc(Left& left, const Request& request) {
 // How many of the likeliest would surprise by mu bits on average if they followed Zipf's law.
 int32_t zipf_k(Left& left, float mu) {
   constexpr int64_t FITTED = 100;
-  thread_local std::vector<float> best;
+  thread_local Array<float> best;
   const int64_t some = std::min(FITTED, left.count);
   reaching(left.x(), left.count, at_place(left.x(), left.count, some), best);
-  std::sort(best.begin(), best.end(), std::greater<>());
+  std::sort(best.begin(), best.end(), Falling());
   float falls = 0, squares = 0;
   for (int64_t i = 1; i < some; ++i) {
     const float step = std::log((i + 1.0f) / i);

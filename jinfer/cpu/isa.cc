@@ -3,14 +3,27 @@
 #include <algorithm>
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace jinfer {
 namespace {
 
 std::atomic<int> isa_limit{static_cast<int>(Isa::avx512)};
 
+bool has_avxvnni() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+#else
+  return false;
+#endif
+}
+
 int detect() {
 #if defined(JINFER_ONLY)
-  return static_cast<int>(Isa::JINFER_ONLY);
+  return static_cast<int>(Isa::JINFER_ONLY_DOT);
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -22,7 +35,7 @@ int detect() {
       __builtin_cpu_supports("avx512vnni")) {
     return static_cast<int>(Isa::avx512);
   }
-  return static_cast<int>(Isa::avx2);
+  return static_cast<int>(has_avxvnni() ? Isa::avxvnni : Isa::avx2);
 #else
   return static_cast<int>(Isa::portable);
 #endif
@@ -35,7 +48,9 @@ Isa isa() {
 #if defined(JINFER_ONLY)
   return static_cast<Isa>(best);
 #else
-  return static_cast<Isa>(std::min(best, isa_limit.load(std::memory_order_relaxed)));
+  static const bool dot = has_avxvnni();
+  const Isa found = static_cast<Isa>(std::min(best, isa_limit.load(std::memory_order_relaxed)));
+  return found == Isa::avxvnni && !dot ? Isa::avx2 : found;
 #endif
 }
 

@@ -5,8 +5,9 @@ namespace jinfer {
 
 enum class Isa : int {
   portable = 0,
-  avx2 = 1,    // AVX2, FMA, F16C, BMI2
-  avx512 = 2,  // AVX-512 F, BW, VL, DQ, VNNI
+  avx2 = 1,     // AVX2, FMA, F16C, BMI2
+  avxvnni = 2,  // these and AVX-VNNI: dot products of bytes
+  avx512 = 3,   // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
 };
 
 // The best of this CPU that is not above the limit set by tests; of a library that was compiled for
@@ -15,16 +16,21 @@ Isa isa();
 
 }  // namespace jinfer
 
-// family_portable(), family_avx2() or family_avx512(), as isa() says.
+// family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
+// has kernels of its own for AVX-VNNI.
 #define JINFER_JOINED(family, isa) family##_##isa
 #define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)
 #if defined(JINFER_ONLY)
 #define JINFER_PICK(family) JINFER_JOIN(family, JINFER_ONLY)()
+#define JINFER_PICK_DOT(family) JINFER_JOIN(family, JINFER_ONLY_DOT)()
 #elif defined(__x86_64__)
-#define JINFER_PICK(family)                                                                   \
-  (::jinfer::isa() == ::jinfer::Isa::avx512 ? family##_avx512()                               \
-   : ::jinfer::isa() == ::jinfer::Isa::avx2 ? family##_avx2()                                 \
+#define JINFER_PICK(family)                                                                     \
+  (::jinfer::isa() >= ::jinfer::Isa::avx512 ? family##_avx512()                                 \
+   : ::jinfer::isa() >= ::jinfer::Isa::avx2 ? family##_avx2()                                   \
                                             : family##_portable())
+#define JINFER_PICK_DOT(family) \
+  (::jinfer::isa() == ::jinfer::Isa::avxvnni ? family##_avxvnni() : JINFER_PICK(family))
 #else
 #define JINFER_PICK(family) family##_portable()
+#define JINFER_PICK_DOT(family) family##_portable()
 #endif

@@ -75,7 +75,8 @@ struct LinearKernels {
 
 const LinearKernels& linear_portable();
 const LinearKernels& linear_avx2();
+const LinearKernels& linear_avxvnni();
 const LinearKernels& linear_avx512();
-inline const LinearKernels& linear_kernels() { return JINFER_PICK(linear); }
+inline const LinearKernels& linear_kernels() { return JINFER_PICK_DOT(linear); }
 
 }  // namespace jinfer

@@ -11,7 +11,11 @@ struct Vector {
   static constexpr int L = 8;
   static constexpr int kRows = 4;             // of activations at a time
   static constexpr int kGroups = 2;           // row groups of a panel at a time
+#if defined(JINFER_AVXVNNI)
+  static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
+#else
   static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
+#endif
   using I = __m256i;
   using F = __m256;
 
@@ -47,6 +51,13 @@ struct Vector {
   static I mask(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
   static I either(I a, I b) { return _mm256_or_si256(a, b); }
 
+#if defined(JINFER_AVXVNNI)
+  static constexpr int alike(int) { return 255; }
+  template <int most, bool minus, int steps>
+  static void dot(I& sum, I&, I codes, I x, int) {
+    sum = _mm256_dpbusd_avx_epi32(sum, codes, x);
+  }
+#else
   // Sums of two products have 16 bits: as many steps' as fit are added there before they get 32.
   static constexpr int alike(int most) {
     return most <= 16 ? 16 : most <= 64 ? 64 : most <= 127 ? 127 : 255;
@@ -81,6 +92,7 @@ struct Vector {
     asm("" : "+x"(v));
     return v;
   }
+#endif
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }

@@ -9,7 +9,12 @@ from jinfer.cpu import build
 
 def isas() -> list[build.Isa]:
     """What this machine can run."""
-    return list(build.ISAS[: build.ISAS.index(build.isa()) + 1]) if build.available() else []
+    return [isa for isa in build.ISAS if build.available() and _runs(isa)]
+
+
+def _runs(isa: build.Isa) -> bool:
+    with build.lowered_isa(isa):
+        return build.isa() == isa
 
 
 def _gelu_tanh(v: np.ndarray) -> np.ndarray:

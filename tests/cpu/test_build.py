@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jinfer.cpu import build, library_cache
@@ -198,6 +199,7 @@ def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("sse4_2 avx", "portable"),
         ("avx2 fma f16c", "portable"),
         ("avx2 bmi2 f16c fma", "avx2"),
+        ("avx2 bmi2 f16c fma avx_vnni", "avxvnni"),
         ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq", "avx2"),
         ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq avx512_vnni amx_int8", "avx512"),
         (None, None),
@@ -222,6 +224,9 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     assert os.environ.get(build.LOWER) or own == build.isa()
     assert {path.stem for path in build._sources(own)} < {path.stem for path in build._sources()}
     assert not any(path.stem.endswith("_portable") for path in build._sources("avx2"))
+    stems = {path.stem for path in build._sources("avxvnni")}
+    assert stems > {"linear_avxvnni", "rows_avx2"}
+    assert "linear_avx2" not in stems
     for variable in (build.EVERY, build.LOWER):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
@@ -251,3 +256,24 @@ def test_instructions_can_be_lowered(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         done = run("from jinfer.cpu import build; print(build.isa())", **{build.LOWER: "portable"})
     assert done.stdout.strip() == "portable"
+
+
+FASTER = [p for p in build._sources() if p.stem.endswith(("_avx2", "_avxvnni", "_avx512"))]
+
+
+@built
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists names")
+@pytest.mark.parametrize("source", FASTER, ids=lambda path: path.stem)
+def test_kernels_have_no_name_in_common(source: Path, tmp_path: Path) -> None:
+    """A linker takes one of all functions of a name, perhaps one for instructions that lack."""
+    flags = next(f for end, f in build._ISA_FLAGS.items() if source.stem.endswith(end))
+    compiler = [*build._compiler(), *build._FLAGS, *flags, "-I", jax.ffi.include_dir()]
+    out = tmp_path / "kernels.o"
+    subprocess.run([*compiler, "-c", str(source), "-o", str(out)], check=True)
+    names = subprocess.run(
+        ["nm", "-C", "--defined-only", "--extern-only", str(out)],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    found = [name.split(maxsplit=2)[2] for name in names]
+    assert [n for n in found if not n.startswith("DW.ref.")] == [f"jinfer::{source.stem}()"]
