@@ -89,19 +89,19 @@ struct Left {
     int32_t* const ids = scratch.ids.data();
     const bool whole = this->whole;
     int64_t kept = 0;
-    const auto take = [&](int64_t i) {
+    // Without a branch, which nobody could foresee: what is not kept is written over.
+    const auto look = [&](int64_t i) {
+      const bool keeps = keys[i] >= least;
       x[kept] = x[i];
-      ids[kept++] = whole ? static_cast<int32_t>(i) : ids[i];
+      ids[kept] = whole ? static_cast<int32_t>(i) : ids[i];
+      kept += keeps;
     };
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-      const Floats v = load(keys + i);
-      if (!any(v >= all(least))) continue;
-      for (int lane = 0; lane < LANES; ++lane)
-        if (v[lane] >= least) take(i + lane);
+      if (!any(load(keys + i) >= all(least))) continue;
+      for (int lane = 0; lane < LANES; ++lane) look(i + lane);
     }
-    for (; i < count; ++i)
-      if (keys[i] >= least) take(i);
+    for (; i < count; ++i) look(i);
     count = kept;
     this->whole = false;
   }
@@ -206,11 +206,13 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
     int64_t kept = 0;
     vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
       if (!any(higher ? v > p : v < p)) return;
-      for (int lane = 0; lane < LANES; ++lane)
-        if (higher ? v[lane] > pivot : v[lane] < pivot) {
-          weights[kept] = weights[i + lane];
-          keys[kept++] = v[lane];
-        }
+      const int64_t lanes = std::min<int64_t>(LANES, count - i);
+      for (int lane = 0; lane < lanes; ++lane) {  // without a branch, as above
+        const bool keeps = higher ? v[lane] > pivot : v[lane] < pivot;
+        weights[kept] = weights[i + lane];
+        keys[kept] = v[lane];
+        kept += keeps;
+      }
     });
     if (!higher && !kept) return pivot;  // rounding: all of them weigh less than was said
     if (!higher) mass -= reaching;
