@@ -132,15 +132,21 @@ class Worker:
 def compare(
     model: str, sides: Sequence[Side], rounds: int, tasks: Sequence[Task]
 ) -> dict[str, Any]:
-    """Measures every side on a model, taking turns; the first is what others are ratios to."""
+    """Measures every side on a model, taking turns; the first is what others are ratios to.
+
+    A checkout from before tokens were drawn here would measure greedy ones in their place: what a
+    side does not say that it knows is left out.
+    """
     workers: list[Worker] = []
-    rates: dict[str, dict[str, list[float]]] = {
-        task.name: {side.name: [] for side in sides} for task in tasks
-    }
-    memory = {}
     try:
         for side in sides:
             workers.append(Worker(side, model))
+        known = [worker.started.get("kinds", ("decode", "prefill")) for worker in workers]
+        unknown = [task for task in tasks if any(task.kind not in kinds for kinds in known)]
+        tasks = [task for task in tasks if task not in unknown]
+        rates: dict[str, dict[str, list[float]]] = {
+            task.name: {side.name: [] for side in sides} for task in tasks
+        }
         for task in tqdm(tasks, desc=Path(model).name, unit="task", leave=False, disable=None):
             for worker in workers:  # once unmeasured: programs compile, caches warm
                 worker.measure(task)
@@ -155,6 +161,7 @@ def compare(
         "model": model,
         "started": {worker.side.name: worker.started for worker in workers},
         "memory": memory,
+        "left_out": [task.name for task in unknown],
         "tasks": {name: summary(each, sides[0].name) for name, each in rates.items()},
     }
 
@@ -285,6 +292,8 @@ def _run(options: argparse.Namespace) -> int:
     print("what others did is not known here" if beside is None else str(beside))
     if len(sides) == 1:
         print("nothing to compare with: no Python with llama_cpp (--peer-python), no --beside")
+    if left_out := found[0]["left_out"]:
+        print(f"left out, because not every side knows it: {', '.join(left_out)}")
     print(table(found))
     if options.json:
         said = None if beside is None else {"cores": beside.cores, "stolen": beside.stolen}

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 PROMPT = 16  # tokens before decoding begins
 STEPS = 48  # tokens decoded in a measurement
 PROMPTS = 512  # tokens of prompts in one, which may be several: a short one takes 30 ms
+KINDS = ("decode", "sample", "prefill")  # what can be measured
 # How tokens are drawn where they are: as llama.cpp's own service does it where nobody says how.
 DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
@@ -151,7 +152,7 @@ def answer_tasks(start: Callable[[], Engine]) -> int:
     begun = time.time() - time.process_time()
     engine = start()
     engine.run(1, 1)
-    print(json.dumps({"seconds": time.time() - begun}), flush=True)
+    print(json.dumps({"seconds": time.time() - begun, "kinds": KINDS}), flush=True)
     for line in sys.stdin:
         kind, size = line.split()
         prompt, rows = (int(size), 1) if kind == "prefill" else (PROMPT, int(size))

@@ -1,7 +1,8 @@
-// The handlers of `jinfer_choose`, which chooses the next tokens of some sequences, of `jinfer_filter`,
-// which gives what they are chosen from, and of `jinfer_logprobs`.
+// The handlers of `jinfer_choose`, which chooses the next tokens of some sequences, and of
+// `jinfer_logprobs`.
 #include "choose.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -21,14 +22,20 @@ using Floats2 = ffi::BufferR2<ffi::F32>;
 using Ints1 = ffi::BufferR1<ffi::S32>;
 using Ints2 = ffi::BufferR2<ffi::S32>;
 
-// Of each request, with a row for it in every array; and of each row of logits which request's it is.
+// Arrays with a row for each request; for each row of logits its request (`owners`), and the row of
+// `history` that has the request's sequence (`slots`).
 struct Batch {
-  Floats2 logits, numbers, biases;
+  Floats2 logits, numbers;
+  Ints2 counts;
   ffi::BufferR2<ffi::U32> key;
-  Ints2 counts, stages, ends, biased, breakers, history;
+  Ints2 stages, ends, biased;
+  Floats2 biases;
   ffi::BufferR3<ffi::S32> bad_words;
-  Ints1 drawn, lengths, prompts, owners, slots;
+  Ints2 breakers;
+  Ints1 drawn;
   ffi::BufferR1<ffi::F32> mu;
+  Ints2 history;
+  Ints1 lengths, prompts, owners, slots;
   const uint32_t* mask = nullptr;  // [requests, words]
   const bool* masked = nullptr;    // [requests]
 
@@ -91,14 +98,25 @@ struct Batch {
   }
 };
 
-ffi::Error run(const char* name, ffi::ThreadPool& pool, Batch batch, ffi::RemainingArgs& masks,
-               int32_t* tokens, float* mu, float* left) {
-  const auto refuse = [&](const char* what) {
-    return ffi::Error::InvalidArgument(std::string(name) + ": " + what);
+// `left` has a row for each of the logits', or none where nobody wants to know.
+ffi::Error choose(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 counts,
+                  ffi::BufferR2<ffi::U32> key, Ints2 stages, Ints2 ends, Ints2 biased,
+                  Floats2 biases, ffi::BufferR3<ffi::S32> bad_words, Ints2 breakers, Ints1 drawn,
+                  ffi::BufferR1<ffi::F32> mu, Ints2 history, Ints1 lengths, Ints1 prompts,
+                  Ints1 owners, Ints1 slots, ffi::RemainingArgs masks,
+                  ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::F32> after,
+                  ffi::ResultBuffer<ffi::F32> left) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_choose: ") + what);
   };
+  Batch batch{logits,    numbers,  counts, key, stages,  ends,    biased,  biases, bad_words,
+              breakers,  drawn,    mu,     history,      lengths, prompts, owners, slots};
   if (const char* what = batch.wrong()) return refuse(what);
+  const int64_t rows = batch.rows(), vocab = batch.vocab(), requests = numbers.dimensions()[0];
+  if (!has_shape(*tokens, {rows}) || !has_shape(*after, {rows}) ||
+      !(has_shape(*left, {rows, vocab}) || has_shape(*left, {0, vocab})))
+    return refuse("the results are not one for each row");
   if (masks.size() != 0) {
-    const int64_t requests = batch.numbers.dimensions()[0];
     auto mask = masks.get<ffi::BufferR2<ffi::U32>>(0);
     auto masked = masks.get<ffi::BufferR1<ffi::PRED>>(1);
     if (mask.has_error() || masked.has_error() || masks.size() != 2 ||
@@ -107,48 +125,27 @@ ffi::Error run(const char* name, ffi::ThreadPool& pool, Batch batch, ffi::Remain
     batch.mask = mask->typed_data();
     batch.masked = masked->typed_data();
   }
-  const int64_t rows = batch.rows(), vocab = batch.vocab();
-  const float* const logits = batch.logits.typed_data();
-  std::vector<Request> requests;
-  bool greedy = !left;
-  for (int64_t row = 0; row < rows; ++row) {
-    requests.push_back(batch.request(row));
-    greedy = greedy && is_greedy(requests[row]);
-  }
-  if (greedy) {
-    greatest_of_rows(pool, logits, rows, vocab, tokens);
-    for (int64_t row = 0; row < rows; ++row) mu[row] = requests[row].mu;
+  const float* const x = logits.typed_data();
+  float* const whole = left->dimensions()[0] > 0 ? left->typed_data() : nullptr;
+  std::vector<Request> each;
+  for (int64_t row = 0; row < rows; ++row) each.push_back(batch.request(row));
+  // A single row's greatest logit may be looked for by several threads.
+  if (!whole && std::all_of(each.begin(), each.end(), is_greedy)) {
+    greatest_of_rows(pool, x, rows, vocab, tokens->typed_data());
+    for (int64_t row = 0; row < rows; ++row) after->typed_data()[row] = each[row].mu;
     return ffi::Error::Success();
   }
   parallel(pool, rows, 1 + rows * vocab / WORTH, [&](int64_t row) {
-    float* const own = left ? left + row * vocab : nullptr;
-    const Choice choice = choose_kernels().choose(logits + row * vocab, vocab, requests[row], own);
-    if (tokens) tokens[row] = choice.token, mu[row] = choice.mu;
+    const float* const own = x + row * vocab;
+    Choice choice{0, each[row].mu};
+    if (!whole && is_greedy(each[row]))
+      choice.token = index_of(row_kernels().greatest(own, vocab), vocab);
+    else
+      choice = choose_kernels().choose(own, vocab, each[row], whole ? whole + row * vocab : nullptr);
+    tokens->typed_data()[row] = choice.token;
+    after->typed_data()[row] = choice.mu;
   });
   return ffi::Error::Success();
-}
-
-#define JINFER_BATCH                                                                              \
-  Floats2 logits, Floats2 numbers, Ints2 counts, ffi::BufferR2<ffi::U32> key, Ints2 stages,       \
-      Ints2 ends, Ints2 biased, Floats2 biases, ffi::BufferR3<ffi::S32> bad_words,                \
-      Ints2 breakers, Ints1 drawn, ffi::BufferR1<ffi::F32> mu, Ints2 history, Ints1 lengths,      \
-      Ints1 prompts, Ints1 owners, Ints1 slots, ffi::RemainingArgs masks
-#define JINFER_GIVEN                                                                              \
-  Batch{logits,   numbers, biases, key,     counts,  stages, ends, biased,                        \
-        breakers, history, bad_words, drawn, lengths, prompts, owners, slots, mu}
-
-ffi::Error choose(ffi::ThreadPool pool, JINFER_BATCH, ffi::ResultBuffer<ffi::S32> tokens,
-                  ffi::ResultBuffer<ffi::F32> after) {
-  if (!has_shape(*tokens, {logits.dimensions()[0]}) || !has_shape(*after, {logits.dimensions()[0]}))
-    return ffi::Error::InvalidArgument("jinfer_choose: the results are not a number for each row");
-  return run("jinfer_choose", pool, JINFER_GIVEN, masks, tokens->typed_data(), after->typed_data(),
-             nullptr);
-}
-
-ffi::Error filter(ffi::ThreadPool pool, JINFER_BATCH, ffi::ResultBuffer<ffi::F32> left) {
-  if (!has_shape(*left, {logits.dimensions()[0], logits.dimensions()[1]}))
-    return ffi::Error::InvalidArgument("jinfer_filter: the result has not the shape of the logits");
-  return run("jinfer_filter", pool, JINFER_GIVEN, masks, nullptr, nullptr, left->typed_data());
 }
 
 // Of rows for which they are wanted; zeros for the others.
@@ -179,39 +176,33 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
   return ffi::Error::Success();
 }
 
-// The arguments that JINFER_BATCH names.
-auto batch_of(ffi::Binding<ffi::ExecutionStage::kExecute> binding) {
-  return std::move(binding)
-      .Ctx<ffi::ThreadPool>()
-      .Arg<Floats2>()
-      .Arg<Floats2>()
-      .Arg<Ints2>()
-      .Arg<ffi::BufferR2<ffi::U32>>()
-      .Arg<Ints2>()
-      .Arg<Ints2>()
-      .Arg<Ints2>()
-      .Arg<Floats2>()
-      .Arg<ffi::BufferR3<ffi::S32>>()
-      .Arg<Ints2>()
-      .Arg<Ints1>()
-      .Arg<ffi::BufferR1<ffi::F32>>()
-      .Arg<Ints2>()
-      .Arg<Ints1>()
-      .Arg<Ints1>()
-      .Arg<Ints1>()
-      .Arg<Ints1>()
-      .RemainingArgs();
-}
-
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jinfer_choose, jinfer::choose,
-    jinfer::batch_of(ffi::Ffi::Bind()).Ret<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::F32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_filter, jinfer::filter,
-                              jinfer::batch_of(ffi::Ffi::Bind()).Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_choose, jinfer::choose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<jinfer::Floats2>()              // logits
+                                  .Arg<jinfer::Floats2>()              // numbers
+                                  .Arg<jinfer::Ints2>()                // counts
+                                  .Arg<ffi::BufferR2<ffi::U32>>()      // key
+                                  .Arg<jinfer::Ints2>()                // stages
+                                  .Arg<jinfer::Ints2>()                // ends
+                                  .Arg<jinfer::Ints2>()                // biased
+                                  .Arg<jinfer::Floats2>()              // biases
+                                  .Arg<ffi::BufferR3<ffi::S32>>()      // bad_words
+                                  .Arg<jinfer::Ints2>()                // breakers
+                                  .Arg<jinfer::Ints1>()                // drawn
+                                  .Arg<ffi::BufferR1<ffi::F32>>()      // mu
+                                  .Arg<jinfer::Ints2>()                // history
+                                  .Arg<jinfer::Ints1>()                // lengths
+                                  .Arg<jinfer::Ints1>()                // prompts
+                                  .Arg<jinfer::Ints1>()                // owners
+                                  .Arg<jinfer::Ints1>()                // slots
+                                  .RemainingArgs()                     // mask, masked
+                                  .Ret<ffi::Buffer<ffi::S32>>()        // tokens
+                                  .Ret<ffi::Buffer<ffi::F32>>()        // mu after them
+                                  .Ret<ffi::Buffer<ffi::F32>>());      // left
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_logprobs, jinfer::logprobs,
                               ffi::Ffi::Bind()

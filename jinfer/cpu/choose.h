@@ -81,7 +81,7 @@ struct Request {
   const float* numbers;
   const int32_t* counts;
   const uint32_t* key;    // two words
-  const int32_t* stages;  // in the row's order, up to one that is none
+  const int32_t* stages;  // STAGES numbers: in the row's order, up to one that is none
   Ids ends, biased, breakers;
   const float* biases;  // of `biased`
   Ids bad_words;        // one after the other
@@ -99,8 +99,8 @@ struct Choice {
 };
 
 struct ChooseKernels {
-  // The token of a row of logits. Where `left` is not null, it becomes what the stages left of them,
-  // -inf for the rest.
+  // The token of a row of logits, the last one where there is something that is not a number. Where
+  // `left` is not null, it becomes what the stages left of them, -inf for the rest.
   Choice (*choose)(const float* logits, int64_t vocab, const Request& request, float* left);
   // The log-probability of a token, and those of the `count` likeliest ones, likeliest first.
   float (*log_probabilities)(const float* logits, int64_t vocab, int32_t token, int64_t count,
@@ -112,9 +112,11 @@ const ChooseKernels& choose_avx2();
 const ChooseKernels& choose_avx512();
 inline const ChooseKernels& choose_kernels() { return JINFER_PICK(choose); }
 
+inline bool is_stage(int32_t number) { return 0 <= number && number < STAGES; }
+
 // Whether a row wants its greatest logit as it is.
 inline bool is_greedy(const Request& request) {
-  return request.stages[0] >= STAGES && !request.counts[kDraws] && !request.counts[kMirostat] &&
+  return !is_stage(request.stages[0]) && !request.counts[kDraws] && !request.counts[kMirostat] &&
          !request.mask;
 }
 

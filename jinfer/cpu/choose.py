@@ -10,50 +10,51 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int
 
 from jinfer.cpu import build
 
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build.register("jinfer_choose", "jinfer_filter", "jinfer_logprobs")
+    return build.register("jinfer_choose", "jinfer_logprobs")
 
 
 def choose(
     logits: Float[Array, "rows vocab"],
     parameters: Sequence[Array],
     history: Int[Array, "slots length"],
+    lengths: Int[Array, " requests"],
+    prompts: Int[Array, " requests"],
+    owners: Int[Array, " rows"],
     slots: Int[Array, " rows"],
-    lengths: Int[Array, " slots"],
-    prompts: Int[Array, " slots"],
-    masks: tuple[UInt[Array, "slots words"], Bool[Array, " slots"]] | None,
-) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """The next token of each row, and mirostat's mu after it; see `jinfer.sampling.sampler.sample`.
+    masks: Sequence[Array] = (),
+    *,
+    left: bool = False,
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"], Float[Array, "some vocab"]]:
+    """The next token of each row; see `jinfer.sampling.sampler.sample`.
 
     Args:
         logits: float32.
-        parameters: of each slot: what `Sampler` and `Progress` have, in their order.
-        masks: a bit per token that is allowed, and which slots obey theirs.
+        parameters: of each request: what `Sampler` and `Progress` have, in their order.
+        history, lengths, prompts: tokens of sequences; of each request how many there are, and how
+            many of them were given.
+        owners, slots: of each row, its request and the row of `history` that has its sequence.
+        masks: of each request, a bit per token that is allowed, and whether it obeys them.
+        left: whether it is wanted what the stages leave of the logits.
+
+    Returns:
+        The tokens, mirostat's mu after them, and what is left, in no rows if that is not wanted.
     """
-    results = [jax.ShapeDtypeStruct(logits.shape[:1], kind) for kind in (np.int32, np.float32)]
-    given = (history, lengths, prompts, slots, slots, *(masks or ()))
-    tokens, mu = jax.ffi.ffi_call("jinfer_choose", results)(logits, *parameters, *given)
-    return tokens, mu
-
-
-def left(
-    logits: Float[Array, "rows vocab"],
-    parameters: Sequence[Array],
-    history: Int[Array, "slots length"],
-    slots: Int[Array, " rows"],
-    lengths: Int[Array, " rows"],
-    prompts: Int[Array, " rows"],
-) -> Float[Array, "rows vocab"]:
-    """What the stages leave of each row, whose number its parameters, progress and lengths have."""
-    own = np.arange(logits.shape[0], dtype=np.int32)
-    call = jax.ffi.ffi_call("jinfer_filter", jax.ShapeDtypeStruct(logits.shape, np.float32))
-    return call(logits, *parameters, history, lengths, prompts, own, slots)
+    rows, vocab = logits.shape
+    results = [
+        jax.ShapeDtypeStruct((rows,), np.int32),
+        jax.ShapeDtypeStruct((rows,), np.float32),
+        jax.ShapeDtypeStruct((rows if left else 0, vocab), np.float32),
+    ]
+    given = (*parameters, history, lengths, prompts, owners, slots, *masks)
+    tokens, mu, rest = jax.ffi.ffi_call("jinfer_choose", results)(logits, *given)
+    return tokens, mu, rest
 
 
 def log_probabilities(

@@ -37,9 +37,12 @@ inline void threefry(const uint32_t* key, W* x) {
   rounds(x, even, k2, k0, 5);
 }
 
+// The stages that have chance of their own; the numbers are those of chance.py.
+enum class Stream : uint32_t { token = 0, xtc = 1, random_fsd = 2 };
+
 // A number from 0 to below 1 for a stage's own decision, after `drawn` tokens.
-inline float chance(const uint32_t* key, uint32_t stream, int32_t drawn) {
-  uint32_t x[2] = {stream, static_cast<uint32_t>(drawn)};
+inline float chance(const uint32_t* key, Stream stream, int32_t drawn) {
+  uint32_t x[2] = {static_cast<uint32_t>(stream), static_cast<uint32_t>(drawn)};
   threefry(key, x);
   return static_cast<float>(x[0] >> 8) * 0x1p-24f;
 }

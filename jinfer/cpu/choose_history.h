@@ -1,18 +1,16 @@
 // The stages that look at the sequence so far: jinfer/sampling/{penalties,dry,fsd}.py.
 #pragma once
 
-#include <cfloat>
-
 #include "choose.h"
 #include "choose_chance.h"
 #include "choose_left.h"
+#include "choose_stages.h"
 
 namespace jinfer {
 namespace {
 
-constexpr int64_t MAX_MATCH = 128;      // DRY: longer repetitions count as this long
-constexpr int64_t MAX_CANDIDATES = 64;  // FSD
-constexpr int MAX_NGRAM = 8;
+constexpr int64_t MAX_MATCH = 128;                     // of dry.py
+constexpr int64_t MAX_CANDIDATES = 64, MAX_NGRAM = 8;  // of ranges.py
 
 // Numbers of tokens, for as long as one stage needs them.
 class Marks {
@@ -81,8 +79,9 @@ void penalties(Left& left, const Request& request) {
   for (int64_t i = 0; i < left.count; ++i) {
     const int32_t mark = marks[left.id(i)];
     if (!mark) continue;
-    x[i] = x[i] > 0 ? x[i] / factor : x[i] * factor;
-    x[i] = x[i] - frequency * static_cast<float>(mark / 2) - (mark > 1 ? presence : 0.0f);
+    const float scaled = x[i] > 0 ? x[i] / factor : x[i] * factor;
+    const float taken = frequency * static_cast<float>(mark / 2) + (mark > 1 ? presence : 0.0f);
+    x[i] = std::min(std::max(scaled - taken, -FLT_MAX), FLT_MAX);
   }
 }
 
@@ -115,7 +114,8 @@ void dry(Left& left, const Request& request) {
     const int32_t match = matches[left.id(i)], excess = match - request.counts[kDryAllowedLength];
     if (!match || excess < 0 || breaks(left.id(i))) continue;
     // Finite, so that a punished token is still likelier than a forbidden one.
-    x[i] -= std::min(multiplier * std::pow(base, static_cast<float>(excess)), 1e30f);
+    const float taken = std::min(multiplier * std::pow(base, static_cast<float>(excess)), 1e30f);
+    x[i] = std::max(x[i] - taken, -FLT_MAX);
   }
 }
 
@@ -133,7 +133,7 @@ void predict(Left& left, const Request& request, const Array<int32_t>& candidate
     const int32_t id = history.ids[i];
     if (id < 0) continue;
     const int32_t place = places.known(id) ? places[id] : 0;
-    for (int context = 0; context < MAX_NGRAM; ++context) {
+    for (int64_t context = 0; context < MAX_NGRAM; ++context) {
       if (context > i || (context && history.ids[i - context] != back(history, context))) break;
       ++followed[context];
       if (place) ++by[place - 1][context];
@@ -141,7 +141,8 @@ void predict(Left& left, const Request& request, const Array<int32_t>& candidate
   }
   for (size_t i = 0; i < candidates.size(); ++i) {
     float sum = 0, rest = 1;
-    for (int context = std::min(n, MAX_NGRAM) - 1; context >= 0 && history.count >= n - 1; --context) {
+    const int64_t longest = history.count >= n - 1 ? std::min<int64_t>(n, MAX_NGRAM) - 1 : -1;
+    for (int64_t context = longest; context >= 0; --context) {
       const float count = static_cast<float>(by[i][context]);
       if (!count) continue;
       const float times = static_cast<float>(followed[context]);
@@ -155,8 +156,9 @@ void predict(Left& left, const Request& request, const Array<int32_t>& candidate
 void fsd(Left& left, const Request& request) {
   const int32_t* const counts = request.counts;
   // Only random FSD draws at all, and leaves the choice to others by chance, for its first tokens.
+  const float u = chance(request.key, Stream::random_fsd, request.drawn);
   const bool now = request.drawn >= counts[kRandomFsdTokens] || !counts[kDraws] ||
-                   chance(request.key, 2, request.drawn) < request.numbers[kRandomFsdProbability];
+                   u < request.numbers[kRandomFsdProbability];
   if (!now) return;
   const float* const x = left.x();
   const int64_t count = std::min(MAX_CANDIDATES, left.count);
@@ -170,9 +172,7 @@ void fsd(Left& left, const Request& request) {
   if (counts[kFsdPool]) {
     for (int64_t i = 0; i < std::min(count, pool); ++i) total += std::exp(x[best[i]] - most);
   } else {
-    const Floats top = all(most);
-    total = mapped(x, left.count, left.scratch.weights.data(),
-                   [&](Floats v) { return exponential(v - top); });
+    total = weigh(left);
   }
   float predicted[MAX_CANDIDATES];
   predict(left, request, candidates, predicted);

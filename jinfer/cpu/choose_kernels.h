@@ -30,9 +30,7 @@ void begin(Left& left, const uint32_t* mask) {
     left.whole = false;
     return;
   }
-  Floats least = all(INFINITY);
-  vectors(left.x(), left.count, INFINITY, [&](int64_t, Floats v) { least = v < least ? v : least; });
-  if (-highest(-least)[0] == -INFINITY) left.keep(-FLT_MAX);
+  left.drop_infinite();
 }
 
 void run(Stage stage, Left& left, const Request& request) {
@@ -59,15 +57,15 @@ void run(Stage stage, Left& left, const Request& request) {
 
 // The first of the greatest, with noise where the request draws.
 int64_t greatest(Left& left, const Request& request) {
-  constexpr float MOST_NOISE = 16;  // -log(-log(1 - 2^-23)) is 15.9
+  constexpr float MOST_NOISE = 16;  // -log(-log(1 - 2^-23)) is 15.9,
+  constexpr float LEAST_NOISE = 5;  // and with the least number 2^-126 -4.5
   const float* x = left.x();
   if (request.counts[kDraws]) {
-    uint32_t key[2] = {0, static_cast<uint32_t>(request.drawn)};
+    uint32_t key[2] = {static_cast<uint32_t>(Stream::token), static_cast<uint32_t>(request.drawn)};
     threefry(request.key, key);
     float* const scores = left.scratch.keys.data();
-    float most = -INFINITY;
     // A lower bound of what wins spares most tokens their noise.
-    most = greatest_of(x, left.count) - 5.0f;
+    float most = greatest_of(x, left.count) - LEAST_NOISE;
     Words place;
     for (int lane = 0; lane < LANES; ++lane) place[lane] = lane;
     vectors(x, left.count, -INFINITY, [&](int64_t i, Floats v) {
@@ -93,7 +91,7 @@ int64_t greatest(Left& left, const Request& request) {
   return at;
 }
 
-// Whether there is something that is not a number, or infinite.
+// Whether there is something that is not a number, or the infinite one.
 bool has_odd(const float* logits, int64_t vocab) {
   Ints odd = {};
   vectors(logits, vocab, 0, [&](int64_t, Floats v) { odd |= ~(v <= all(FLT_MAX)); });
@@ -109,14 +107,11 @@ Choice choose(const float* logits, int64_t vocab, const Request& request, float*
     return {static_cast<int32_t>(vocab - 1), request.mu};
   }
   memcpy(left.x(), logits, 4 * vocab);
-  const int32_t* stage = request.stages;
-  if (*stage == kRulesStage) {
-    rules(left.x(), vocab, request);
-    ++stage;
-  }
+  int i = request.stages[0] == kRulesStage;
+  if (i) rules(left.x(), vocab, request);
   begin(left, request.mask);
-  for (; left.count && 0 <= *stage && *stage < STAGES; ++stage)
-    run(static_cast<Stage>(*stage), left, request);
+  for (; left.count && i < STAGES && is_stage(request.stages[i]); ++i)
+    run(static_cast<Stage>(request.stages[i]), left, request);
 
   Choice choice{0, request.mu};
   float logit = -INFINITY;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <new>
 #include <vector>
@@ -29,7 +30,7 @@ struct Falling {
   bool operator()(float a, float b) const { return a > b; }
 };
 
-// Whether a lane is at least, or above, another vector's.
+// Whether a comparison holds in any lane.
 inline bool any(Ints which) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)which);
@@ -73,7 +74,8 @@ struct Scratch {
   }
 };
 
-// Numbers in order of their tokens, none of which is -inf.
+// Numbers in order of their tokens, all of them finite: what is -inf is dropped, and nothing makes
+// another number infinite. Else sums and orders of them might not be.
 struct Left {
   Scratch& scratch;
   const int64_t vocab;
@@ -107,6 +109,7 @@ struct Left {
   }
 
   void keep(float least) { keep(x(), least); }
+  void drop_infinite();
 };
 
 inline float greatest_of(const float* x, int64_t count) {
@@ -115,20 +118,30 @@ inline float greatest_of(const float* x, int64_t count) {
   return highest(most)[0];
 }
 
+inline float least_of(const float* x, int64_t count) {
+  Floats least = all(INFINITY);
+  vectors(x, count, INFINITY, [&](int64_t, Floats v) { least = v < least ? v : least; });
+  return -highest(-least)[0];
+}
+
+// What is -inf.
+inline void Left::drop_infinite() {
+  if (least_of(x(), count) == -INFINITY) keep(-FLT_MAX);
+}
+
 inline float sum_of(const float* x, int64_t count) {
   Floats sum[4] = {};
   vectors(x, count, 0, [&](int64_t i, Floats v) { sum[i / LANES % 4] += v; });
   return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// y = f(x), vector by vector, and the sum of that.
+// y = f(x), vector by vector.
 template <class F>
-inline float mapped(const float* x, int64_t count, float* y, F f) {
+inline void map(const float* x, int64_t count, float* y, F f) {
   vectors(x, count, 0, [&](int64_t i, Floats v) {
     v = f(v);
     memcpy(y + i, &v, 4 * std::min<int64_t>(LANES, count - i));
   });
-  return sum_of(y, count);
 }
 
 // A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
@@ -200,8 +213,8 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
       reach[i / LANES % 2] += v >= p ? w : Floats{};
       above[i / LANES % 2] += v > p ? w : Floats{};
     });
-    const float reaching = total(reach[0] + reach[1]), over = total(above[0] + above[1]);
-    if (over < mass && reaching >= mass) return pivot;
+    const float reached = total(reach[0] + reach[1]), over = total(above[0] + above[1]);
+    if (over < mass && reached >= mass) return pivot;
     const bool higher = over >= mass;
     int64_t kept = 0;
     vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
@@ -215,7 +228,7 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
       }
     });
     if (!higher && !kept) return pivot;  // rounding: all of them weigh less than was said
-    if (!higher) mass -= reaching;
+    if (!higher) mass -= reached;
     count = kept;
     float some[9];
     for (int i = 0; i < 9; ++i) some[i] = keys[count * (2 * i + 1) / 18];

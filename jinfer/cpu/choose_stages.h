@@ -1,8 +1,6 @@
 // The stages that look at nothing but numbers: jinfer/sampling/{temperature,truncation,mirostat}.py.
 #pragma once
 
-#include <cfloat>
-
 #include "choose.h"
 #include "choose_chance.h"
 #include "choose_left.h"
@@ -15,37 +13,34 @@ constexpr float LN2 = 0.6931471805599453f;
 void divide(Left& left, float scale) {
   const Floats most = all(greatest_of(left.x(), left.count));
   const Floats by = all(std::max(scale, 1e-37f));
-  mapped(left.x(), left.count, left.x(), [&](Floats v) { return (v - most) / by; });
-  if (scale < 1e-3f) left.keep(-FLT_MAX);  // quotients may be beyond what there is
+  map(left.x(), left.count, left.x(), [&](Floats v) { return (v - most) / by; });
+  left.drop_infinite();  // quotients beyond what there is
 }
 
 // `scratch.weights` become probabilities in units of the greatest, of which this is the sum.
 float weigh(Left& left) {
   const Floats most = all(greatest_of(left.x(), left.count));
   float* const weights = left.scratch.weights.data();
-  return mapped(left.x(), left.count, weights, [&](Floats v) { return exponential(v - most); });
+  map(left.x(), left.count, weights, [&](Floats v) { return exponential(v - most); });
+  return sum_of(weights, left.count);
 }
 
 // `to` becomes logarithms of probabilities, which may be the numbers themselves.
 void log_softmax(Left& left, float* to) {
   const Floats most = all(greatest_of(left.x(), left.count));
   const Floats total = all(std::log(weigh(left)));
-  mapped(left.x(), left.count, to, [&](Floats v) { return v - most - total; });
+  map(left.x(), left.count, to, [&](Floats v) { return v - most - total; });
 }
 
-// In nats; `scratch.keys` become logarithms of probabilities, `scratch.weights` these themselves.
+// In nats; `scratch.keys` become logarithms of probabilities.
 float entropy(Left& left) {
-  auto& [x, weights, keys, parts, ids, marks] = left.scratch;
-  log_softmax(left, keys.data());
-  mapped(keys.data(), left.count, weights.data(), exponential);
-  vectors(keys.data(), left.count, 0, [&, p = weights.data(), to = parts.data()](int64_t i, Floats v) {
-    Floats w = {};
-    const int64_t count = std::min<int64_t>(LANES, left.count - i);
-    memcpy(&w, p + i, 4 * count);
-    const Floats part = w > Floats{} ? w * v : Floats{};
-    memcpy(to + i, &part, 4 * count);
+  float *const keys = left.scratch.keys.data(), *const parts = left.scratch.parts.data();
+  log_softmax(left, keys);
+  map(keys, left.count, parts, [](Floats v) {
+    const Floats p = exponential(v);
+    return p > Floats{} ? p * v : Floats{};
   });
-  return -sum_of(parts.data(), left.count);
+  return -sum_of(parts, left.count);
 }
 
 void dynatemp(Left& left, float scale, float spread, float exponent) {
@@ -61,9 +56,9 @@ void top_n_sigma(Left& left, float n) {
   const float mean = sum_of(left.x(), left.count) / left.count;
   float* const squares = left.scratch.parts.data();
   const Floats m = all(mean);
-  const float sum =
-      mapped(left.x(), left.count, squares, [&](Floats v) { return (v - m) * (v - m); });
-  left.keep(greatest_of(left.x(), left.count) - n * std::sqrt(sum / left.count));
+  map(left.x(), left.count, squares, [&](Floats v) { return (v - m) * (v - m); });
+  const float deviation = std::sqrt(sum_of(squares, left.count) / left.count);
+  left.keep(greatest_of(left.x(), left.count) - n * deviation);
 }
 
 void top_k(Left& left, int32_t k) {
@@ -77,7 +72,7 @@ void tfs_z(Left& left, float share) {
   sort_falling(sorted, count, left.scratch.parts.data());
   const float total = weigh(left), most = sorted[0];
   float* const p = left.scratch.weights.data();
-  mapped(sorted, count, p, [&](Floats v) { return exponential(v - most) / total; });
+  map(sorted, count, p, [&](Floats v) { return exponential(v - most) / total; });
   // What was dropped has no probability, and ends the curve as what there is would.
   const auto at = [&](int64_t i) { return i < count ? p[i] : 0.0f; };
   const int64_t places = std::min(count, left.vocab - 2);
@@ -92,12 +87,13 @@ void tfs_z(Left& left, float share) {
 
 void typical_p(Left& left, float share) {
   const float expected = entropy(left);
-  float* const keys = left.scratch.keys.data();
-  mapped(keys, left.count, keys, [&](Floats v) {
+  float *const keys = left.scratch.keys.data(), *const weights = left.scratch.weights.data();
+  float* const again = left.scratch.parts.data();
+  map(keys, left.count, weights, exponential);
+  map(keys, left.count, keys, [&](Floats v) {
     v += expected;
     return v < Floats{} ? v : -v;
   });
-  float *const again = left.scratch.parts.data(), *const weights = left.scratch.weights.data();
   memcpy(again, keys, 4 * left.count);
   const float mass = share * sum_of(weights, left.count);
   left.keep(keys, weighing(again, weights, left.count, mass));
@@ -121,7 +117,7 @@ void top_a(Left& left, float share) {
 }
 
 void xtc(Left& left, const Request& request) {
-  if (chance(request.key, 1, request.drawn) >= request.numbers[kXtcProbability]) return;
+  if (chance(request.key, Stream::xtc, request.drawn) >= request.numbers[kXtcProbability]) return;
   const float total = weigh(left), threshold = request.numbers[kXtcThreshold];
   float* const p = left.scratch.weights.data();
   float least = INFINITY;
@@ -130,7 +126,7 @@ void xtc(Left& left, const Request& request) {
     if (p[i] >= threshold) least = std::min(least, p[i]);
   }
   if (least == INFINITY) return;
-  mapped(p, left.count, p, [](Floats v) { return -v; });
+  map(p, left.count, p, [](Floats v) { return -v; });
   left.keep(p, -least);
 }
 
@@ -156,6 +152,7 @@ int32_t zipf_k(Left& left, float mu) {
 
 void mirostat(Left& left, int32_t version, float mu) {
   log_softmax(left, left.x());
+  left.drop_infinite();
   if (version == 1) return top_k(left, zipf_k(left, mu));
   left.keep(std::min(greatest_of(left.x(), left.count), -LN2 * mu));
 }

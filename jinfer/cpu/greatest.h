@@ -9,8 +9,12 @@
 
 namespace jinfer {
 
-// The first index of each row's greatest number, the last index where one is not a number. A row may
-// be cut: what is greatest does not depend on where.
+// The index of a row's greatest number, the last one where there is something that is not a number.
+inline int32_t index_of(const Greatest& found, int64_t size) {
+  return static_cast<int32_t>(found.missing ? size - 1 : found.at);
+}
+
+// That of each row. A row may be cut: what is greatest does not depend on where.
 inline void greatest_of_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
                              int32_t* at) {
   constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece, of another thread
@@ -30,7 +34,7 @@ inline void greatest_of_rows(ffi::ThreadPool& pool, const float* x, int64_t rows
       if (found[i].value > most.value) most = found[i];
       most.missing = missing;
     }
-    at[row] = static_cast<int32_t>(most.missing ? size - 1 : most.at);
+    at[row] = index_of(most, size);
   }
 }
 

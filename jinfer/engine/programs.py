@@ -20,10 +20,9 @@ from jax import Array
 
 from jinfer.engine import state as states
 from jinfer.engine.chosen import MAX_COPIES, MAX_STEPS
-from jinfer.engine.compilation import aside, surroundings
+from jinfer.engine.compilation import aside, compiled, surroundings
 from jinfer.engine.executables import dumped, loaded, reader
 from jinfer.engine.maps import check_maps
-from jinfer.engine.memory import trim
 from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
 from jinfer.ops import addresses
@@ -169,9 +168,9 @@ class Programs:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
         if self.shelf is None or content == NOTHING:
-            return reader(_compiled(lowered))
+            return reader(compiled(lowered))
         with aside():
-            program = _compiled(lowered)
+            program = compiled(lowered)
         # One that cannot be used as it is kept is left to JAX's cache from now on.
         self.shelf.put(key, NOTHING if content else dumped(program) or NOTHING)
         return reader(program)
@@ -354,13 +353,6 @@ class Programs:
     def _eval(self, shape: Shape) -> tuple[Any, ...]:
         function, _, arguments = self._function(shape)
         return function, *arguments
-
-
-def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    program = lowered.compile()
-    # Of a dozen programs' compilers glibc would keep as much as 200 MiB that are free.
-    trim()
-    return program
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

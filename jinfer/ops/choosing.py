@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jinfer.cpu import choose as cpu
-from jinfer.cpu.choose import choose, left, log_probabilities
+from jinfer.cpu.choose import choose, log_probabilities
 from jinfer.ops.backend import backend
 
-__all__ = ["available", "choose", "left", "log_probabilities"]
+__all__ = ["available", "choose", "log_probabilities"]
 
 
 def available() -> bool:

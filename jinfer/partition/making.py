@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jinfer.engine import follow, steps
 from jinfer.engine import state as states
 from jinfer.engine.chosen import MAX_COPIES
+from jinfer.engine.compilation import compiled
 from jinfer.engine.places import Places, placed
 from jinfer.engine.programs import Shape, Sizes
 from jinfer.engine.verify import Nodes, planted, walk
@@ -303,7 +304,7 @@ class Making:
             if not where.here:
                 return Made(_elsewhere, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
-        return Made(lowered.compile(), lowered.out_info)
+        return Made(compiled(lowered), lowered.out_info)
 
     def _cache(self, stage: Stage) -> Any:
         """The abstract pools of all of a stage's devices."""

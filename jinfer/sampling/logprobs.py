@@ -8,7 +8,6 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from jinfer.ops import choosing
-from jinfer.sampling import order
 from jinfer.sampling.ranges import MAX_LOGPROBS
 
 type LogProbabilities = tuple[
@@ -28,7 +27,7 @@ def log_probabilities(
     """
     logits = logits.astype(jnp.float32)
     rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
-    if order.called():
+    if choosing.available():
         every = jnp.ones(rows, jnp.bool_) if wanted is None else wanted
         return choosing.log_probabilities(logits, tokens, every, count)
     if wanted is None:

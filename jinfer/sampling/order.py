@@ -63,11 +63,6 @@ def is_plain(params: SamplingParams) -> bool:
     return set(chain(params)) <= set(PLAIN)
 
 
-def called() -> bool:
-    """Whether a custom call chooses tokens, and not operations of XLA."""
-    return choosing.available()
-
-
 def stage_sets() -> tuple[tuple[str, ...], ...]:
     """The stages that programs are made with: those of plain requests first, all of them last."""
-    return (STAGES,) if called() else (PLAIN, STAGES)
+    return (STAGES,) if choosing.available() else (PLAIN, STAGES)

@@ -57,7 +57,9 @@ def penalties(x: Logits, turn: Turn) -> Logits:
     factor = sampler.number("repetition_penalty")[:, None]
     x = jnp.where(seen, jnp.where(x > 0, x / factor, x * factor), x)
     x = x - sampler.number("frequency_penalty")[:, None] * written.astype(jnp.float32)
-    return x - jnp.where(written > 0, sampler.number("presence_penalty")[:, None], 0.0)
+    x = x - jnp.where(written > 0, sampler.number("presence_penalty")[:, None], 0.0)
+    # A tiny repetition penalty makes a logit larger than there are numbers; its place stays.
+    return jnp.minimum(x, jnp.finfo(jnp.float32).max)
 
 
 def masked(

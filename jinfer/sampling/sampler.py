@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.ops import choosing
 from jinfer.ops.greatest import argmax
-from jinfer.sampling import order, penalties, truncation
+from jinfer.sampling import penalties, truncation
 from jinfer.sampling.chance import noise
 from jinfer.sampling.dry import dry
 from jinfer.sampling.fsd import fsd
@@ -76,41 +76,24 @@ def sample(
         A token and the progress of each row.
     """
     logits = logits.astype(jnp.float32)
-    given = (history, slots, lengths, prompt_lengths)
-    masks = None if mask is None or masked is None else (mask, masked)
-    if order.called():
-        tokens, mu = choosing.choose(logits, (*sampler, *progress), *given, masks)
+    masks = () if mask is None or masked is None else (mask, masked)
+    if choosing.available():
+        sequences = (history, lengths, prompt_lengths, slots, slots)
+        tokens, mu, _ = choosing.choose(logits, (*sampler, *progress), *sequences, masks)
     else:
-        tokens, mu = chosen(logits, sampler, progress, *given, masks, stages)
+
+        def drawn() -> tuple[Array, Array]:
+            own = Sampler(*(part[slots] for part in sampler))
+            past = History(history, slots, lengths[slots], prompt_lengths[slots])
+            rows = Progress(*(part[slots] for part in progress))
+            return _drawn(_allowed(logits, mask, masked, slots), own, rows, past, stages)
+
+        # Where every row wants its greatest logit nothing else is computed, and no parameters are
+        # gathered: for 8 rows of 49k logits that is a fifth of the time.
+        bound = jnp.bool_(False) if mask is None or masked is None else masked
+        greedy = jnp.all((_greedy(sampler) & ~bound)[slots])
+        tokens, mu = lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), drawn)
     return tokens, Progress(progress.drawn[slots] + 1, mu)
-
-
-def chosen(
-    logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
-    history: Int[Array, "slots length"],
-    slots: Int[Array, " rows"],
-    lengths: Int[Array, " slots"],
-    prompt_lengths: Int[Array, " slots"],
-    masks: tuple[UInt[Array, "slots words"], Bool[Array, " slots"]] | None = None,
-    stages: Sequence[str] = STAGES,
-) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """Tokens, and mirostat's mu after them, in XLA's operations; arguments as of `sample`.
-
-    Where every row wants its greatest logit nothing else is computed, and no parameters are
-    gathered: for 8 rows of 49k logits that is a fifth of the time.
-    """
-
-    def drawn() -> tuple[Array, Array]:
-        own = Sampler(*(part[slots] for part in sampler))
-        past = History(history, slots, lengths[slots], prompt_lengths[slots])
-        rows = Progress(*(part[slots] for part in progress))
-        return _drawn(_allowed(logits, masks, slots), own, rows, past, stages)
-
-    bound = jnp.bool_(False) if masks is None else masks[1]
-    greedy = jnp.all((_greedy(sampler) & ~bound)[slots])
-    return lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), drawn)
 
 
 def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
@@ -121,14 +104,15 @@ def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
 
 def _allowed(
     logits: Float[Array, "rows vocab"],
-    masks: tuple[UInt[Array, "slots words"], Bool[Array, " slots"]] | None,
+    mask: UInt[Array, "slots words"] | None,
+    masked: Bool[Array, " slots"] | None,
     slots: Int[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    if masks is None:
+    if mask is None or masked is None:
         return logits
-    mask, masked = masks[0], masks[1][slots]
+    obey = masked[slots]
     return lax.cond(
-        jnp.any(masked), lambda x: penalties.masked(x, mask, slots, masked), lambda x: x, logits
+        jnp.any(obey), lambda x: penalties.masked(x, mask, slots, obey), lambda x: x, logits
     )
 
 
@@ -140,7 +124,7 @@ def _drawn(
     stages: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
-    left = filtered_reference(logits, sampler, progress, past, stages)
+    left = filtered(logits, sampler, progress, past, stages)
     tokens = lax.cond(
         jnp.any(sampler.whole("draws") > 0),
         lambda: argmax(noisy(left, sampler, progress)),
@@ -163,30 +147,19 @@ def filtered(
 ) -> Float[Array, "rows vocab"]:
     """What the stages leave: logits to draw from, -inf for what is never drawn.
 
+    In XLA's operations in each round the stage runs that is first in the default order among those
+    that rows need next, on all these rows. So a stage runs once where all orders agree, and every
+    order is possible in one program that has each stage once.
+
     Args:
         sampler, progress, history: of each row.
         stages: those that the program has; no row may need another (`order.stage_sets`).
     """
-    if order.called():
+    if choosing.available():
         tokens, slots, lengths, prompts = history
-        parameters = (*sampler, *progress)
-        return choosing.left(logits, parameters, tokens, slots, lengths, prompts)
-    return filtered_reference(logits, sampler, progress, history, stages)
-
-
-def filtered_reference(
-    logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
-    history: History,
-    stages: Sequence[str] = STAGES,
-) -> Float[Array, "rows vocab"]:
-    """The same in XLA's operations.
-
-    In each round the stage runs that is first in the default order among those that rows need
-    next, on all these rows. So a stage runs once where all orders agree, and every order is
-    possible in one program that has each stage once.
-    """
+        own = jnp.arange(logits.shape[0], dtype=jnp.int32)
+        sequences = (tokens, lengths, prompts, own, slots)
+        return choosing.choose(logits, (*sampler, *progress), *sequences, left=True)[2]
     functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
     which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
     function_of = jnp.array(which, jnp.int32)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jinfer.engine.compilation import compiled
 from jinfer.engine.maps import check_maps
 from jinfer.engine.programs import Program, Programs, Shape
 from jinfer.engine.state import State
@@ -56,7 +57,7 @@ class PlacedPrograms(Programs):
                 lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=there), arguments
             )
             lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
-        return lowered.compile()
+        return compiled(lowered)
 
     def place(self, names: Sequence[str], values: Any) -> Any:
         """A parameter, in NumPy's arrays, on the device."""

@@ -21,9 +21,12 @@ ROWS = batch(params(temperature=0.8, top_k=5), params(), vocab=VOCAB)
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, VOCAB)), jnp.float32)
 
 
-def chosen(logits: Any, rows: Batch, masks: Any = None) -> tuple[np.ndarray, np.ndarray]:
-    tokens, mu = choose.choose(logits, (*rows.sampler, *rows.progress), *rows[2:], masks)
-    return np.asarray(tokens), np.asarray(mu)
+def chosen(logits: Any, rows: Batch, masks: Any = (), left: bool = False) -> list[np.ndarray]:
+    """Tokens, mu, and what is left."""
+    sequences = (rows.history, rows.lengths, rows.prompts, rows.slots, rows.slots)
+    parameters = (*rows.sampler, *rows.progress)
+    made = choose.choose(logits, parameters, *sequences, masks, left=left)
+    return [np.asarray(part) for part in made]
 
 
 def in_sampler(**parts: Any) -> Batch:
@@ -65,7 +68,7 @@ def test_masks_that_do_not_fit_are_refused(words: int) -> None:
 def test_what_is_no_number_leads_to_the_last_token(odd: float, isa: build.Isa) -> None:
     logits = LOGITS.at[0, 17].set(odd)
     with build.lowered_isa(isa):
-        tokens, _ = chosen(logits, ROWS)
+        tokens, *_ = chosen(logits, ROWS)
         assert tokens[0] == VOCAB - 1
         assert tokens[1] == chosen(LOGITS, ROWS)[0][1]
 
@@ -114,7 +117,7 @@ def test_noise_is_that_of_the_seed(seed: int, isa: build.Isa) -> None:
     drawn = jnp.arange(1000, dtype=jnp.int32)
     rows = rows.with_progress(rows.progress._replace(drawn=drawn))
     with build.lowered_isa(isa):
-        tokens, _ = chosen(jnp.zeros((1000, vocab)), rows)
+        tokens, *_ = chosen(jnp.zeros((1000, vocab)), rows)
     assert np.array_equal(tokens, jnp.argmax(noise(rows.sampler.key, drawn, vocab), axis=-1))
 
 
@@ -132,6 +135,40 @@ def test_any_size(vocab: int, isa: build.Isa) -> None:
     shape = (len(made), vocab)
     logits = jnp.asarray(np.random.default_rng(vocab).normal(0, 3, shape), jnp.float32)
     with build.lowered_isa(isa):
-        tokens, _ = chosen(logits, rows)
-        left = choose.left(logits, (*rows.sampler, *rows.progress), *rows[2:])
+        tokens, _, left = chosen(logits, rows, left=True)
     assert all(left[row, token] > -jnp.inf for row, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("penalty", [1e-38, 100.0])
+@pytest.mark.parametrize("scale", [1.0, 50.0, 1e36])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": VOCAB - 5}, {"top_p": 0.9}, {"typical_p": 0.9}, {"tfs_z": 0.9}, {"min_p": 0.1},
+        {"top_n_sigma": 1.0}, {"dynatemp_range": 0.5}, {"mirostat": 1}, {"mirostat": 2},
+        {"xtc_probability": 1.0}, {"strategy": "fsd"}, {"top_a": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_penalties_beyond_what_numbers_there_are(
+    fields: dict[str, Any], scale: float, penalty: float, isa: build.Isa
+) -> None:
+    """A logit that is divided by next to nothing stays a number, and its token the likeliest."""
+    row = params(temperature=0.01, repetition_penalty=penalty, **fields)
+    seen = list(range(40))
+    rows = batch(row, past=[seen], vocab=VOCAB)
+    logits = np.random.default_rng(1).normal(0, 1, (1, VOCAB)) * scale
+    logits[0, seen] = np.abs(logits[0, seen]) + 60
+    with build.lowered_isa(isa):
+        tokens, mu, left = chosen(jnp.asarray(logits, jnp.float32), rows, left=True)
+    assert left[0, tokens[0]] > -np.inf
+    assert np.isfinite(mu).all()
+    assert not np.isnan(left).any()
+    assert (tokens[0] in seen) == (penalty < 1)
+
+
+def test_a_greedy_row_is_as_alone_whatever_its_logits() -> None:
+    logits = LOGITS.at[1, 9].set(jnp.inf)
+    alone = batch(params(), vocab=VOCAB)
+    assert chosen(logits, ROWS)[0][1] == chosen(logits[1:], alone)[0][0] == 9

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.sampling import order
+from jinfer.ops import choosing
 from jinfer.sampling.history import History
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler, progress_row, sampler_row
@@ -35,7 +35,7 @@ class Jitted:
     @property
     def program(self) -> Any:
         """The one of what chooses now; see the fixture `both_ways`."""
-        return self._programs[order.called()]
+        return self._programs[choosing.available()]
 
 
 SAMPLE = Jitted(sample)

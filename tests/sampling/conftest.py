@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jinfer.sampling import order
+from jinfer.ops import choosing
 
 
 @pytest.fixture(scope="module", params=["call", "xla"])
@@ -12,7 +12,7 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[str]:
     """What chooses the tokens, for a whole file."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "xla":
-            patch.setattr(order, "called", lambda: False)
-        elif not order.called():
+            patch.setattr(choosing, "available", lambda: False)
+        elif not choosing.available():
             pytest.skip("no custom calls")
         yield request.param

@@ -10,15 +10,16 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.cpu import build, choose
+from jinfer.cpu import build
+from jinfer.ops import choosing
 from jinfer.sampling.history import History
 from jinfer.sampling.names import SAMPLERS
 from jinfer.sampling.order import PLAIN, chain, is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.sampler import chosen, filtered_reference, sample
+from jinfer.sampling.sampler import sample
 from tests.cpu.helpers import isas
-from tests.sampling.batches import FILTER, Batch, Jitted, batch, params
+from tests.sampling.batches import FILTER, SAMPLE, Batch, Jitted, batch, params
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -207,35 +208,45 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
     assert isinstance(row.sampler, Sampler)
 
 
-@cache
-def by_xla(kind: str) -> tuple[np.ndarray, Any, Any]:
-    """Logits for all strategies; tokens and mirostat's mu; what is left."""
-    seeds = list(range(len(ALL)))
-    x = logits_of(seeds, 0, VOCAB).astype(np.float32)
+KINDS = ["plain", "ties", "forbidden", "flat", "huge"]
+
+
+def logits_of_kind(kind: str) -> np.ndarray:
+    """For all strategies."""
+    x = logits_of(list(range(len(ALL))), 0, VOCAB).astype(np.float32)
     if kind == "ties":
-        x = np.round(x)
-    elif kind == "forbidden":
+        return np.round(x)
+    if kind == "forbidden":
         x[:, ::3] = -np.inf
     elif kind == "flat":
         x[:] = 1.5
-    rows = Run(ALL, seeds, VOCAB).rows
-    given = jnp.asarray(x)
-    left = filtered_reference(given, rows.sampler, rows.progress, rows.past)
-    return x, chosen(given, *rows), np.asarray(left)
+    elif kind == "huge":
+        x *= 1e30
+    return x
+
+
+@cache
+def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mirostat's mu, and what is left."""
+    x, rows = jnp.asarray(logits_of_kind(kind)), Run(ALL, list(range(len(ALL))), VOCAB).rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "available", lambda: False)
+        tokens, progress = SAMPLE(x, *rows)
+        left = FILTER(x, rows.sampler, rows.progress, rows.past)
+    return np.asarray(tokens), np.asarray(progress.mu), np.asarray(left)
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("kind", ["plain", "ties", "forbidden", "flat"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_call_chooses_what_xla_chooses(kind: str, isa: build.Isa, both_ways: str) -> None:
     if both_ways == "xla":
         pytest.skip("once is enough")
-    x, (wanted_tokens, wanted_mu), wanted = by_xla(kind)
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
+    x, (wanted_tokens, wanted_mu, wanted) = jnp.asarray(logits_of_kind(kind)), by_xla(kind)
     with build.lowered_isa(isa):
-        parameters = (*rows.sampler, *rows.progress)
-        tokens, mu = choose.choose(jnp.asarray(x), parameters, *rows[2:], None)
+        tokens, progress = SAMPLE(x, *rows)
         left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)
-    assert_allclose(mu, wanted_mu, atol=1e-4)
+    assert_allclose(progress.mu, wanted_mu, rtol=1e-5, atol=1e-4)
     assert np.array_equal(left > -np.inf, wanted > -np.inf)
     assert_allclose(left, wanted, rtol=2e-5, atol=1e-5)

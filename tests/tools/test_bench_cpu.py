@@ -78,8 +78,10 @@ def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "    print('{\"rate\": 0.001}', flush=True)\n"
         "print('{\"rss\": 1}')\n"
     )
-    assert main([str(MODEL), *SMALL, "--beside", str(tmp_path / "old")]) == 0
+    assert main([str(MODEL), "--only", "sample1", *SMALL, "--beside", str(tmp_path / "old")]) == 0
     printed = capfd.readouterr().out
+    assert "left out, because not every side knows it: sample 1\n" in printed
+    assert "| sample 1 |" not in printed
     assert "| | jinfer tokens/s (of the bandwidth) | jinfer in old tokens/s | ratio" in printed
     assert re.search(r"^\| decode 1 \| .* \| 0\.0 \(0%\) \| \d{4,}\.\d\d \(", printed, re.MULTILINE)
 
