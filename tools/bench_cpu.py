@@ -1,9 +1,11 @@
 """Speed on a CPU, alone or beside others: `python -m tools.bench_cpu MODEL.gguf... [--json FILE]`.
 
 Beside llama.cpp, where a Python has it (`--peer-python`), and beside another checkout of jinfer
-(`--beside`). All load the same file, each in a process of its own that waits while another works;
-they take turns, and a ratio is the median of the ratios of the rounds, because the machine's speed
-changes from minute to minute but hardly within a round. Everyone gets the cores of this process's
+(`--beside`). All load the same file, or llama.cpp what it makes of it in types of its own
+(`--peer-type Q4_K_M`, beside `--set quantization.weights=q4`: what equal quality costs either),
+each in a process of its own that waits while another works; they take turns, and a ratio is the
+median of the ratios of the rounds, because the machine's speed changes from minute to minute but
+hardly within a round. Everyone gets the cores of this process's
 affinity, so that `taskset -c 0` measures one core.
 
 A decoding step reads all weights once. What that comes to, beside what the machine's memory was
@@ -18,8 +20,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from jinfer.cpu.cores import usable_cores
 from jinfer.opening.recognize import open_source
 
 from .command import run
-from .llama_peer import answer_tasks, command
+from .llama_peer import answer_tasks, ask, command
 from .machine import counters, machine, others, read_rate
 from .perplexity import parse_flat
 from .timed_engine import TimedEngine
@@ -71,12 +74,14 @@ class Side:
         command: what starts it, but for the model and what follows that.
         options: what follows the model.
         folder: a checkout that it is to run from.
+        model: what it loads, if not what all do.
     """
 
     name: str
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
     folder: Path | None = None
+    model: str | None = None
 
 
 class Worker:
@@ -88,7 +93,7 @@ class Worker:
         found = {} if root is None else {"PYTHONPATH": str(root)}
         self.side = side
         self.process = subprocess.Popen(
-            [*side.command, model, *side.options],
+            [*side.command, side.model or model, *side.options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,7 +130,7 @@ class Worker:
         with self.process:
             status = self.process.wait()
         hint = "; --peer-python has to name a Python with llama-cpp-python"
-        hint = hint if self.side.name == PEER else ""
+        hint = hint if self.side.name.startswith(PEER) else ""
         raise OSError(f"{self.side.name} ended without an answer (status {status}){hint}")
 
 
@@ -256,6 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="TASK", choices=_words(),
         help=f"only this: {', '.join(_words())}")  # fmt: skip
     add("--peer-python", metavar="FILE", help="a Python that has llama_cpp (this one, if it has)")
+    add("--peer-type", action="append", default=[], metavar="TYPE",
+        help="what llama.cpp makes of the model, as Q4_K_M; may be repeated")  # fmt: skip
     add("--beside", type=Path, metavar="CHECKOUT", help="also measure jinfer as it is there")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--json", metavar="FILE", help="write the results as JSON too")
@@ -275,12 +282,14 @@ def _positive(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     models = [_file(model) for model in options.models]
-    sides = _sides(options)
     tasks = [t for t in TASKS if not options.only or t.name.replace(" ", "") in options.only]
     before, bandwidth, results = counters(), read_rate(usable_cores()), []
-    stored = not any(text.startswith(("quantization", "dtype")) for text in options.set)
+    changed = any(text.startswith(("quantization", "dtype")) for text in options.set)
+    stored = not (changed or options.peer_type)
     for model in models:
-        result = compare(model, sides, options.rounds, tasks)
+        with tempfile.TemporaryDirectory() as folder:
+            sides = _sides(options, model, Path(folder))
+            result = compare(model, sides, options.rounds, tasks)
         bandwidth = max(bandwidth, read_rate(usable_cores()))
         results.append((result, step_bytes(model) if stored else None))
     for result, read in results:
@@ -290,7 +299,7 @@ def _run(options: argparse.Namespace) -> int:
     print(json.dumps(machine()))
     print(f"the memory gives {bandwidth / 1e9:.1f} GB/s to {usable_cores()} cores")
     print("what others did is not known here" if beside is None else str(beside))
-    if len(sides) == 1:
+    if len(found[0]["started"]) == 1:
         print("nothing to compare with: no Python with llama_cpp (--peer-python), no --beside")
     if left_out := found[0]["left_out"]:
         print(f"left out, because not every side knows it: {', '.join(left_out)}")
@@ -310,20 +319,32 @@ def _file(source: str) -> str:
     return str(path.resolve())
 
 
-def _sides(options: argparse.Namespace) -> list[Side]:
-    """Who takes part, ourselves first."""
+def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[Side]:
+    """Who takes part, ourselves first.
+
+    Args:
+        folder: for what llama.cpp makes of the model.
+    """
     python, passed = sys.executable, tuple(word for text in options.set for word in ("--set", text))
     own = (python, "-P", "-m", "jinfer", "bench", "cpu", "--worker", OWN)
     sides = [Side(OWN, own, passed)]
     peer = options.peer_python or (python if find_spec("llama_cpp") else None)
+    if options.peer_type and not peer:
+        raise OSError("--peer-type: no Python with llama_cpp makes it; name one by --peer-python")
     if peer:
-        sides.append(Side(PEER, tuple(command(peer)), (str(usable_cores()),)))
+        theirs = Side(PEER, tuple(command(peer)), (str(usable_cores()),))
+        for kind in options.peer_type:
+            made = str(folder / f"{kind}.gguf")
+            ask(peer, {"quantize": [model, made, kind]})
+            sides.append(replace(theirs, name=f"{PEER} {kind}", model=made))
+        if not options.peer_type:
+            sides.append(theirs)
     if options.beside:
-        folder = options.beside.resolve()
-        if not (folder / "tools" / "bench_cpu.py").is_file():
+        other = options.beside.resolve()
+        if not (other / "tools" / "bench_cpu.py").is_file():
             raise OSError(f"--beside {options.beside}: is no checkout of jinfer")
         there = (python, "-m", "tools.bench_cpu", "--worker", OWN)
-        sides.append(Side(f"{OWN} in {folder.name}", there, passed, folder))
+        sides.append(Side(f"{OWN} in {other.name}", there, passed, other))
     return sides
 
 

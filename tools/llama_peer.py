@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,14 @@ DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 def command(python: str, *arguments: str) -> list[str]:
     """What runs this file in a Python; -P, because beside it lie files named as Python's own."""
     return [python, "-P", os.path.abspath(__file__), *arguments]
+
+
+def ask(python: str, request: dict[str, Any]) -> None:
+    """Lets llama.cpp do something, in its own process. Raises `OSError` with what it says."""
+    asked = json.dumps(request)
+    done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr else "llama.cpp ended")
 
 
 class Llama:

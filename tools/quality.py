@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize import Method
 
 from .command import run
-from .llama_peer import command
+from .llama_peer import ask
 from .perplexity import Window, perplexity, summary, text_windows
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
@@ -156,25 +155,17 @@ def peer_rows(
     with tempfile.TemporaryDirectory() as folder:
         for name in types:
             model, out = str(Path(folder) / f"{name}.gguf"), str(Path(folder) / "scores.npz")
-            _ask(python, {"quantize": [gguf, model, name]})
+            ask(python, {"quantize": [gguf, model, name]})
             request = {"model": model, "length": max(len(part.ids) for part in parts),
                        "windows": [[list(part.ids), part.first] for part in parts],
                        "with_logits": 2, "out": out}  # fmt: skip
-            _ask(python, {"score": request})
+            ask(python, {"score": request})
             with np.load(out) as found:
                 score = summary(found["losses"], len(parts))
                 apart, same = divergence(found["logits"], wanted.logits)
                 bits = 8 * float(found["size"]) / matrices
             Path(model).unlink()
             yield Row("llama.cpp", name, bits, None, score.value, score.error, apart, same)
-
-
-def _ask(python: str, request: dict[str, Any]) -> None:
-    """Lets llama.cpp do something, in its own process."""
-    asked = json.dumps(request)
-    done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr else "llama.cpp ended")
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -23,6 +23,7 @@ from jinfer.engine.chosen import MAX_COPIES, MAX_STEPS
 from jinfer.engine.compilation import aside, compiled, surroundings
 from jinfer.engine.executables import dumped, loaded, reader
 from jinfer.engine.maps import check_maps
+from jinfer.engine.memory import trim
 from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
 from jinfer.ops import addresses
@@ -162,6 +163,7 @@ class Programs:
         key = "" if self.shelf is None else self._key(shape)
         content = None if self.shelf is None else self.shelf.get(key)
         if content and (program := loaded(content)) is not None:
+            trim()  # reading one takes twice the memory that it keeps
             return program
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:

@@ -112,6 +112,37 @@ def test_a_peer_that_is_none(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--peer-python has to name a Python with llama-cpp-python" in errors[-1]
 
 
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
+def test_a_peer_with_a_type_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured with what it has made of the model: here ten bytes."""
+    (tmp_path / "llama_cpp.py").write_text(
+        "from ctypes import Structure\n"
+        "LLAMA_FTYPE_MOSTLY_Q4_K_M, llama_log_set, llama_backend_init = 15, print, print\n"
+        "llama_model_quantize_default_params = type('P', (Structure,), {'_fields_': []})\n"
+        "def llama_model_quantize(source, out, parameters):\n"
+        "    open(out, 'wb').write(bytes(10))\n"
+        "    return 0\n"
+        "def __getattr__(name):\n"
+        "    import os, sys\n"
+        "    sys.stderr.write(f'asked of {os.path.getsize(sys.argv[1])} bytes\\n')\n"
+        "    sys.exit(2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    types = ("--peer-python", sys.executable, "--peer-type", "Q4_K_M")
+    assert main([str(MODEL), *SMALL, *types]) == 2
+    errors = capfd.readouterr().err.splitlines()
+    assert errors[0] == "asked of 10 bytes"
+    assert errors[-1].startswith("error: llama.cpp Q4_K_M ended without an answer")
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
+def test_a_type_without_a_peer(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), *SMALL, "--peer-type", "Q4_K_M"]) == 2
+    assert "--peer-type: no Python with llama_cpp makes it" in capfd.readouterr().err
+
+
 def test_the_worker_of_before_is_still_understood() -> None:
     """Another version of jinfer, measuring beside this one, starts it so."""
     options = bench_cpu._parser().parse_args(["--worker", "jinfer", "m.gguf", "--set", "a=1"])
