@@ -97,7 +97,7 @@ def test_golden_blocks(goldens: Path) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_any_bytes_mean_what_they_decode_to(name: str) -> None:
     block = ggml.BLOCKS[name].values
-    wide = st.sampled_from([None, 8, 16] if block == 256 else [None, 1, 4, 16])
+    wide = st.sampled_from([None, 8, 16, 32] if block == 256 else [None, 1, 4, 16, 32])
 
     @settings(max_examples=15)
     @given(st.integers(1, 40), st.integers(1, 12), wide, st.integers(0, 99))
