@@ -3,6 +3,7 @@
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
 from jinfer.opening.sources import SourceError
+from jinfer.ops.switches import SwitchError
 from jinfer.sampling.errors import ConstraintError
 from jinfer.spec.errors import SpecError
 from jinfer.template import TemplateError
@@ -17,6 +18,7 @@ USER_ERRORS = (
     RequestError,
     SourceError,
     SpecError,
+    SwitchError,
     TemplateError,
     TokenizerError,
 )

@@ -12,6 +12,7 @@ slice [rows, 2 G] of weights out of them; its other factor is `arranged`:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 CODES = 8  # of a byte's strip: what bits bytes hold
+SUPER = 256  # weights that share a step and a floor
+# What the kernels read; of two-level formats, where a code is one weight.
+BLOCKS: tuple[int, ...] = (32, 64, 128)
+TWO_LEVEL_BLOCKS: tuple[int, ...] = (16, 32)
 
 
 class Piece(NamedTuple):
@@ -71,16 +76,23 @@ PIECES: dict[int, list[tuple[Piece, ...]]] = {
 class Packed:
     """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of their blocks.
 
-    A weight of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base.
-    With 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 weights; x is the weight of half 0
-    of its superblock, y that of half 1.
+    A weight of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base,
+    or scale * codebook[q]. With 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 weights; x
+    is the weight of half 0 of its superblock, y that of half 1.
+
+    In a two-level format, as GGUF's K-quants are, scale = s * step and base = m * floor, with s and
+    m integers of the block, step and floor of 256 weights.
 
     Attributes:
         words: uint32 [*stack, outputs, superblocks, bits, 1, G], G = 32, or 16 where p = 2.
-        scales: float16 [*stack, outputs, superblocks, 1, S, numbers], S = 32 * G * p / block.
+        scales: [*stack, outputs, superblocks, 1, S, numbers], S = 32 * G * p / block: scale and
+            base in float16, or s and m in int8.
         levels: values that a weight can take: 4, 8, 11, 16, 32, 64 or 256.
-        block: weights that share a scale: 32, 64 or 128.
+        block: weights that share a scale: 32, 64 or 128; 16 or 32 in a two-level format.
         inputs: without the zeros that fill the last superblock.
+        steps: float16 [*stack, outputs, superblocks, 1, 4, numbers], step and floor, or None.
+        codebook: the 16 values of codes of 4 bits, in -128..127, where blocks have no base; None:
+            codes are evenly spaced.
     """
 
     words: Any
@@ -88,6 +100,8 @@ class Packed:
     levels: int = field(metadata={"static": True})
     block: int = field(metadata={"static": True})
     inputs: int = field(metadata={"static": True})
+    steps: Any | None = None
+    codebook: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Refuses another layout than the kernels read, where the parts are arrays."""
@@ -95,16 +109,29 @@ class Packed:
             return
         rows, columns = self.words.shape[-2:]
         columns = columns // 2 if self.words.dtype == jnp.uint16 else columns
-        if (rows, columns) != (1, 32 // self.per_code) or self.block not in (32, 64, 128):
+        blocks = BLOCKS
+        if self.steps is not None:
+            blocks = TWO_LEVEL_BLOCKS if self.per_code == 1 else ()
+        if (rows, columns) != (1, 32 // self.per_code) or self.block not in blocks:
             raise ValueError(
                 f"words {self.words.shape}, blocks of {self.block}: the GPU kernels read tiles of "
-                f"one row and {32 // self.per_code} columns in blocks of 32, 64 or 128; repack them"
+                f"one row and {32 // self.per_code} columns in blocks of {blocks}; repack them"
+            )
+        if self.codebook is not None and not (self.symmetric and len(self.codebook) == 16):
+            raise ValueError(
+                f"{len(self.codebook)} values for {self.levels} levels: the GPU kernels look up 16 "
+                "values of blocks without a base"
             )
 
     @property
     def symmetric(self) -> bool:
         """Blocks have a scale and no base."""
         return int(self.scales.shape[-1]) == 1
+
+    @property
+    def parts(self) -> int:
+        """Blocks that a column's codes belong to: codes below 16 to the first of two."""
+        return 2 if self.block == 16 else 1
 
     @property
     def per_code(self) -> int:
@@ -139,10 +166,8 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of one matrix in memory."""
-        words = self.superblocks * self.bits * self.columns * 4
-        return self.outputs * (
-            words + self.superblocks * self.scales.shape[-2] * self.scales.shape[-1] * 2
-        )
+        arrays = [part for part in (self.words, self.scales, self.steps) if part is not None]
+        return sum(math.prod(part.shape[-5:]) * part.dtype.itemsize for part in arrays)
 
     def half_words(self) -> Array:
         """Words as uint16 [matrices, outputs, superblocks, bits, 2 G]."""
@@ -151,11 +176,23 @@ class Packed:
             words = lax.bitcast_convert_type(words, jnp.uint16)
         return words.reshape(-1, self.outputs, self.superblocks, self.bits, 2 * self.columns)
 
-    def numbers(self) -> Array:
-        """Scales and bases, in turn: float16 [matrices, outputs, superblocks, S * numbers]."""
-        return self.scales.reshape(
-            -1, self.outputs, self.superblocks, self.scales.shape[-2] * self.scales.shape[-1]
-        )
+    def numbers(self) -> tuple[Array, ...]:
+        """Numbers of blocks, each array [matrices, outputs, superblocks, numbers of a superblock].
+
+        Scales and bases in turn, in float16. In a two-level format the integers, and then steps and
+        floors in turn: a column has 1, 2 or 4 bytes of integers, which are a uint8, a uint16, or a
+        uint16 for each of its two blocks.
+        """
+        lead = (-1, self.outputs, self.superblocks)
+        if self.steps is None:
+            return (self.scales.reshape(*lead, math.prod(self.scales.shape[-2:])),)
+        size = math.prod(self.scales.shape[-2:])
+        if size == self.columns:
+            integers = lax.bitcast_convert_type(self.scales, jnp.uint8).reshape(*lead, size)
+        else:
+            pairs = self.scales.reshape(*lead, size // 2, 2)
+            integers = lax.bitcast_convert_type(pairs, jnp.uint16)
+        return integers, self.steps.reshape(*lead, math.prod(self.steps.shape[-2:]))
 
     def dequantize(self, dtype: Any = jnp.float32) -> Array:
         """The matrices in full: [*stack, outputs, inputs]."""
@@ -166,11 +203,16 @@ class Packed:
         )
         if self.per_code == 2:
             codes = jnp.stack([codes // jnp.uint32(11), codes % jnp.uint32(11)], axis=-3)
-        zero = self.levels // 2 if self.symmetric else 0
-        q = (codes.astype(jnp.int32) - jnp.int32(zero)).astype(jnp.float32)
-        scales = self.scales.astype(jnp.float32).reshape(
-            *stack, self.outputs, -1, 1, self.scales.shape[-1]
-        )
+        if self.codebook is None:
+            zero = self.levels // 2 if self.symmetric else 0
+            q = (codes.astype(jnp.int32) - jnp.int32(zero)).astype(jnp.float32)
+        else:
+            q = jnp.asarray(self.codebook, jnp.float32)[codes]
+        lead = (*stack, self.outputs, -1, 1, self.scales.shape[-1])
+        scales = self.scales.astype(jnp.float32).reshape(lead)
+        if self.steps is not None:
+            steps = self.steps.astype(jnp.float32).reshape(lead)
+            scales = scales * jnp.repeat(steps, SUPER // self.block, axis=-3)
         q = q.reshape(*stack, self.outputs, -1, self.block) * scales[..., 0]
         if not self.symmetric:
             q = q + scales[..., 1]

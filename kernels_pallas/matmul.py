@@ -58,8 +58,7 @@ def matmul(
     results: list[Array | None] = [None] * len(matrices)
     for together in _groups(matrices):
         chosen = [matrices[i] for i in together]
-        least = matmul_mosaic.OUTPUTS if backend == "mosaic" else SMALLEST
-        if min(m.outputs for m in chosen) < least:
+        if not all(_computes(backend, matrix) for matrix in chosen):
             parts = decoded(x, chosen, index)
         elif gated and len(chosen) == 2:
             return _kernel(x, chosen, index, True, backend, interpret)
@@ -68,6 +67,14 @@ def matmul(
         for i, part in zip(together, parts, strict=True):
             results[i] = part
     return _epilogue([result for result in results if result is not None], gated)
+
+
+def _computes(backend: Backend, matrix: Packed) -> bool:
+    """Whether a backend's kernel reads the matrix; what none reads is decoded."""
+    if backend == "mosaic":
+        plain = matrix.steps is None and matrix.codebook is None
+        return plain and matrix.outputs >= matmul_mosaic.OUTPUTS
+    return matrix.outputs >= SMALLEST
 
 
 def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
@@ -125,13 +132,11 @@ def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, 
 def at(matrix: Packed, index: Array) -> Packed:
     """One matrix of a stack, copied."""
 
-    def cut(part: Array, rank: int) -> Array:
-        flat = part.reshape(-1, *part.shape[part.ndim - rank :])
+    def cut(part: Array) -> Array:
+        flat = part.reshape(-1, *part.shape[-5:])
         return lax.dynamic_index_in_dim(flat, index, keepdims=False)
 
-    return Packed(
-        cut(matrix.words, 5), cut(matrix.scales, 5), matrix.levels, matrix.block, matrix.inputs
-    )
+    return jax.tree.map(cut, matrix)
 
 
 def finish(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:

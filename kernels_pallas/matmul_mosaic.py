@@ -1,7 +1,8 @@
 """Products with packed matrices as Mosaic GPU kernels, on the layout of the Triton-style ones.
 
 The numbers of blocks are spread over the columns by XLA before the kernel, because Mosaic has no
-instruction for it yet; that costs a pass over them. Inputs are not split.
+instruction for it yet; that costs a pass over them. Inputs are not split. Two-level formats and
+codebooks are not read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _one(x: Array, index: Array, packed: Packed, size: int, interpret: bool) -> 
     rows, superblocks, slices, width = x.shape
     p, bits = packed.per_code, packed.bits
     transposed = x.reshape(rows, -1).T
-    numbers = lax.dynamic_index_in_dim(packed.numbers(), index[0], keepdims=False)
+    (numbers,) = packed.numbers()
+    numbers = lax.dynamic_index_in_dim(numbers, index[0], keepdims=False)
     spread = [part for half in range(p) for part in _spread(numbers, packed, half)]
     words = packed.half_words().reshape(-1, packed.outputs, superblocks * bits * width)
     copies = slices * width // _INPUTS

@@ -9,7 +9,8 @@ would add.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas import registers
-from kernels_pallas.layout import Packed
+from kernels_pallas import codebook, registers
+from kernels_pallas.layout import CODES, Packed
 from kernels_pallas.tiling import Tiling
 
 
@@ -53,10 +54,16 @@ def product(
     lead = matrices[:1] if gated else matrices
     tiles = [-(-matrix.outputs // tiling.outputs) for matrix in lead]
     shapes = [jax.ShapeDtypeStruct((tiling.split, rows, m.outputs), jnp.float32) for m in lead]
+    parts = [_operands(matrix) for matrix in matrices]
     kernel = functools.partial(
-        _kernel, matrices=matrices, tiles=tiles, tiling=tiling, gated=gated, asm=not interpret
+        _kernel,
+        matrices=matrices,
+        counts=[len(part) for part in parts],
+        tiles=tiles,
+        tiling=tiling,
+        gated=gated,
+        asm=not interpret,
     )
-    parts = [part for m in matrices for part in (m.half_words(), m.numbers())]
     return tuple(
         pl.pallas_call(
             kernel,
@@ -65,8 +72,14 @@ def product(
             compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
             interpret=interpret,
             name="packed_product",
-        )(which, factors, x, *parts)
+        )(which, factors, x, *chain.from_iterable(parts))
     )
+
+
+def _operands(matrix: Packed) -> list[Array]:
+    """What a kernel reads of a matrix: words, numbers of blocks, and the table of a codebook."""
+    tables = [] if matrix.codebook is None else [jnp.asarray(codebook.table(matrix.codebook))]
+    return [matrix.half_words(), *matrix.numbers(), *tables]
 
 
 def _kernel(
@@ -75,12 +88,15 @@ def _kernel(
     x_ref: Any,
     *refs: Any,
     matrices: Sequence[Packed],
+    counts: Sequence[int],
     tiles: Sequence[int],
     tiling: Tiling,
     gated: bool,
     asm: bool,
 ) -> None:
-    parts, outs = refs[: 2 * len(matrices)], refs[2 * len(matrices) :]
+    given = iter(refs)
+    parts = [tuple(islice(given, count)) for count in counts]
+    outs = tuple(given)
     tile, part = pl.program_id(0), pl.program_id(2)
     index, present = which_ref[0, pl.program_id(1)], which_ref[1, pl.program_id(1)]
     rows = pl.ds(pl.program_id(1) * tiling.rows, tiling.rows)
@@ -96,7 +112,7 @@ def _kernel(
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
             sums = _accumulate(
                 x_ref,
-                [(matrices[i], parts[2 * i], parts[2 * i + 1]) for i in chosen],
+                [(matrices[i], *parts[i]) for i in chosen],
                 (index, pl.ds(start, tiling.outputs), rows, present, part),
                 tiling,
                 asm,
@@ -115,7 +131,7 @@ def _kernel(
 
 def _accumulate(
     x_ref: Any,
-    matrices: Sequence[tuple[Packed, Any, Any]],
+    matrices: Sequence[tuple[Any, ...]],
     where: tuple[Array, Any, Any, Array, Array],
     tiling: Tiling,
     asm: bool,
@@ -124,30 +140,20 @@ def _accumulate(
     index, outputs, rows, present, part = where
     superblocks = matrices[0][0].superblocks
     each = -(-superblocks // tiling.split)
-    p, width = matrices[0][0].per_code, 2 * matrices[0][0].columns
+    width = 2 * matrices[0][0].columns
     # Rows that are not there cost no traffic; x would otherwise be read as often as the weights.
     there = lax.broadcasted_iota(jnp.int32, (tiling.rows, width), 0) < present
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         superblock = part * each + i
         totals = []
-        for total, (packed, words_ref, numbers_ref) in zip(sums, matrices, strict=True):
+        for total, (packed, words_ref, *number_refs) in zip(sums, matrices, strict=True):
             words = [words_ref[index, outputs, superblock, t, :] for t in range(packed.bits)]
-            numbers = [
-                registers.prepare(
-                    _tile(numbers_ref, (index, outputs, superblock), packed, half),
-                    packed.levels,
-                    packed.symmetric,
-                    half,
-                    asm=asm,
-                )
-                for half in range(p)
-            ]
-            for s, e, f in registers.fractions(words, packed.bits, asm=asm):
-                for half, w in enumerate(registers.weights(f, numbers, packed.levels, asm=asm)):
-                    at = x_ref.at[rows, superblock, jnp.int32(16 * half + 2 * s + e), :]
-                    piece = plt.load(at, mask=there, other=np.float16(0))
-                    total = total + plt.dot(w, piece, trans_b=True)
+            numbers = _numbers(packed, number_refs, (index, outputs, superblock), asm)
+            for number, w in _weights(packed, words, numbers, number_refs[-1], asm):
+                at = x_ref.at[rows, superblock, jnp.int32(number), :]
+                piece = plt.load(at, mask=there, other=np.float16(0))
+                total = total + plt.dot(w, piece, trans_b=True)
             totals.append(total)
         return tuple(totals)
 
@@ -159,19 +165,71 @@ def _accumulate(
     return tuple(lax.fori_loop(0, count, step, tuple(zeros for _ in matrices)))
 
 
-def _tile(ref: Any, where: tuple[Array, Any, Array], packed: Packed, half: int) -> Array:
-    """The numbers of each column's block, [outputs, 2 G]: scale and base, or the scale twice.
+def _weights(
+    packed: Packed,
+    words: Sequence[Array],
+    numbers: Sequence[registers.Numbers],
+    table_ref: Any,
+    asm: bool,
+) -> Iterator[tuple[int, Array]]:
+    """The weights of each slice of a superblock, and its place in x."""
+    if packed.codebook is not None:
+        table = codebook.tiles(table_ref, words[0].shape) if asm else []
+        for s, e, value in codebook.looked_up(words, packed.codebook, table, asm=asm):
+            of_block = numbers[s * packed.parts // CODES]
+            yield 2 * s + e, registers.multiply(value, of_block.times, asm=asm)
+        return
+    for s, e, f in registers.fractions(words, packed.bits, asm=asm):
+        part = s * packed.parts // CODES
+        known = numbers[part : part + packed.per_code]
+        for half, w in enumerate(registers.weights(f, known, packed.levels, asm=asm)):
+            yield 16 * half + 2 * s + e, w
+
+
+def _numbers(
+    packed: Packed, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
+) -> list[registers.Numbers]:
+    """For `registers.weights`: of both halves of a superblock, or of each block of a column."""
+    # A codebook's values are multiplied by the scale as whole codes are.
+    levels = packed.levels if packed.codebook is None else 256
+    kind = levels, packed.symmetric
+    count, width = 1 if packed.symmetric else 2, 2 * packed.columns
+    if packed.steps is None:
+        each = 32 * packed.columns // packed.block * count
+        tiles = [
+            _tile(refs[0], where, (half * each, each), count, width)
+            for half in range(packed.per_code)
+        ]
+        return [registers.prepare(tile, *kind, n, asm=asm) for n, tile in enumerate(tiles)]
+    integers, steps = (
+        _tile(ref, where, (0, ref.shape[-1]), c, width)
+        for ref, c in zip(refs[:2], (1, count), strict=True)
+    )
+    return [
+        registers.prepare_two_level(integers, steps, *kind, part, asm=asm)
+        for part in range(packed.parts)
+    ]
+
+
+def _tile(
+    ref: Any, where: tuple[Array, Any, Array], part: tuple[int, int], numbers: int, width: int
+) -> Array:
+    """Numbers of each column's block, [outputs, width]: several in turn, or one twice.
 
     Broadcast rather than gathered: Triton then loads them ahead with the words.
+
+    Args:
+        part: the first of a superblock's, and how many.
+        numbers: of a block, which stand side by side.
     """
     index, outputs, superblock = where
-    width = 2 * packed.columns
-    numbers = 1 if packed.symmetric else 2
-    blocks = packed.columns * 32 // packed.block
-    tile = ref[index, outputs, superblock, pl.ds(half * blocks * numbers, blocks * numbers)]
+    tile = ref[index, outputs, superblock, pl.ds(*part)]
+    if tile.dtype == jnp.uint8:
+        tile = tile.astype(jnp.uint16)
     if tile.shape[1] == width:
         return tile
-    shape = (outputs.size, blocks, width // blocks // numbers, numbers)
+    blocks = part[1] // numbers
+    shape = (outputs.size, blocks, width // part[1], numbers)
     tile = lax.broadcast_in_dim(tile.reshape(outputs.size, blocks, numbers), shape, (0, 1, 3))
     return tile.reshape(outputs.size, width)
 

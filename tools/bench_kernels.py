@@ -1,9 +1,9 @@
 """Times the GPU kernels: `python -m tools.bench_kernels [--json FILE]`.
 
-Products with the matrices of real models at every width, against what the machine's memory and
-tensor cores were measured to do, attention over caches of every kind, and the decode step of a
-model of Llama-3-8B's shape with random weights. Each time is of a loop over different matrices of a
-stack, or sequences, much larger than the machine's caches.
+Products with the matrices of real models at every width and in GGUF's blocks, against what the
+machine's memory and tensor cores were measured to do, attention over caches of every kind, and the
+decode step of a model of Llama-3-8B's shape with random weights. Each time is of a loop over
+different matrices of a stack, or sequences, much larger than the machine's caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from jax import Array, lax
 
 from jinfer.commands.program import program
 from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.ggml import KEPT
 from jinfer.quant.kind import PLAIN
+from jinfer.quant.tensor import SUPER
 from jinfer.quant.vectors import zeros
 from kernels_pallas import Kept, Packed, Queries, Scores, attend, matmul
 from kernels_pallas.kept import TOKENS
@@ -33,6 +35,8 @@ from kernels_pallas.kept import TOKENS
 from .command import run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
+BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default
+OF_WEIGHTS: dict[str, QuantFormat] = {width: QuantFormat(width) for width in WIDTHS} | dict(KEPT)
 SHAPES = {  # outputs, inputs
     "8B q": (4096, 4096),
     "8B k": (1024, 4096),
@@ -93,8 +97,13 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
     words = jax.jit(functools.partial(jax.random.bits, shape=shape, dtype=jnp.uint32))(
         jax.random.key(0)
     )
-    scales = jnp.full((*lead, 1, 1024 // format.block, format.numbers), 0.01, jnp.float16)
-    return Packed(words, scales, format.levels, format.block, inputs)
+    blocks = (*lead, 1, 1024 // format.block, format.numbers)
+    if not format.two_level:
+        scales, steps = jnp.full(blocks, 0.01, jnp.float16), None
+    else:
+        scales = jnp.full(blocks, 20, jnp.int8)
+        steps = jnp.full((*lead, 1, 1024 // SUPER, format.numbers), 5e-4, jnp.float16)
+    return Packed(words, scales, format.levels, format.block, inputs, steps, format.codebook)
 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
@@ -207,9 +216,7 @@ def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float,
     return seconds(lambda: step(x, weights, cache)), read + 2 * cache.nbytes
 
 
-def measure(
-    widths: list[Width], rows: list[int], backend: str, caches: list[str]
-) -> dict[str, Any]:
+def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) -> dict[str, Any]:
     """All figures; times in seconds, rates in bytes or operations a second."""
     copied, multiplied = copy_rate(), matmul_rate()
     device = jax.devices()[0].device_kind
@@ -217,8 +224,8 @@ def measure(
     print(f"{device}: copy {copied / 1e12:.2f} TB/s, bf16 {multiplied / 1e12:.0f} TFLOP/s")
     print("width  matrix       rows        µs     GB/s  of copy  of matmul")
     result["products"] = []
-    for width in widths:
-        format = QuantFormat(width)
+    formats = {name: OF_WEIGHTS[name] for name in names}
+    for width, format in formats.items():
         for name, (outputs, inputs) in SHAPES.items():
             size = random_stack(format, 1, outputs, inputs).nbytes
             for count in rows:
@@ -230,7 +237,7 @@ def measure(
                     {**row, "bytes": size, "of_copy": read / copied, "of_matmul": share}
                 )
                 print(
-                    f"q{width:<5} {name:<12} {count:4} {took * 1e6:9.1f} {read / 1e9:8.0f} "
+                    f"{width:<6} {name:<12} {count:4} {took * 1e6:9.1f} {read / 1e9:8.0f} "
                     f"{read / copied:8.0%} {share:9.0%}",
                     flush=True,
                 )
@@ -246,11 +253,11 @@ def measure(
         )
     print("width  decode of a Llama-3-8B shape, 1,024 tokens: ms, tokens/s, of copy")
     result["decode"] = []
-    for width in widths:
-        took, size = time_decode(QuantFormat(width), 1024, backend)
+    for width, format in formats.items():
+        took, size = time_decode(format, 1024, backend)
         share = size / took / copied
         result["decode"].append({"width": width, "seconds": took, "bytes": size, "of_copy": share})
-        print(f"q{width:<5} {took * 1e3:8.2f} {1 / took:8.0f} {share:8.0%}", flush=True)
+        print(f"{width:<6} {took * 1e3:8.2f} {1 / took:8.0f} {share:8.0%}", flush=True)
     return result
 
 
@@ -265,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Times the kernels of a GPU, beside its memory and its tensor cores.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
-    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--widths", nargs="+", choices=OF_WEIGHTS, default=[*WIDTHS, *BLOCKS])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--backend", choices=["triton", "mosaic", "xla"], default="triton")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def serves(rows: Rows) -> bool:
     """Whether the kernel may be used and takes such keys or values."""
-    return switches.kernels() and _kept(rows).tiled
+    return switches.kernels("attention") and _kept(rows).tiled
 
 
 def attend_gpu(

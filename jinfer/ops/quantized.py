@@ -11,9 +11,11 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
+from jinfer.ops import switches
 from jinfer.ops.backend import backend
-from jinfer.ops.quantized_xla import product_xla
+from jinfer.ops.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
+from jinfer.quant.tensor import MOST_COLUMNS
 
 # Activation functions that the product with a gate can apply, so that nothing is written between.
 FUSED: dict[str, Callable[[Array], Array]] = {
@@ -56,11 +58,15 @@ def products(
                 index=index,
                 offsets=offsets,
             )
-    if backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
-        return _on_gpu(x, weights, index, activation)
+    # A stack is read for a mixture's experts alone.
+    kind: switches.Kernels = "products" if index is None else "experts"
+    on_gpu = backend() == "gpu"
+    if on_gpu and switches.kernels(kind) and all(_in_kernels(weight) for weight in weights):
+        return _in_kernels_of_gpu(x, weights, index, activation)
     if index is not None:
         weights = [pick(weight, index) for weight in weights]
-    results = tuple(product_xla(x, weight) for weight in weights)
+    product = product_decoded if on_gpu else product_xla
+    results = tuple(product(x, weight) for weight in weights)
     if activation == "none":
         return results
     gate, up = results
@@ -74,19 +80,34 @@ def in_calls(weight: QuantizedTensor) -> bool:
 
 
 def _in_kernels(weight: QuantizedTensor) -> bool:
-    """Whether the GPU kernels read the format; all others are decoded by XLA."""
+    """Whether the GPU kernels read it; all others are decoded by XLA."""
     format = weight.format
-    return format.codebook is None and not format.two_level and format.block in (32, 64, 128)
+    one_level, two_levels = (32, 64, 128), (16, 32)
+    known = format.block in (two_levels if format.two_level else one_level)
+    if format.two_level and format.per_code > 1:
+        return False
+    return known and weight.columns == MOST_COLUMNS // format.per_code
 
 
-def _on_gpu(
+def _in_kernels_of_gpu(
     x: Array, weights: Sequence[QuantizedTensor], index: Array | None, activation: str
 ) -> tuple[Array, ...]:
     # Imported here: half a second, which only those pay who have a GPU.
     from kernels_pallas.layout import Packed
     from kernels_pallas.matmul import matmul
 
-    packed = [Packed(w.words, w.scales, w.format.levels, w.format.block, w.inputs) for w in weights]
+    packed = [
+        Packed(
+            weight.words,
+            weight.scales,
+            weight.format.levels,
+            weight.format.block,
+            weight.inputs,
+            weight.steps,
+            weight.format.codebook,
+        )
+        for weight in weights
+    ]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
     if activation in ("none", "silu"):
         return matmul(x, packed, index=which, gated=activation == "silu")

@@ -1,5 +1,7 @@
 """Products with quantized matrices in plain XLA: the definition, and forms for any machine.
 
+A GPU whose kernels may not be used decodes a matrix as a whole; the rest is written for XLA:CPU.
+
 The forms keep the order in which the words lie. A *lane* is one of the R * G words of a tile and
 superblock that stand together; codes, numbers and activations are brought to
 [tiles, superblocks, halves, 4 strips, lanes], so that every loop that XLA:CPU makes runs over
@@ -50,6 +52,22 @@ def product_xla(
         # The barrier keeps what depends on the weights alone inside the loop.
         return lax.map(lambda row: _one_row(*lax.optimization_barrier((row, weight))), x)
     return _many_rows(x, weight)
+
+
+def product_decoded(
+    x: Float[Array, "rows inputs"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """The same for a GPU: the matrix in memory in fp16, times x in fp16, added in float32.
+
+    Elementwise operations and a product for its tensor cores, without loops.
+    """
+    from kernels_pallas.rounding import rounded
+
+    x16, factors = rounded(x)
+    contracted = (((1,), (1,)), ((), ()))
+    weights = weight.dequantize(jnp.float16)
+    y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
+    return y * factors[:, None]
 
 
 def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array, " outputs"]:

@@ -1,8 +1,44 @@
 """What may be turned off from outside, to find out whether it is to blame."""
 
 import os
+from typing import Literal, get_args
+
+type Kernels = Literal["products", "attention", "experts"]
+
+OFF = "JINFER_NO_KERNELS"
+_KNOWN: tuple[Kernels, ...] = get_args(Kernels.__value__)
 
 
-def kernels() -> bool:
-    """Whether a GPU's kernels may be used; with JINFER_NO_KERNELS set XLA computes all."""
-    return not os.environ.get("JINFER_NO_KERNELS")
+class SwitchError(ValueError):
+    """A switch that there is not."""
+
+    def __init__(self, word: str) -> None:
+        known = ", ".join(_KNOWN)
+        super().__init__(f"{OFF}: there are no kernels {word!r}; give 1, all, or some of {known}")
+
+
+def kernels(which: Kernels) -> bool:
+    """Whether a GPU's kernels of a kind may be used; where they may not, XLA computes.
+
+    Raises:
+        SwitchError: see `turned_off`.
+    """
+    return which not in turned_off()
+
+
+def turned_off() -> frozenset[str]:
+    """The kinds that $JINFER_NO_KERNELS names, with commas between; "1" or "all": all of them.
+
+    Raises:
+        SwitchError: it has another word.
+    """
+    given = os.environ.get(OFF, "").strip()
+    if given in ("", "0"):
+        return frozenset()
+    if given in ("1", "all"):
+        return frozenset(_KNOWN)
+    words = [word.strip() for word in given.split(",")]
+    for word in words:
+        if word not in _KNOWN:
+            raise SwitchError(word)
+    return frozenset(words)

@@ -348,3 +348,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "IQ4_XS": _Kind(_with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)),
     }
 )
+# Types that are kept -> what they are then.
+KEPT: Mapping[str, QuantFormat] = MappingProxyType(
+    {name: kind.format for name, kind in _KINDS.items()}
+)

@@ -9,7 +9,7 @@ import numpy as np
 from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.quantize import quantize
-from jinfer.quant.tensor import QuantizedTensor
+from jinfer.quant.tensor import QuantizedTensor, from_codes
 from jinfer.quant.vectors import quantize_vectors
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
@@ -24,8 +24,8 @@ H200 = jax.sharding.AbstractMesh(
 def packed(tensor: QuantizedTensor) -> Packed:
     """The same matrix for the kernels."""
     format = tensor.format
-    words, scales = jnp.asarray(tensor.words), jnp.asarray(tensor.scales)
-    return Packed(words, scales, format.levels, format.block, tensor.inputs)
+    words, scales, steps = jax.tree.map(jnp.asarray, (tensor.words, tensor.scales, tensor.steps))
+    return Packed(words, scales, format.levels, format.block, tensor.inputs, steps, format.codebook)
 
 
 def random_matrix(
@@ -34,6 +34,26 @@ def random_matrix(
     """A matrix [*stack, outputs, inputs] of N(0, 0.05), and its decoded values in float64."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.05
     tensor = quantize(values, format, columns=32 // format.per_code)
+    return packed(tensor), np.asarray(tensor.dequantize(), np.float64)
+
+
+def random_blocks(
+    format: QuantFormat, shape: tuple[int, ...], seed: int = 0
+) -> tuple[Packed, np.ndarray]:
+    """A matrix of random codes and numbers of blocks, as a GGUF file may have them."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, format.levels, shape, np.uint8)
+    lead, (inputs, numbers) = shape[:-1], (shape[-1], format.numbers)
+    scales = rng.standard_normal((*lead, -(-inputs // format.block), numbers)) * 0.01
+    steps = None
+    if format.two_level:  # the range of GGUF's: signed in symmetric blocks, else up to 6 bits
+        least, most = (-128, 128) if format.symmetric else (0, 64)
+        scales = rng.integers(least, most, scales.shape).astype(np.int8)
+        steps = rng.standard_normal((*lead, -(-inputs // 256), numbers)) * 1e-3
+        steps = steps.astype(np.float16)
+    else:
+        scales = scales.astype(np.float16)
+    tensor = from_codes(codes, scales, format, steps=steps, columns=32)
     return packed(tensor), np.asarray(tensor.dequantize(), np.float64)
 
 

@@ -160,6 +160,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # as users' programs are compiled
     from tests.kernels_pallas.targets import compiled_targets
 
     chosen = [target for target in compiled_targets() if target.name in sys.argv[1:]]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.quant.format import FORMATS, QuantFormat, Width
+from jinfer.quant.ggml import KEPT as GGUF
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
@@ -34,8 +35,15 @@ def shapes(format: QuantFormat, stack: tuple[int, ...], outputs: int, inputs: in
     superblocks = -(-inputs // 1024)
     lead = (*stack, outputs, superblocks)
     words = Shape((*lead, format.code_bits, 1, 32 // p), jnp.uint32)
-    scales = Shape((*lead, 1, 1024 // format.block, format.numbers), jnp.float16)
-    return Packed(words, scales, format.levels, format.block, inputs)
+    kind = jnp.int8 if format.two_level else jnp.float16
+    scales = Shape((*lead, 1, 1024 // format.block, format.numbers), kind)
+    steps = Shape((*lead, 1, 4, format.numbers), jnp.float16) if format.two_level else None
+    return Packed(words, scales, format.levels, format.block, inputs, steps, format.codebook)
+
+
+def of_gguf(name: str, rows: int) -> Target:
+    """`one` with a type of GGUF's blocks."""
+    return one(GGUF[name], rows)._replace(name=f"triton-{name}-{rows}")
 
 
 def one(format: QuantFormat, rows: int, backend: str = "triton") -> Target:
@@ -140,6 +148,8 @@ def compiled_targets() -> list[Target]:
         one(QuantFormat("3.5", 128), 1),
         one(QuantFormat("4"), 1024),
         one(QuantFormat("8"), 1024),
+        *(of_gguf(name, 1) for name in ("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")),
+        *(of_gguf(name, 1024) for name in ("Q4_K", "Q6_K", "IQ4_XS")),
         several("4"),
         gated("4"),
         experts("4"),

@@ -16,10 +16,18 @@ from jinfer.ops.attention import _route, extend
 from jinfer.ops.cache import LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import QuantFormat
+from jinfer.quant.ggml import KEPT as GGUF
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import matmul
 from tests.kernels_pallas.attention_cases import MIXED, Case
-from tests.kernels_pallas.helpers import KINDS, WIDTHS, assert_near, random_matrix, random_rows
+from tests.kernels_pallas.helpers import (
+    KINDS,
+    WIDTHS,
+    assert_near,
+    random_blocks,
+    random_matrix,
+    random_rows,
+)
 from tests.ops.paged import Run, filled, placed, random, sequences, tables_of
 from tests.ops.paged import expected as expected_attention
 
@@ -46,6 +54,15 @@ def test_every_format_and_number_of_rows(format: QuantFormat) -> None:
         assert_near(y, x, values[1])
 
 
+@pytest.mark.parametrize("name", GGUF)
+def test_every_format_of_gguf(name: str) -> None:
+    matrix, values = random_blocks(GGUF[name], (2, 1000, 3000))
+    for rows in (1, 5, 17, 64, 300):
+        x = random_rows(rows, 3000)
+        (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+        assert_near(y, x, values[1])
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_mosaic(width: str) -> None:
     matrix, values = random_matrix(QuantFormat(width), (2, 1000, 3000))  # type: ignore[arg-type]
@@ -60,6 +77,14 @@ def test_mosaic(width: str) -> None:
 def test_several(outputs: tuple[int, ...]) -> None:
     formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
     built = [random_matrix(f, (n, 4096), n) for f, n in zip(formats, outputs, strict=True)]
+    x = random_rows(3, 4096)
+    for y, (_, values) in zip(run(jnp.asarray(x), [m for m, _ in built]), built, strict=True):
+        assert_near(y, x, values)
+
+
+def test_several_of_gguf() -> None:
+    sizes = {"Q4_K": 4096, "IQ4_XS": 1024, "Q6_K": 1024}
+    built = [random_blocks(GGUF[name], (n, 4096), n) for name, n in sizes.items()]
     x = random_rows(3, 4096)
     for y, (_, values) in zip(run(jnp.asarray(x), [m for m, _ in built]), built, strict=True):
         assert_near(y, x, values)

@@ -6,17 +6,28 @@ import jax
 import pytest
 
 from jinfer.quant.format import QuantFormat
+from jinfer.quant.ggml import KEPT as GGUF
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
-from tests.kernels_pallas.targets import Target, attention, experts, gated, one, several
+from tests.kernels_pallas.targets import (
+    Target,
+    attention,
+    experts,
+    gated,
+    of_gguf,
+    one,
+    several,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 # Every width with one kind of blocks; every width for Mosaic, and every kind of cache, where
 # nothing but how codes are taken apart differs, as some.
 BLOCKS = [(32, False), (128, True)]
+OF_GGUF = ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
 SOME = [
     *(one(QuantFormat(width, *BLOCKS[n % 2]), 1) for n, width in enumerate(WIDTHS)),
     one(QuantFormat("4"), 64),
+    *(of_gguf(name, 1) for name in OF_GGUF),
     *(one(QuantFormat(width), 1, "mosaic") for width in ("3.5", "8")),
     several("4"),
     gated("3.5"),
@@ -32,6 +43,7 @@ SOME = [
 ]
 OTHERS = [
     *(one(QuantFormat(width, *BLOCKS[1 - n % 2]), 1) for n, width in enumerate(WIDTHS)),
+    *(of_gguf(name, 1) for name in GGUF if name not in OF_GGUF),
     *(one(QuantFormat(width), 1, "mosaic") for width in WIDTHS if width not in ("3.5", "8")),
     *(attention(kind) for kind in KINDS if kind not in ("bf16", "q3.5")),
 ]

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 
 from jinfer.checkpoint import Tensor, ggml
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.quant.ggml import _KINDS, kept_format, quantized_tensor
+from jinfer.quant.ggml import KEPT as FORMATS
+from jinfer.quant.ggml import kept_format, quantized_tensor
 from jinfer.quant.tensor import ALIGNMENT, abstract, from_codes, to_codes
 
-KEPT = sorted(_KINDS)
-OTHERS = sorted(ggml.BLOCKS.keys() - _KINDS.keys())
+KEPT = sorted(FORMATS)
+OTHERS = sorted(ggml.BLOCKS.keys() - FORMATS.keys())
 # Zeros, the least and the greatest subnormal, 1, the greatest number, infinity and NaN.
 HALVES = np.array([0, 0x8000, 1, 0x83FF, 0x3C00, 0xFBFF, 0x7C00, 0xFE01], np.uint16)
 # Bytes at which the float16 fields of the types stand whose big-endian form nobody defines.
@@ -96,7 +97,7 @@ def test_golden_blocks(goldens: Path) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_any_bytes_mean_what_they_decode_to(name: str) -> None:
     block = ggml.BLOCKS[name].values
-    wide = st.sampled_from([None, 8, 16] if block == 256 else [None, 1, 4, 16])
+    wide = st.sampled_from([None, 8, 16, 32] if block == 256 else [None, 1, 4, 16, 32])
 
     @settings(max_examples=15)
     @given(st.integers(1, 40), st.integers(1, 12), wide, st.integers(0, 99))
@@ -155,12 +156,11 @@ def test_only_the_sum_is_rounded(name: str) -> None:
 
 
 def test_formats() -> None:
-    described = {name: _KINDS[name].format for name in KEPT}
-    assert described["Q4_0"] == QuantFormat("4", symmetric=True)
-    assert described["Q4_1"] == QuantFormat("4")
-    assert described["Q8_0"] == QuantFormat("8", symmetric=True)
-    assert described["Q6_K"] == QuantFormat("6", 16, symmetric=True, two_level=True)
-    assert described["Q4_K"] == QuantFormat("4", 32, two_level=True)
+    assert FORMATS["Q4_0"] == QuantFormat("4", symmetric=True)
+    assert FORMATS["Q4_1"] == QuantFormat("4")
+    assert FORMATS["Q8_0"] == QuantFormat("8", symmetric=True)
+    assert FORMATS["Q6_K"] == QuantFormat("6", 16, symmetric=True, two_level=True)
+    assert FORMATS["Q4_K"] == QuantFormat("4", 32, two_level=True)
     # Integers of 6 and 4 bits become bytes; all else takes what it takes in the file.
     more = {
         "Q2_K": 0.5,
@@ -170,7 +170,7 @@ def test_formats() -> None:
         "IQ4_XS": 0.0625,
         "MXFP4": 0.25,
     }
-    for name, format in described.items():
+    for name, format in FORMATS.items():
         block = ggml.BLOCKS[name]
         assert format.bits_per_weight == 8 * block.bytes / block.values + more.get(name, 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jinfer.quant.format import QuantFormat
 from tools import bench_kernels
 
 
@@ -16,10 +15,10 @@ def test_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "error: this needs a GPU; JAX found cpu\n"
 
 
-@pytest.mark.parametrize("width", ["3.5", "8"])
-def test_what_is_timed_fits_together(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["3.5", "8", "Q6_K", "IQ4_XS"])
+def test_what_is_timed_fits_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_kernels, "seconds", lambda run: run())
-    format = QuantFormat(width)  # type: ignore[arg-type]
+    format = bench_kernels.OF_WEIGHTS[name]
     token = jax.eval_shape(lambda: bench_kernels.time_decode(format, 1024, "triton")[0])
     assert token.shape == ()
     y = jax.eval_shape(lambda: bench_kernels.time_product(format, 4096, 4096, 8, "triton"))

@@ -1,0 +1,101 @@
+"""Products with GGUF's blocks: kernels in interpret mode against NumPy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.quant.format import QuantFormat
+from jinfer.quant.ggml import KEPT as GGUF
+from kernels_pallas import layout
+from kernels_pallas.experts import expert_matmul
+from kernels_pallas.matmul import matmul
+from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows
+
+run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
+interpret = functools.partial(run, interpret=True)
+run_experts = functools.partial(jax.jit, static_argnames=("gated", "interpret"))(expert_matmul)
+
+# Those of another kind than jinfer's own; Q5_K is Q4_K with another width.
+NAMES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+TABLE = (-128, -9, 127, 3, 77, 0, 64, 1, -1, 2, 100, -100, 50, 51, -52, 5)
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_decodes_as_the_reference(name: str) -> None:
+    matrix, values = random_blocks(GGUF[name], (2, 3, 1500))
+    np.testing.assert_allclose(np.asarray(matrix.dequantize()), values, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format(name: str) -> None:
+    matrix, values = random_blocks(GGUF[name], (2, 17, 1500))
+    x = random_rows(3, 1500)
+    (y,) = interpret(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+    assert_near(y, x, values[1], 2e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_every_format_and_size(name: str, rows: int) -> None:
+    matrix, values = random_blocks(GGUF[name], (130, 3000))
+    x = random_rows(rows, 3000)
+    (y,) = interpret(jnp.asarray(x), [matrix])
+    assert_near(y, x, values, 2e-4)
+
+
+def test_any_values() -> None:
+    matrix, values = random_blocks(QuantFormat("4", symmetric=True, codebook=TABLE), (16, 1024))
+    x = random_rows(2, 1024)
+    assert_near(interpret(jnp.asarray(x), [matrix])[0], x, values, 2e-4)
+
+
+def test_formats_that_share_x() -> None:
+    """As files mix them: values in a finer format than queries and keys."""
+    sizes = {"Q4_K": 70, "IQ4_NL": 33, "Q6_K": 33}
+    built = [random_blocks(GGUF[name], (3, n, 1024), n) for name, n in sizes.items()]
+    x = random_rows(5, 1024)
+    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    for y, (_, values) in zip(results, built, strict=True):
+        assert_near(y, x, values[2], 2e-4)
+
+
+def test_gate_and_up() -> None:
+    gate, g = random_blocks(GGUF["Q4_K"], (20, 512), 1)
+    up, u = random_blocks(GGUF["IQ4_XS"], (20, 512), 2)
+    x = random_rows(2, 512) / 1e4
+    (y,) = interpret(jnp.asarray(x), [gate, up], gated=True)
+    a, b = x @ g.T, x @ u.T
+    np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=5e-3, atol=5e-3)
+
+
+def test_experts() -> None:
+    matrix, values = random_blocks(GGUF["MXFP4"], (3, 20, 300))
+    x = random_rows(4, 300)
+    experts = np.asarray([2, 0, 2, 1], np.int32)
+    (y,) = run_experts(jnp.asarray(x), jnp.asarray(experts), [matrix], interpret=True)
+    for row, expert in enumerate(experts):
+        assert_near(y[row : row + 1], x[row : row + 1], values[expert], 2e-4)
+
+
+@pytest.mark.parametrize(("rows", "backend"), [(3, "xla"), (1100, "triton"), (3, "mosaic")])
+def test_decoded_as_a_whole(rows: int, backend: str) -> None:
+    """By plain XLA, for many rows, and where Mosaic has no kernel."""
+    matrix, values = random_blocks(GGUF["IQ4_XS"], (2, 80, 600))
+    x = random_rows(rows, 600)
+    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend=backend)
+    assert_near(y, x, values[1])
+
+
+def test_what_the_kernels_do_not_read_is_refused() -> None:
+    words, scales = jnp.zeros((4, 1, 4, 1, 32), jnp.uint32), jnp.zeros((4, 1, 1, 16, 2), jnp.int8)
+    steps = jnp.zeros((4, 1, 1, 4, 2), jnp.float16)
+    with pytest.raises(ValueError, match=r"in blocks of \(16, 32\)"):
+        layout.Packed(words, scales, 16, 64, 1024, steps)
+    with pytest.raises(ValueError, match=r"look up 16 values of blocks without a base"):
+        layout.Packed(words, scales, 16, 32, 1024, steps, TABLE)
