@@ -50,6 +50,15 @@ inline Floats held(Floats x) {
 
 inline Floats all(float x) { return x - Floats{}; }
 
+// A number that is loaded here, in all lanes: on ARM compilers load those of all rows before they use
+// one, and have no registers left for the sums of a tile.
+inline Floats in_turn(float x) {
+#if defined(__aarch64__)
+  asm volatile("" : "+w"(x));
+#endif
+  return all(x);
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // a * b + c: rounded once where there is an instruction for it, whatever stands around it.
@@ -251,6 +260,8 @@ inline Ints load_bits(const void* from) {
   return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  return (Ints)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
 #else
   typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
   Shorts x;

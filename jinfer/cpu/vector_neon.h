@@ -11,8 +11,9 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kRows = 4;             // of activations at a time
-  static constexpr int kGroups = 1;           // row groups of a panel at a time
+  static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
+  static constexpr bool kByteShifts = true;   // right() brings no bit of another byte
   struct I {
     uint32x4_t low, high;
   };
@@ -37,12 +38,20 @@ struct Vector {
   static F zero_f() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
   static F set_f(float v) { return {vdupq_n_f32(v), vdupq_n_f32(v)}; }
 
+  // Compilers would load all steps of a unit first, for which there are not enough registers.
+  static uint32x4_t in_order(uint32x4_t v) {
+    asm volatile("" : "+w"(v));
+    return v;
+  }
   template <int g>
   static I repeat(const void* p) {
-    if constexpr (g == 8) return load(p);
+    if constexpr (g == 8) {
+      const I v = load(p);
+      return {in_order(v.low), in_order(v.high)};
+    }
     const uint32x4_t half =
-        g == 4 ? bytes_at(p)
-               : vreinterpretq_u32_u64(vld1q_dup_u64(static_cast<const uint64_t*>(p)));
+        in_order(g == 4 ? bytes_at(p)
+                        : vreinterpretq_u32_u64(vld1q_dup_u64(static_cast<const uint64_t*>(p))));
     return {half, half};
   }
   template <int g>
@@ -51,10 +60,16 @@ struct Vector {
     return {vreinterpretq_f32_u32(v.low), vreinterpretq_f32_u32(v.high)};
   }
 
+  // By less than 8: in each byte.
   template <int n>
   static I right(I v) {
+    return {right<n>(v.low), right<n>(v.high)};
+  }
+  template <int n>
+  static uint32x4_t right(uint32x4_t v) {
     if constexpr (n == 0) return v;
-    return {vshrq_n_u32(v.low, n ? n : 1), vshrq_n_u32(v.high, n ? n : 1)};
+    else if constexpr (n == 8) return vshrq_n_u32(v, 8);
+    else return vreinterpretq_u32_u8(vshrq_n_u8(vreinterpretq_u8_u32(v), n));
   }
   template <int n>
   static I left(I v) {

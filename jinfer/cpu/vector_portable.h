@@ -12,6 +12,7 @@ struct Vector {
   static constexpr int kRows = 4;  // of activations at a time
   static constexpr int kGroups = 1;  // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
+  static constexpr bool kByteShifts = false;
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));
   typedef float F __attribute__((vector_size(4 * L)));
