@@ -97,6 +97,13 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled("linear", kernels, tmp_path_factory.mktemp("linear"))
 
 
+def products(program: Path, tensors: list[QuantizedTensor], xs: list[np.ndarray]) -> np.ndarray:
+    """[tensors, rounded to 8 bits or exact, portable or with dot products, rows, outputs]."""
+    given = b"".join(map(linear_case, tensors, xs))
+    results = np.frombuffer(emulated(program, given), np.float32)
+    return results.reshape(len(tensors), 2, 2, len(xs[0]), -1)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_products(linear: Path, rows: int) -> None:
     """Against the matrix in full, and to the bit against the portable kernels."""
@@ -104,11 +111,9 @@ def test_products(linear: Path, rows: int) -> None:
     xs = [test_linear.activations(rows, tensor.inputs, seed) for seed, tensor in enumerate(tensors)]
     for x in xs:
         x[:, :40] = 0  # a block of zeros
-    given = b"".join(map(linear_case, tensors, xs))
-    results = np.frombuffer(emulated(linear, given), np.float32)
-    results = results.reshape(len(tensors), 2, 2, rows, -1)
-    for tensor, x, (int8, exact) in zip(tensors, xs, results, strict=True):
-        for (portable, neon), wanted in ((int8, test_linear.rounded(x)), (exact, x)):
+    for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
+        for sets, wanted in zip(results, (test_linear.rounded(x), x), strict=True):
+            portable, neon = sets
             test_linear.assert_product(neon, wanted, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)
 
@@ -116,13 +121,10 @@ def test_products(linear: Path, rows: int) -> None:
 def test_a_row_is_the_same_in_any_company(linear: Path) -> None:
     tensors = matrices()
     x = test_linear.activations(max(ROWS), 330)
-    of_rows = []
+    whole = products(linear, tensors, [x] * len(tensors))
     for rows in ROWS:
-        given = b"".join(linear_case(tensor, x[:rows]) for tensor in tensors)
-        results = np.frombuffer(emulated(linear, given), np.float32)
-        of_rows.append(results.reshape(len(tensors), 4, rows, -1))
-    for rows, results in zip(ROWS, of_rows, strict=True):
-        np.testing.assert_array_equal(results, of_rows[-1][:, :, :rows])
+        some = products(linear, tensors, [x[:rows]] * len(tensors))
+        np.testing.assert_array_equal(some, whole[..., :rows, :])
 
 
 def test_halves_and_words(tmp_path: Path) -> None:
