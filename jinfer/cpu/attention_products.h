@@ -85,7 +85,7 @@ void scores_of_columns(const float* q, int q_stride, const float* keys, int dim,
       for (int w = 0; w < WIDE; ++w) k[w] = load(keys + d * KEYS + n + w * LANES);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        Floats x = all(q[m * q_stride + d]);
+        Floats x = in_turn(q[m * q_stride + d]);
 #pragma GCC unroll 8
         for (int w = 0; w < WIDE; ++w) sum[m][w] = fused(x, k[w], sum[m][w]);
       }
@@ -114,7 +114,7 @@ void add_some(const float* weights, const T* values, int64_t stride, int64_t ahe
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      Floats x = all(weights[m * KEYS + j]);
+      Floats x = in_turn(weights[m * KEYS + j]);
 #pragma GCC unroll 8
       for (int w = 0; w < W; ++w) sum[m][w] = fused(x, v[w], sum[m][w]);
     }

@@ -7,11 +7,11 @@ built without one. `python -m jinfer.cpu` compiles it ahead of use, for a contai
 neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
-for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself; code in it may run only
-where `isa.h` says so. All others run on any CPU. The library
-that `python -m jinfer.cpu` makes has all of them and so does not depend on the CPU that it was
-compiled on. The one that is made at first use has those of this machine alone, which takes half the
-time.
+for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_neon.cc` only for
+64-bit ARM, with dot products of bytes; code in it may run only where `isa.h` says so. All others
+run on any CPU, on ARM with the NEON that each has. The library that `python -m jinfer.cpu` makes
+has all of them and so does not depend on the CPU that it was compiled on. The one that is made at
+first use has those of this machine alone, which takes half the time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jaxlib.version import __version__ as jaxlib_version
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu.cores import most_threads, usable_cores
 
-type Isa = Literal["portable", "avx2", "avxvnni", "avx512"]
-ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512")  # the numbers of `isa.h`
+type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "neon"]
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "neon")  # the numbers of `isa.h`
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
@@ -54,13 +54,15 @@ _ISA_FLAGS = {
     "_avx2": _AVX2,
     "_avxvnni": _AVX2,
     "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
+    "_neon": ("-march=armv8.2-a+dotprod",),
 }
 # Whose kernels a family has where it has none for these instructions.
-_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2"}
+_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2", "neon": "portable"}
 _SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for one machine
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+_DOT_FLAG = "asimddp"
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
 registered: set[str] = set()  # symbols that XLA knows
@@ -146,9 +148,12 @@ def _own_isa() -> Isa | None:
         lines = _CPU.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
-    if not _is_x86() or not flags:
+    name = "Features" if _is_arm() else "flags"
+    flags = {flag for line in lines if line.startswith(name) for flag in line.split()}
+    if not (_is_x86() or _is_arm()) or not flags:
         return None
+    if _is_arm():
+        return "neon" if _DOT_FLAG in flags else "portable"
     if not flags >= _AVX2_FLAGS:
         return "portable"
     if flags >= _AVX512_FLAGS:
@@ -224,6 +229,17 @@ def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+def _is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def _isas() -> tuple[Isa, ...]:
+    """What the compiler of such a machine knows."""
+    if _is_x86():
+        return ("portable", "avx2", "avxvnni", "avx512")
+    return ("portable", "neon") if _is_arm() else ("portable",)
+
+
 def _sources(only: Isa | None = None) -> list[Path]:
     """Handlers, and of each family of kernels those for all instructions, or the best for some."""
     files = sorted(_FOLDER.glob("*.cc"))
@@ -233,7 +249,7 @@ def _sources(only: Isa | None = None) -> list[Path]:
         best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
         wanted = {*best.values()}
     else:
-        wanted = {path for isa in (ISAS if _is_x86() else ISAS[:1]) for path in kernels[isa]}
+        wanted = {path for isa in _isas() for path in kernels[isa]}
     return [
         path for path in files if path in wanted or not any(path in k for k in kernels.values())
     ]

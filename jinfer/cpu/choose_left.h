@@ -36,6 +36,8 @@ inline bool any(Ints which) {
   return _mm512_movepi32_mask((__m512i)which);
 #elif defined(__AVX2__)
   return _mm256_movemask_ps((__m256)which);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)which);
 #else
   int32_t found = 0;
   for (int i = 0; i < LANES; ++i) found |= which[i];

@@ -224,7 +224,7 @@ void multiply_panel(const float* x, const float* panel, int64_t each, float* y, 
       for (int w = 0; w < WIDE; ++w) column[w] = load(columns + step * WIDTH + w * LANES);
 #pragma GCC unroll 8
       for (int m = 0; m < TALL; ++m) {
-        const Floats v = all(own[m * LANES * each + step]);
+        const Floats v = in_turn(own[m * LANES * each + step]);
 #pragma GCC unroll 8
         for (int w = 0; w < WIDE; ++w) sum[m][w] += v * column[w];
       }

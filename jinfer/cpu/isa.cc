@@ -5,21 +5,37 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace jinfer {
 namespace {
 
-std::atomic<int> isa_limit{static_cast<int>(Isa::avx512)};
+std::atomic<int> isa_limit{static_cast<int>(Isa::neon)};
 
-bool has_avxvnni() {
 #if defined(__x86_64__)
+bool has_avxvnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+#if defined(__aarch64__)
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP, which old headers do not name
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
 #else
   return false;
 #endif
 }
+#endif
 
 int detect() {
 #if defined(JINFER_ONLY)
@@ -36,6 +52,8 @@ int detect() {
     return static_cast<int>(Isa::avx512);
   }
   return static_cast<int>(has_avxvnni() ? Isa::avxvnni : Isa::avx2);
+#elif defined(__aarch64__)
+  return static_cast<int>(has_dot_products() ? Isa::neon : Isa::portable);
 #else
   return static_cast<int>(Isa::portable);
 #endif
@@ -48,9 +66,13 @@ Isa isa() {
 #if defined(JINFER_ONLY)
   return static_cast<Isa>(best);
 #else
-  static const bool dot = has_avxvnni();
   const Isa found = static_cast<Isa>(std::min(best, isa_limit.load(std::memory_order_relaxed)));
+#if defined(__x86_64__)
+  static const bool dot = has_avxvnni();
   return found == Isa::avxvnni && !dot ? Isa::avx2 : found;
+#else
+  return found == Isa::neon ? found : Isa::portable;
+#endif
 #endif
 }
 

@@ -8,6 +8,7 @@ enum class Isa : int {
   avx2 = 1,     // AVX2, FMA, F16C, BMI2
   avxvnni = 2,  // these and AVX-VNNI: dot products of bytes
   avx512 = 3,   // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
+  neon = 4,     // ARM's dot products of bytes; NEON alone is part of `portable` there
 };
 
 // The best of this CPU that is not above the limit set by tests; of a library that was compiled for
@@ -17,7 +18,7 @@ Isa isa();
 }  // namespace jinfer
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
-// has kernels of its own for AVX-VNNI.
+// has kernels of its own for AVX-VNNI and for ARM's dot products.
 #define JINFER_JOINED(family, isa) family##_##isa
 #define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)
 #if defined(JINFER_ONLY)
@@ -30,6 +31,10 @@ Isa isa();
                                             : family##_portable())
 #define JINFER_PICK_DOT(family) \
   (::jinfer::isa() == ::jinfer::Isa::avxvnni ? family##_avxvnni() : JINFER_PICK(family))
+#elif defined(__aarch64__)
+#define JINFER_PICK(family) family##_portable()
+#define JINFER_PICK_DOT(family) \
+  (::jinfer::isa() == ::jinfer::Isa::neon ? family##_neon() : family##_portable())
 #else
 #define JINFER_PICK(family) family##_portable()
 #define JINFER_PICK_DOT(family) family##_portable()

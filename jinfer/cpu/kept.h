@@ -125,6 +125,12 @@ inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
     __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
     store(to + i, scale * (Floats)_mm256_cvtepi32_ps(wide) + base);
   }
+#elif defined(__aarch64__)
+  for (int i = 0; i < 32; i += 8) {
+    const uint16x8_t wide = vmovl_u8(vld1_u8(codes + i));
+    store(to + i, scale * (Floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))) + base);
+    store(to + i + 4, scale * (Floats)vcvtq_f32_u32(vmovl_high_u16(wide)) + base);
+  }
 #else
   for (int i = 0; i < 32; ++i) to[i] = scale * float(codes[i]) + base;
 #endif

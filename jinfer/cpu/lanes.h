@@ -50,6 +50,15 @@ inline Floats held(Floats x) {
 
 inline Floats all(float x) { return x - Floats{}; }
 
+// A number that is loaded here, in all lanes: on ARM compilers load those of all rows before they use
+// one, and have no registers left for the sums of a tile.
+inline Floats in_turn(float x) {
+#if defined(__aarch64__)
+  asm volatile("" : "+w"(x));
+#endif
+  return all(x);
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // a * b + c: rounded once where there is an instruction for it, whatever stands around it.
@@ -189,6 +198,10 @@ inline Floats hyperbolic_tangent(Floats x) {
 inline float from_half(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
+#elif defined(__aarch64__)
+  __fp16 half;
+  memcpy(&half, &bits, 2);
+  return half;
 #else
   uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
   float x;
@@ -209,6 +222,11 @@ inline float from_half(uint16_t bits) {
 inline uint16_t to_half(float x) {
 #if defined(__F16C__)
   return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  const __fp16 half = x;
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
 #else
   uint32_t word;
   memcpy(&word, &x, 4);
@@ -242,6 +260,8 @@ inline Ints load_bits(const void* from) {
   return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 #elif defined(__AVX2__)
   return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  return (Ints)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
 #else
   typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
   Shorts x;
@@ -257,6 +277,9 @@ inline Floats load(const Half* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(from));
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(bits));
 #else
   const Ints bits = load_bits(from), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
   const Ints normal = (rest << 13) + (rest >= 0x7c00 ? Ints{} + 0x70000000 : Ints{} + 0x38000000);
@@ -325,7 +348,14 @@ inline void turn_words(const uint32_t* const* from, int count, Words* to) {
   transpose<4, 8>(x);
   for (int i = 0; i < count; ++i) to[i] = (Words)x[i];
 #else
-  for (int i = 0; i < count; ++i)
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    Floats x[LANES];
+    for (int lane = 0; lane < LANES; ++lane) memcpy(&x[lane], from[lane] + i, sizeof x[lane]);
+    transpose(x);
+    for (int j = 0; j < LANES; ++j) to[i + j] = (Words)x[j];
+  }
+  for (; i < count; ++i)
     for (int lane = 0; lane < LANES; ++lane) to[i][lane] = from[lane][i];
 #endif
 }

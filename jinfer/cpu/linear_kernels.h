@@ -2,6 +2,7 @@
 // activations times the panels that linear_panel.h decodes.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>

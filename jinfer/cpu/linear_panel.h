@@ -89,7 +89,8 @@ inline Vector::I four(const Vector::I* words) {
   } else {
     v = Vector::left<(p.low < p.at ? p.at - p.low : 0)>(v);
   }
-  if constexpr (bits != 8) v = Vector::mask(v, mask * 0x01010101u);
+  constexpr bool alone = Vector::kByteShifts && p.low + p.width == 8 && p.at == 0;
+  if constexpr (bits != 8 && !alone) v = Vector::mask(v, mask * 0x01010101u);
   if constexpr (piece + 1 < all.count) v = Vector::either(v, four<bits, s, piece + 1>(words));
   return v;
 }

@@ -16,6 +16,7 @@ struct Vector {
 #else
   static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
 #endif
+  static constexpr bool kByteShifts = false;
   using I = __m256i;
   using F = __m256;
 

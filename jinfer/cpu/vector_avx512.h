@@ -12,6 +12,7 @@ struct Vector {
   static constexpr int kRows = 8;              // of activations at a time
   static constexpr int kGroups = 1;            // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
+  static constexpr bool kByteShifts = false;   // right() shifts words of 32 bits
   using I = __m512i;
   using F = __m512;
 

@@ -12,6 +12,7 @@ struct Vector {
   static constexpr int kRows = 4;  // of activations at a time
   static constexpr int kGroups = 1;  // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
+  static constexpr bool kByteShifts = false;
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));
   typedef float F __attribute__((vector_size(4 * L)));
@@ -86,11 +87,11 @@ struct Vector {
 
   template <int g>
   static void sum_runs(F v, float* out) {
-    for (int run = 0; run < L / g; ++run) {
-      float sum = v[run * g];
-      for (int i = 1; i < g; ++i) sum += v[run * g + i];
-      out[run] = sum;
-    }
+    float sums[L];  // neighbours first, as where there are instructions for it
+    store_f(sums, v);
+    for (int half = 1; half < g; half *= 2)
+      for (int i = 0; i < L; i += 2 * half) sums[i] += sums[i + half];
+    for (int run = 0; run < L / g; ++run) out[run] = sums[run * g];
   }
 
   static bool gather(const void*, bool, int, const uint16_t*, bool, F&, F&) { return false; }

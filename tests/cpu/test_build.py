@@ -3,6 +3,7 @@
 import _ctypes
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -192,26 +193,54 @@ def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.library_path() == path
 
 
-@pytest.mark.skipif(not build._is_x86(), reason="there is one set of instructions")
+_AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
+
+
 @pytest.mark.parametrize(
-    ("flags", "isa"),
+    ("machine", "flags", "isa"),
     [
-        ("sse4_2 avx", "portable"),
-        ("avx2 fma f16c", "portable"),
-        ("avx2 bmi2 f16c fma", "avx2"),
-        ("avx2 bmi2 f16c fma avx_vnni", "avxvnni"),
-        ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq", "avx2"),
-        ("avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq avx512_vnni amx_int8", "avx512"),
-        (None, None),
+        ("x86_64", "flags: sse4_2 avx", "portable"),
+        ("x86_64", "flags: avx2 fma f16c", "portable"),
+        ("x86_64", "flags: avx2 bmi2 f16c fma", "avx2"),
+        ("x86_64", "flags: avx2 bmi2 f16c fma avx_vnni", "avxvnni"),
+        ("x86_64", f"flags: {_AVX512}", "avx2"),
+        ("AMD64", f"flags: {_AVX512} avx512_vnni amx_int8", "avx512"),
+        ("x86_64", None, None),
+        ("aarch64", "Features: fp asimd fphp asimdhp asimddp", "neon"),
+        ("aarch64", "Features: fp asimd", "portable"),
+        ("aarch64", f"flags: {_AVX512}", None),  # another machine's, where this one is emulated
+        ("arm64", None, None),
+        ("riscv64", "flags: avx2 asimddp", None),
     ],
 )
-def test_the_instructions_of_this_machine(
-    flags: str | None, isa: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_instructions_of_a_machine(
+    machine: str,
+    flags: str | None,
+    isa: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
     if flags is not None:
-        (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\nflags\t\t: {flags}\n")
+        (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\n{flags}\n")
     assert build._own_isa() == isa
+
+
+@pytest.mark.parametrize(
+    ("machine", "isas"),
+    [
+        ("x86_64", {"portable", "avx2", "avxvnni", "avx512"}),
+        ("aarch64", {"portable", "neon"}),
+        ("riscv64", {"portable"}),
+    ],
+)
+def test_a_machine_compiles_its_own_kernels(
+    machine: str, isas: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    linear = [path.stem for path in build._sources() if path.stem.startswith("linear_")]
+    assert sorted(linear) == sorted(f"linear_{isa}" for isa in isas)
 
 
 @built
@@ -227,6 +256,9 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     stems = {path.stem for path in build._sources("avxvnni")}
     assert stems > {"linear_avxvnni", "rows_avx2"}
     assert "linear_avx2" not in stems
+    stems = {path.stem for path in build._sources("neon")}
+    assert stems > {"linear_neon", "rows_portable"}
+    assert "linear_portable" not in stems
     for variable in (build.EVERY, build.LOWER):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
@@ -258,7 +290,17 @@ def test_instructions_can_be_lowered(caplog: pytest.LogCaptureFixture) -> None:
     assert done.stdout.strip() == "portable"
 
 
-FASTER = [p for p in build._sources() if p.stem.endswith(("_avx2", "_avxvnni", "_avx512"))]
+def names(compiled: Path) -> list[str]:
+    """What an object gives to others."""
+    lines = subprocess.run(
+        ["nm", "-C", "--defined-only", "--extern-only", str(compiled)],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    found = [line.split(maxsplit=2)[2] for line in lines]
+    return [name for name in found if not name.startswith("DW.ref.")]
+
+
+FASTER = [p for p in build._sources() if p.stem.endswith(tuple(build._ISA_FLAGS))]
 
 
 @built
@@ -271,9 +313,4 @@ def test_kernels_have_no_name_in_common(source: Path, tmp_path: Path) -> None:
     compiler = [*build._compiler(), *build._FLAGS, *flags, "-I", jax.ffi.include_dir()]
     out = tmp_path / "kernels.o"
     subprocess.run([*compiler, "-c", str(source), "-o", str(out)], check=True)
-    names = subprocess.run(
-        ["nm", "-C", "--defined-only", "--extern-only", str(out)],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    found = [name.split(maxsplit=2)[2] for name in names]
-    assert [n for n in found if not n.startswith("DW.ref.")] == [f"jinfer::{source.stem}()"]
+    assert names(out) == [f"jinfer::{source.stem}()"]
