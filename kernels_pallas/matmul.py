@@ -92,10 +92,10 @@ def _kernel(
     bits = max(matrix.bits for matrix in matrices)
     superblocks = matrices[0].superblocks
     tiling = choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
-    tiles = -(-rows // tiling.rows)
-    x16, factors = rounded(jnp.pad(x, ((0, tiles * tiling.rows - rows), (0, 0))))
-    present = jnp.clip(rows - tiling.rows * jnp.arange(tiles, dtype=jnp.int32), 0, tiling.rows)
-    which = jnp.stack([jnp.broadcast_to(index, (tiles,)), present])
+    first = jnp.arange(0, rows, tiling.rows, dtype=jnp.int32)
+    present = jnp.minimum(rows - first, tiling.rows)
+    which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])
+    x16, factors = rounded(x)
     fused = gated and tiling.split == 1
     parts = product_of(backend)(
         arranged(x16, matrices[0]),
@@ -106,7 +106,7 @@ def _kernel(
         gated=fused,
         interpret=interpret,
     )
-    return tuple(result[:rows] for result in finish(parts, gated and not fused))
+    return finish(parts, gated and not fused)
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:

@@ -38,8 +38,10 @@ def product(
 
     The result has one part, [1, rows, outputs].
     """
+    rows = x.shape[0]
+    padded = jnp.pad(x, ((0, -rows % tiling.rows), (0, 0), (0, 0), (0, 0)))
     results = [
-        _one(x, which[0, :1], matrix, tiling.rows, interpret) * factors[:, None]
+        _one(padded, which[0, :1], matrix, tiling.rows, interpret)[:rows] * factors[:, None]
         for matrix in matrices
     ]
     if gated:

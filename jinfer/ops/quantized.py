@@ -36,7 +36,7 @@ def products(
     Args:
         index: which matrix of each stack; the others are not read.
         offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined. Only where `in_calls` says so.
+            undefined. Only where `sorts` says so.
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
@@ -57,7 +57,7 @@ def products(
                 offsets=offsets,
             )
     if backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
-        return _on_gpu(x, weights, index, activation)
+        return _on_gpu(x, weights, index, offsets, activation)
     if index is not None:
         weights = [pick(weight, index) for weight in weights]
     results = tuple(product_xla(x, weight) for weight in weights)
@@ -67,10 +67,11 @@ def products(
     return (FUSED[activation](gate) * up,)
 
 
-def in_calls(weight: QuantizedTensor) -> bool:
-    """Whether a custom call of XLA:CPU multiplies with it."""
-    on_cpu = backend() == "cpu" and cpu.available()
-    return on_cpu and cpu.supports(_coded(weight))
+def sorts(weight: QuantizedTensor) -> bool:
+    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    if backend() == "gpu":
+        return _in_kernels(weight)
+    return backend() == "cpu" and cpu.available() and cpu.supports(_coded(weight))
 
 
 def _in_kernels(weight: QuantizedTensor) -> bool:
@@ -80,17 +81,27 @@ def _in_kernels(weight: QuantizedTensor) -> bool:
 
 
 def _on_gpu(
-    x: Array, weights: Sequence[QuantizedTensor], index: Array | None, activation: str
+    x: Array,
+    weights: Sequence[QuantizedTensor],
+    index: Array | None,
+    offsets: Array | None,
+    activation: str,
 ) -> tuple[Array, ...]:
     # Imported here: half a second, which only those pay who have a GPU.
+    from kernels_pallas.experts import expert_matmul
     from kernels_pallas.layout import Packed
     from kernels_pallas.matmul import matmul
 
     packed = [Packed(w.words, w.scales, w.format.levels, w.format.block, w.inputs) for w in weights]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
-    if activation in ("none", "silu"):
-        return matmul(x, packed, index=which, gated=activation == "silu")
-    gate, up = matmul(x, packed, index=which)
+    gated = activation == "silu"
+    if offsets is None:
+        results = matmul(x, packed, index=which, gated=gated)
+    else:
+        results = expert_matmul(x, offsets, packed, index=which, gated=gated)
+    if gated or activation == "none":
+        return results
+    gate, up = results
     return (FUSED[activation](gate) * up,)
 
 

@@ -117,7 +117,11 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
     return [
         _code(ptx, name[1], copies)
         for ptx in sorted(folder.glob("*.ptx"))
-        if (name := re.search(r"\.entry ((packed_product|\w+_attention)\w*)", ptx.read_text()))
+        if (
+            name := re.search(
+                r"\.entry ((packed_product|dense_experts|\w+_attention)\w*)", ptx.read_text()
+            )
+        )
     ]
 
 

@@ -13,6 +13,7 @@ from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
 from kernels_pallas.experts import expert_matmul
+from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
@@ -72,15 +73,26 @@ def gated(width: Width) -> Target:
 
 
 def experts(width: Width) -> Target:
-    """Two of eight experts for four tokens."""
+    """Eight rows for eight experts."""
     matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
 
-    def function(x: Any, chosen: Any, index: Any, matrix: Packed) -> Any:
-        return expert_matmul(x, chosen, [matrix], index=index)
+    def function(x: Any, offsets: Any, index: Any, matrix: Packed) -> Any:
+        return expert_matmul(x, offsets, [matrix], index=index)
 
-    rows = Shape((8,), jnp.int32)
-    args = (Shape((4, 4096), jnp.bfloat16), rows, Shape((1,), jnp.int32), matrix)
+    offsets = Shape((9,), jnp.int32)
+    args = (Shape((8, 4096), jnp.bfloat16), offsets, Shape((1,), jnp.int32), matrix)
     return Target(f"experts-q{width}", function, args)
+
+
+def dense_experts(rows: int) -> Target:
+    """Of 128 small experts, as Qwen3's."""
+
+    def function(x: Any, offsets: Any, matrices: Any) -> Any:
+        return dense_expert_matmul(x, offsets, matrices)
+
+    matrices = Shape((128, 768, 2048), jnp.bfloat16)
+    args = (Shape((rows, 2048), jnp.bfloat16), Shape((129,), jnp.int32), matrices)
+    return Target(f"dense_experts-bf16-{rows}", function, args)
 
 
 def attention(
@@ -143,6 +155,7 @@ def compiled_targets() -> list[Target]:
         several("4"),
         gated("4"),
         experts("4"),
+        *(dense_experts(rows) for rows in (8, 8192)),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
         attention("bf16", 128),
         attention("bf16", 512),
