@@ -166,8 +166,8 @@ def test_all_chosen_experts_in_one_call_on_a_gpu(stored: str, kind: str, rows: i
     x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16 if stored == "bf16" else jnp.float32)
     chosen = jnp.asarray(np.stack([rng.permutation(5)[:2] for _ in range(rows)]), jnp.int32)
     weights = jnp.asarray(rng.normal(size=(rows, 2)), jnp.float32)
-    got = jax.jit(lambda *given: mixture(*given, experts))(x, chosen, weights)
-    wanted = jax.jit(lambda *given: mixture_reference(*given, decoded(experts)))(x, chosen, weights)
+    got = jax.jit(partial(mixture, experts=experts))(x, chosen, weights)
+    wanted = jax.jit(partial(mixture_reference, experts=decoded(experts)))(x, chosen, weights)
     bound = {"bf16": 3e-2, "f32": 1e-4}.get(stored, 2e-2)  # codes' weights and x are fp16
     assert_allclose(np.asarray(got, np.float32), np.asarray(wanted, np.float32), bound, bound)
 
@@ -192,9 +192,9 @@ def wide(stored: str, gated: bool, biased: bool) -> Experts:
 
 
 def decoded(experts: Experts) -> Experts:
-    def full(one: Projection | None) -> Projection | None:
-        if one is None or isinstance(one.weight, Array):
-            return one
-        return one._replace(weight=jnp.asarray(one.weight.dequantize()))
+    def full(one: Projection) -> Projection:
+        matrices: Any = one.weight
+        return one if isinstance(matrices, Array) else one._replace(weight=matrices.dequantize())
 
-    return experts._replace(gate=full(experts.gate), up=full(experts.up), down=full(experts.down))
+    gate = None if experts.gate is None else full(experts.gate)
+    return experts._replace(gate=gate, up=full(experts.up), down=full(experts.down))
