@@ -161,6 +161,8 @@ def main() -> None:
     """Compiles the targets that are named on the command line."""
     folder = Path(tempfile.mkdtemp())
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx|llvm"
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -16,7 +16,7 @@ from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import matmul
+from kernels_pallas.matmul import Backend, matmul
 
 Shape = jax.ShapeDtypeStruct
 
@@ -105,6 +105,7 @@ def attention(
     changed: bool = False,
     shared: bool = False,
     part: bool = False,
+    backend: Backend = "triton",
     name: str = "",
     **options: Any,
 ) -> Target:
@@ -116,6 +117,7 @@ def attention(
         changed: scores are changed in every way that there is.
         shared: the keys are the values too.
         part: of the keys in one place, without sinks.
+        backend: of `attend`.
         options: of `Scores`.
     """
     lead = (rows * 128, heads[1], 64)
@@ -136,10 +138,23 @@ def attention(
     def function(q: Any, keys: Any, values: Any, queries: Any, per_head: Any, table: Any) -> Any:
         scores = Scores(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
         if part:
-            return attend_part(q, keys, values, queries, scores._replace(sinks=None))
-        return attend(q, keys, values, queries, scores)
+            scores = scores._replace(sinks=None)
+            return attend_part(q, keys, values, queries, scores, backend=backend)
+        return attend(q, keys, values, queries, scores, backend=backend)
 
-    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, args)
+    kernel = "attention" if backend == "triton" else f"{backend}_attention"
+    return Target(f"{kernel}-{kind}-{name or f'{tokens}-{dim}'}", function, args)
+
+
+def mosaic_attention() -> list[Target]:
+    """Decoding and prompts by the Mosaic kernel."""
+    return [
+        attention("bf16", backend="mosaic"),
+        attention("f16", 512, backend="mosaic"),
+        attention("bf16", dim=256, backend="mosaic"),
+        attention("bf16", dim=80, backend="mosaic"),
+        attention("f16", dim=64, softcap=30.0, part=True, backend="mosaic", name="part"),
+    ]
 
 
 def compiled_targets() -> list[Target]:
@@ -170,4 +185,5 @@ def compiled_targets() -> list[Target]:
         attention("f32", dim=256),
         attention("bf16", dim=640),
         attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),
+        *mosaic_attention(),
     ]

@@ -122,6 +122,18 @@ def test_the_same_bits_in_any_company(kind: str, runs: Any, heads: tuple[int, in
     case.check_alone(interpret=False, every=37)
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("runs", [DECODING, SEVERAL, PROMPTS], ids=["one", "several", "prompts"])
+def test_mosaic_attention(kind: str, dim: int, runs: Any) -> None:
+    shape: dict[str, Any] = {"dims": (dim, dim), "heads": (8, 2), "rows": 4, **LONG}
+    Case((kind, kind), runs, **shape).check("mosaic", interpret=False)
+    changes: dict[str, Any] = {"softcap": 30.0, "slopes": True, "sinks": True, "window": 500}
+    case = Case((kind, kind), runs, **shape, **changes)
+    case.check("mosaic", interpret=False)
+    case.check_alone("mosaic", interpret=False, every=37)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_in_jinfer(kind: str) -> None:
     """New tokens written by XLA are what the kernel reads."""
