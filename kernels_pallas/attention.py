@@ -16,8 +16,8 @@ from kernels_pallas import attention_mosaic, attention_tiles
 from kernels_pallas import attention_pieces as pieces
 from kernels_pallas.attention_triton import Changes, Given, Static, Tokens, attend_pieces
 from kernels_pallas.kept import TOKENS, Kept
-from kernels_pallas.matmul import Backend
 from kernels_pallas.rounding import rounded
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -71,7 +71,7 @@ def attend(
     queries: Queries,
     scores: Scores,
     *,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Attention over the cache, with the new tokens already in it, in q's type.
@@ -88,13 +88,19 @@ def attend(
             values of 16 bits (`attention_mosaic.takes`) and for `by_distance`.
     """
     queries = _checked(queries, keys)
-    if backend == "mosaic" and scores.by_distance is None and attention_mosaic.takes(keys, values):
-        found = _mosaic(q, keys, values, queries, scores, interpret)
-        return _divided(found, scores.sinks).astype(q.dtype)
-    tiled = keys.tiled and (values is None or values.tiled)
-    if backend == "triton" and tiled:
+    if not takes(keys, values, backend, by_distance=scores.by_distance is not None):
+        return _plain(q, keys, values, queries, scores)
+    if backend == "triton":
         return _triton(q, keys, values, queries, scores, interpret)[0]
-    return _plain(q, keys, values, queries, scores)
+    found = _mosaic(q, keys, values, queries, scores, interpret)
+    return _divided(found, scores.sinks).astype(q.dtype)
+
+
+def takes(keys: Kept, values: Kept | None, backend: Backend, *, by_distance: bool) -> bool:
+    """Whether a backend's kernel takes such keys and values, and a table of distances if asked."""
+    if backend == "mosaic":
+        return not by_distance and attention_mosaic.takes(keys, values)
+    return backend == "triton" and keys.tiled and (values is None or values.tiled)
 
 
 def attend_part(
@@ -104,7 +110,7 @@ def attend_part(
     queries: Queries,
     scores: Scores,
     *,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attention over the blocks that are here, by a kernel; entries of the tables may be -1.

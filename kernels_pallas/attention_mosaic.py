@@ -28,6 +28,7 @@ ROWS = 64  # of a product of a warp group, however many of them there are
 LOWEST = -(2.0**20)  # the highest score of no key
 _NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
 _WIDEST = 256  # numbers of a key or a value
+_MOST_COLUMNS = 192  # of a value that a program sums
 _COLUMNS = 128  # of a value that are summed at once: what registers hold
 _SHARED = 231_000  # bytes of a multiprocessor
 _MOST_STAGES = 4
@@ -86,12 +87,11 @@ def takes(keys: Kept, values: Kept | None) -> bool:
     """Whether the kernel reads such keys and values: of 16 bits, and not too wide."""
     each = [keys] if values is None else [keys, values]
     kinds = {jnp.dtype(part.tile_type) for part in each}
-    return (
-        not any(part.quantized for part in each)
-        and len(kinds) == 1
-        and kinds < {jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)}
-        and all(part.dim % 16 == 0 and part.dim <= _WIDEST for part in each)
-    )
+    if len(kinds) > 1 or any(part.quantized for part in each):
+        return False
+    whole = all(part.dim % 16 == 0 and part.dim <= _WIDEST for part in each)
+    halves = each[-1].dim % (16 * _halves(each[-1].dim)) == 0
+    return whole and halves and kinds < {jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)}
 
 
 def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
@@ -125,13 +125,15 @@ def tile_sums(
     call = plgpu.kernel(
         functools.partial(_kernel, static=static, count=count),
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(tiles, kv_heads, parts),
-        grid_names=("tile", "head", "part"),
+        grid=(tiles, kv_heads, _halves(width), parts),
+        grid_names=("tile", "head", "half", "part"),
         kernel_name="mosaic_attention",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
     )
-    pools = [keys.data] if values is None else [keys.data, values.data]
+    pools = [keys.data]
+    if values is not None or _halves(width) > 1:
+        pools.append(keys.data if values is None else values.data)
     return Sums(*call(*rows, tables, *pools))
 
 
@@ -145,7 +147,8 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
     given, (tables_ref, *pools) = Rows(*refs[:4]), refs[4:-3]
     outs = Sums(*refs[-3:])
     keys, values = static.keys, static.keys if static.values is None else static.values
-    kind, dims = keys.tile_type, [pool.shape[-1] for pool in pools]
+    kind, columns = keys.tile_type, values.dim // _halves(values.dim)
+    dims = [keys.dim, columns][: len(pools)]
     # Factors of a product have one order in shared memory.
     order = _transforms(math.gcd(TOKENS, *dims), 16)
     run = functools.partial(
@@ -157,7 +160,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
         plgpu.SMEM((ROWS, TOKENS), kind, transforms=order),
         (plgpu.SMEM((3, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.float32)),
         Sums(
-            plgpu.SMEM((ROWS, values.dim), jnp.float32, transforms=_transforms(values.dim, 32)),
+            plgpu.SMEM((ROWS, columns), jnp.float32, transforms=_transforms(columns, 32)),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
         ),
@@ -198,6 +201,7 @@ def _run(
 ) -> None:
     """One program, with its shared memory."""
     at, head, part = (lax.axis_index(name) for name in ("tile", "head", "part"))
+    columns = pl.ds(_multiple(lax.axis_index("half"), kept.outs.shape[1]), kept.outs.shape[1])
     sequence, power, lowest, end = (given.tile[at, i] for i in range(4))
     within = (jnp.int32(1) << power) - 1
     plgpu.copy_gmem_to_smem(given.q.at[at, head], q_tile.at[pl.ds(0, count)], ready)
@@ -220,6 +224,8 @@ def _run(
         @pl.when(i < steps)
         def start() -> None:
             block, slot = pools[which].at[jnp.maximum(block_of(i), 0), head], slot_of(which, i)
+            if which == 1:
+                block = block.at[:, columns]
             plgpu.copy_gmem_to_smem(block, blocks[which].at[slot], filled[which].at[slot])
 
     def slot_of(which: int, i: Array) -> Array:
@@ -253,7 +259,8 @@ def _run(
     def write(split: Array | int) -> None:
         """What is kept, to memory."""
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(kept.outs.at[pl.ds(0, count)], to.outs.at[at, head, split])
+        outs = to.outs.at[at, head, split]
+        plgpu.copy_smem_to_gmem(kept.outs.at[pl.ds(0, count)], outs.at[:, columns])
         plgpu.copy_smem_to_gmem(kept.highest, to.highest.at[at, head, split])
         plgpu.copy_smem_to_gmem(kept.total, to.total.at[at, head, split])
         plgpu.wait_smem_to_gmem(0)
@@ -338,6 +345,15 @@ def _product(left: Any, right: Any, columns: int) -> Array:
 
     result: Array = pl.run_scoped(run, plgpu.ACC((ROWS, columns), jnp.float32))
     return result
+
+
+def _halves(width: int) -> int:
+    """Programs that share a value's numbers: the sums of one of 256 would fill all registers."""
+    return 1 + (width > _MOST_COLUMNS)
+
+
+def _multiple(number: Array, size: int) -> Any:
+    return pl.multiple_of(number * size, size)
 
 
 def _spans(width: int) -> list[tuple[int, int]]:

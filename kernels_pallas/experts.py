@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.layout import Packed, arranged
-from kernels_pallas.matmul import Backend, finish, product_of
+from kernels_pallas.matmul import finish, product_of
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import SMALLEST, choose
+from kernels_pallas.tiling import FEW_ROWS, SMALLEST, choose
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -51,7 +52,7 @@ def expert_matmul(
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """Each row times the transpose of its expert's matrix, in float32; x is rounded as by `matmul`.
@@ -85,7 +86,8 @@ def expert_matmul(
     if backend == "xla" or outputs < SMALLEST:
         return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)
-    fused = gated and tiling.split == 1
+    # Of many rows shared memory would have to hold x for both matrices.
+    fused = gated and tiling.split == 1 and tiling.rows <= FEW_ROWS
     parts = product_of(backend)(
         arranged(x16, matrices[0]),
         factors,

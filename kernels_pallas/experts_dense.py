@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.experts import tiles_of
+from kernels_pallas.triton_style import plt
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

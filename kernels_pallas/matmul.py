@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ from kernels_pallas import matmul_mosaic, matmul_triton
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
 from kernels_pallas.tiling import LARGEST, SMALLEST, choose
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-type Backend = Literal["triton", "mosaic", "xla"]
 
 MOST_ROWS = 1024  # above, decoding all weights once and a plain product cost less
 
@@ -28,7 +27,7 @@ def matmul(
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row by its own scale.

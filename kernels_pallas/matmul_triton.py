@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import registers
 from kernels_pallas.layout import Packed
 from kernels_pallas.tiling import Tiling
+from kernels_pallas.triton_style import plt
 
 
 def product(

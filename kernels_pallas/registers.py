@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.layout import CODES, PIECES
+from kernels_pallas.triton_style import plt
 
 _ONE = 0x3C00  # 1.0 in fp16; a code of b bits in the top of its mantissa gives 1 + q / 2**b
 _1024 = 0x6400  # the same for a code in the lowest 8 bits: 1024 + q

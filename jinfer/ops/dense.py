@@ -10,7 +10,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
-from jinfer.ops import switches
+from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend
 from jinfer.ops.quantized import FUSED, pick
 
@@ -26,8 +26,10 @@ def reads_as_stored() -> bool:
 
 def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
     """Whether `products` takes rows that are sorted by this weight's matrices."""
-    if backend() != "gpu" or not switches.kernels():
+    if backend() != "gpu":
         return reads_as_stored()
+    if not switches.kernels() or kernels.kind() != "triton":
+        return False
     # Imported here: half a second, which only those pay who have a GPU.
     from kernels_pallas.experts_dense import takes
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
+from jinfer.ops import kernels
 from jinfer.ops.backend import backend
 from jinfer.ops.quantized_xla import product_xla
 from jinfer.quant import QuantizedTensor
@@ -94,11 +95,11 @@ def _on_gpu(
 
     packed = [Packed(w.words, w.scales, w.format.levels, w.format.block, w.inputs) for w in weights]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
-    gated = activation == "silu"
+    gated, kind = activation == "silu", kernels.kind()
     if offsets is None:
-        results = matmul(x, packed, index=which, gated=gated)
+        results = matmul(x, packed, index=which, gated=gated, backend=kind)
     else:
-        results = expert_matmul(x, offsets, packed, index=which, gated=gated)
+        results = expert_matmul(x, offsets, packed, index=which, gated=gated, backend=kind)
     if gated or activation == "none":
         return results
     gate, up = results

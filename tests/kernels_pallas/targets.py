@@ -16,7 +16,8 @@ from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import Backend, matmul
+from kernels_pallas.matmul import matmul
+from kernels_pallas.triton_style import Backend
 
 Shape = jax.ShapeDtypeStruct
 

@@ -144,10 +144,12 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (quantized, dense):
         monkeypatch.setattr(module, "backend", lambda: "gpu")
     monkeypatch.setattr(moe, "_in_blocks", None)
-    interpreted = partial(expert_matmul, interpret=True)
-    monkeypatch.setattr("kernels_pallas.experts.expert_matmul", interpreted)
-    interpreted = partial(dense_expert_matmul, interpret=True)
-    monkeypatch.setattr("kernels_pallas.experts_dense.dense_expert_matmul", interpreted)
+    interpreted: dict[str, Any] = {
+        "experts.expert_matmul": partial(expert_matmul, interpret=True),
+        "experts_dense.dense_expert_matmul": partial(dense_expert_matmul, interpret=True),
+    }
+    for name, function in interpreted.items():
+        monkeypatch.setattr(f"kernels_pallas.{name}", function)
 
 
 @pytest.mark.usefixtures("_on_gpu")
