@@ -18,20 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
+from kernels_pallas import mosaic
 from kernels_pallas.attention_pieces import Tile
 from kernels_pallas.kept import TOKENS, Kept
+from kernels_pallas.mosaic import ROWS, plgpu, wide
 
-plgpu: Any = mosaic_gpu  # whose types leave out what it exports
-ROWS = 64  # of a product of a warp group, however many of them there are
 LOWEST = -(2.0**20)  # the highest score of no key
 _NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
 _WIDEST = 256  # numbers of a key or a value
 _MOST_COLUMNS = 192  # of a value that a program sums
 _COLUMNS = 128  # of a value that are summed at once: what registers hold
-_SHARED = 231_000  # bytes of a multiprocessor
-_MOST_STAGES = 4
 _LOG2_E = math.log2(math.e)
 
 
@@ -122,14 +119,12 @@ def tile_sums(
     width = (keys if values is None else values).dim
     lead = (tiles, kv_heads, places)
     shapes = [(*lead, count, width), (*lead, ROWS), (*lead, ROWS)]
-    call = plgpu.kernel(
+    call = mosaic.call(
         functools.partial(_kernel, static=static, count=count),
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(tiles, kv_heads, _halves(width), parts),
-        grid_names=("tile", "head", "half", "part"),
-        kernel_name="mosaic_attention",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **({"interpret": plgpu.InterpretGPUParams()} if interpret else {}),
+        "mosaic_attention",
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        {"tile": tiles, "head": kv_heads, "half": _halves(width), "part": parts},
+        interpret=interpret,
     )
     pools = [keys.data]
     if values is not None or _halves(width) > 1:
@@ -150,7 +145,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
     kind, columns = keys.tile_type, values.dim // _halves(values.dim)
     dims = [keys.dim, columns][: len(pools)]
     # Factors of a product have one order in shared memory.
-    order = _transforms(math.gcd(TOKENS, *dims), 16)
+    order = mosaic.order(math.gcd(TOKENS, *dims), 16)
     run = functools.partial(
         _run, given=given, tables_ref=tables_ref, pools=pools, to=outs, static=static, count=count
     )
@@ -160,7 +155,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
         plgpu.SMEM((ROWS, TOKENS), kind, transforms=order),
         (plgpu.SMEM((3, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.float32)),
         Sums(
-            plgpu.SMEM((ROWS, columns), jnp.float32, transforms=_transforms(columns, 32)),
+            plgpu.SMEM((ROWS, columns), jnp.float32, transforms=mosaic.order(columns, 32)),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
         ),
@@ -174,13 +169,10 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
 
 
 def _stages(dims: Sequence[int]) -> list[int]:
-    """Blocks of keys and of values that shared memory holds beside all else."""
-    all_else = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
-    for programs in (2, 1):  # of a multiprocessor
-        stages = (_SHARED // programs - all_else) // (2 * TOKENS * sum(dims))
-        if stages >= 2:
-            return [min(stages, _MOST_STAGES)] * len(dims)
-    return [2, 1]
+    """Blocks of keys and of values that shared memory holds."""
+    beside = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
+    count = mosaic.stages(2 * TOKENS * sum(dims), beside)
+    return [count] * len(dims) if count > 1 else [2, 1]
 
 
 def _run(
@@ -253,7 +245,7 @@ def _run(
         for (first, size), out in zip(spans, sums, strict=True):
             ref = kept.outs.at[:, pl.ds(first, size)]
             if static.parts == 1:
-                out = ref[...] * _wide(old, size) + out * _wide(new, size)
+                out = ref[...] * wide(old, size) + out * wide(new, size)
             ref[...] = out
 
     def write(split: Array | int) -> None:
@@ -280,14 +272,14 @@ def _run(
         # Nobody sees a block that is not here.
         first = jnp.where(here, start, jnp.int32(1 << 30))
         places = first + lax.broadcasted_iota(jnp.int32, (ROWS, TOKENS), 1)
-        sees = (places >= _wide(low, TOKENS)) & (places <= _wide(last, TOKENS))
-        scores = scores * _wide(times, TOKENS)
+        sees = (places >= wide(low, TOKENS)) & (places <= wide(last, TOKENS))
+        scores = scores * wide(times, TOKENS)
         if static.softcap is not None:
             cap = np.float32(static.softcap)
             scores = cap * (1 - 2 / (jnp.exp(scores * (2 / cap)) + 1))
         if static.slopes:
-            distance = (_wide(position, TOKENS) - places).astype(jnp.float32)
-            scores = scores - _wide(slope, TOKENS) * distance
+            distance = (wide(position, TOKENS) - places).astype(jnp.float32)
+            scores = scores - wide(slope, TOKENS) * distance
         scores = jnp.where(sees, scores * np.float32(_LOG2_E), np.float32(_NEVER))
 
         # At the beginning of a split nothing is left of the one before.
@@ -295,7 +287,7 @@ def _run(
         highest = highest * left + (1 - left) * np.float32(LOWEST)
         above = jnp.maximum(jnp.max(scores, axis=1), np.float32(LOWEST))
         most = jnp.maximum(highest, above.astype(jnp.int32).astype(jnp.float32) + 1)
-        weights = jnp.where(sees, jnp.exp2(scores - _wide(most, TOKENS)), np.float32(0))
+        weights = jnp.where(sees, jnp.exp2(scores - wide(most, TOKENS)), np.float32(0))
         weights = weights.astype(weights_tile.dtype)
         scale = power_of_two(highest - most) * left
         total = total * scale + jnp.sum(weights.astype(jnp.float32), axis=1)
@@ -307,17 +299,17 @@ def _run(
         @pl.when((start < lowest) | (start + TOKENS > end) | ~here)
         def clear() -> None:
             """What nobody sees may be NaN, which no weight of 0 takes away."""
-            for column, wide in spans:
-                part = values.at[:, pl.ds(column, wide)]
-                place = first + lax.broadcasted_iota(jnp.int32, (TOKENS, wide), 0)
+            for column, many in spans:
+                part = values.at[:, pl.ds(column, many)]
+                place = first + lax.broadcasted_iota(jnp.int32, (TOKENS, many), 0)
                 there = (place >= lowest) & (place < end)
                 part[...] = jnp.where(there, part[...], jnp.zeros((), values.dtype))
 
         plgpu.commit_smem()
         sums = tuple(
-            out * _wide(scale, wide)
-            + _product(weights_tile, values.at[:, pl.ds(column, wide)], wide)
-            for (column, wide), out in zip(spans, sums, strict=True)
+            out * wide(scale, many)
+            + _product(weights_tile, values.at[:, pl.ds(column, many)], many)
+            for (column, many), out in zip(spans, sums, strict=True)
         )
         plgpu.commit_smem()  # all warps are through with the block
         for which, tiles in enumerate(blocks):
@@ -372,13 +364,3 @@ def _all(ref: Any) -> Array:
 def _full(shape: tuple[int, ...], value: float) -> Array:
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _wide(row: Array, columns: int) -> Array:
-    """A number of each row in all its columns."""
-    return lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))
-
-
-def _transforms(columns: int, bits: int) -> tuple[Any, ...]:
-    swizzle = plgpu.find_swizzle(columns * bits, "tile")
-    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)

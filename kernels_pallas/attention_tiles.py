@@ -15,8 +15,9 @@ from jax import Array
 
 from kernels_pallas import attention_mosaic as mosaic
 from kernels_pallas import attention_pieces as pieces
-from kernels_pallas.attention_mosaic import LOWEST, ROWS, Rows, Sums, power_of_two
+from kernels_pallas.attention_mosaic import LOWEST, Rows, Sums, power_of_two
 from kernels_pallas.kept import TOKENS, Kept
+from kernels_pallas.mosaic import ROWS
 
 if TYPE_CHECKING:
     from kernels_pallas.attention import Queries, Scores

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import matmul_mosaic
 from kernels_pallas.layout import Packed, arranged
-from kernels_pallas.matmul import finish, product_of
+from kernels_pallas.matmul import computes, finish, product_of
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import FEW_ROWS, SMALLEST, choose
+from kernels_pallas.tiling import FEW_ROWS, choose
 from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -63,14 +64,11 @@ def expert_matmul(
         matrices: stacks [*stack, experts] of the same shape.
         index: which of the (flattened) leading stacks.
         gated, interpret: see `matmul`.
-        backend: "triton", or "xla", which decodes the matrices of all experts to memory; the Mosaic
-            kernel reads one matrix a call.
+        backend: "xla" decodes the matrices of all experts to memory.
 
     Raises:
-        ValueError: x and a matrix do not fit together, or there is no such backend.
+        ValueError: x and a matrix do not fit together.
     """
-    if backend == "mosaic":
-        raise ValueError("products of experts have no Mosaic kernel yet; use triton or xla")
     rows, count, outputs = x.shape[0], offsets.shape[0] - 1, matrices[0].outputs
     for matrix in matrices:
         if x.shape[1] != matrix.inputs:
@@ -83,7 +81,9 @@ def expert_matmul(
         smallest=outputs,
         bits=max(matrix.bits for matrix in matrices),
     )
-    if backend == "xla" or outputs < SMALLEST:
+    if backend == "mosaic":
+        tiling = matmul_mosaic.fitted(tiling, -(-rows // count))
+    if backend == "xla" or not computes(backend, matrices[0]):
         return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)
     # Of many rows shared memory would have to hold x for both matrices.

@@ -52,13 +52,13 @@ def matmul(
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
     index = jnp.zeros((1,), jnp.int32) if index is None else index
-    if backend == "xla" or x.shape[0] > MOST_ROWS:
+    most = matmul_mosaic.MOST_ROWS if backend == "mosaic" else MOST_ROWS
+    if backend == "xla" or x.shape[0] > most:
         return _epilogue(decoded(x, matrices, index), gated)
     results: list[Array | None] = [None] * len(matrices)
     for together in _groups(matrices):
         chosen = [matrices[i] for i in together]
-        least = matmul_mosaic.OUTPUTS if backend == "mosaic" else SMALLEST
-        if min(m.outputs for m in chosen) < least:
+        if not all(computes(backend, matrix) for matrix in chosen):
             parts = decoded(x, chosen, index)
         elif gated and len(chosen) == 2:
             return _kernel(x, chosen, index, True, backend, interpret)
@@ -67,6 +67,11 @@ def matmul(
         for i, part in zip(together, parts, strict=True):
             results[i] = part
     return _epilogue([result for result in results if result is not None], gated)
+
+
+def computes(backend: Backend, matrix: Packed) -> bool:
+    """Whether a backend's kernel reads the matrix; what none reads is decoded."""
+    return matmul_mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
 
 
 def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
@@ -91,6 +96,8 @@ def _kernel(
     bits = max(matrix.bits for matrix in matrices)
     superblocks = matrices[0].superblocks
     tiling = choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+    if backend == "mosaic":
+        tiling = matmul_mosaic.fitted(tiling, rows)
     first = jnp.arange(0, rows, tiling.rows, dtype=jnp.int32)
     present = jnp.minimum(rows - first, tiling.rows)
     which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])

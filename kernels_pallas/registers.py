@@ -7,7 +7,8 @@ where there is no GPU (interpret mode). Arrays are tiles [rows, 2 G] of 16-bit n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -195,7 +196,10 @@ def _twice(value: float) -> str:
 
 
 def _ptx(body: str, args: Sequence[Array]) -> Array:
-    """PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument."""
+    return ASSEMBLER.get()(body, args)
+
+
+def _triton(body: str, args: Sequence[Array]) -> Array:
     (result,) = plt.elementwise_inline_asm(
         "{" + body + "}",
         args=list(args),
@@ -204,3 +208,10 @@ def _ptx(body: str, args: Sequence[Array]) -> Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float16)],
     )
     return result
+
+
+# PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument. A kernel
+# that is not Triton-style sets its own.
+ASSEMBLER: ContextVar[Callable[[str, Sequence[Array]], Array]] = ContextVar(
+    "assembler", default=_triton
+)

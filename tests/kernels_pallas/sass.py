@@ -119,7 +119,7 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
         for ptx in sorted(folder.glob("*.ptx"))
         if (
             name := re.search(
-                r"\.entry ((packed_product|dense_experts|\w+_attention)\w*)", ptx.read_text()
+                r"\.entry ((\w*packed_product|dense_experts|\w+_attention)\w*)", ptx.read_text()
             )
         )
     ]

@@ -73,16 +73,17 @@ def gated(width: Width) -> Target:
     return Target(f"gated-q{width}", function, args)
 
 
-def experts(width: Width) -> Target:
+def experts(width: Width, backend: Backend = "triton") -> Target:
     """Eight rows for eight experts."""
     matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
 
     def function(x: Any, offsets: Any, index: Any, matrix: Packed) -> Any:
-        return expert_matmul(x, offsets, [matrix], index=index)
+        return expert_matmul(x, offsets, [matrix], index=index, backend=backend)
 
     offsets = Shape((9,), jnp.int32)
     args = (Shape((8, 4096), jnp.bfloat16), offsets, Shape((1,), jnp.int32), matrix)
-    return Target(f"experts-q{width}", function, args)
+    kind = "experts" if backend == "triton" else f"{backend}_experts"
+    return Target(f"{kind}-q{width}", function, args)
 
 
 def dense_experts(rows: int) -> Target:
@@ -187,4 +188,8 @@ def compiled_targets() -> list[Target]:
         attention("bf16", dim=640),
         attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),
         *mosaic_attention(),
+        *(one(QuantFormat(width), 1, "mosaic") for width in widths),
+        one(QuantFormat("4", 128, symmetric=True), 1, "mosaic"),
+        one(QuantFormat("4"), 64, "mosaic"),
+        experts("4", "mosaic"),
     ]

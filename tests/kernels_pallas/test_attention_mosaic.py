@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import attention_pieces as pieces
-from kernels_pallas.attention import attend_part
+from kernels_pallas.attention import Scores, attend_part
 from kernels_pallas.attention_mosaic import power_of_two, takes
 from kernels_pallas.kept import TOKENS
 from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case
@@ -83,7 +84,9 @@ def test_parts_of_the_keys() -> None:
     parts = []
     for here in (np.array([True, False]), np.array([False, True])):
         tables = jnp.where(here, queries.tables, -1)
-        parts.append(part(case, queries._replace(tables=tables), scale))
+        given = case.q, case.keys, case.values, queries._replace(tables=tables)
+        found = attended(*given, scale=scale)
+        parts.append([np.asarray(each, np.float64) for each in found])
     assert np.isneginf(parts[1][1][1]).all()  # all that the second sequence sees is in its block 0
     most = np.maximum(parts[0][1], parts[1][1])
     scales = [np.exp(highest - most) for _, highest, _ in parts]
@@ -92,15 +95,10 @@ def test_parts_of_the_keys() -> None:
     np.testing.assert_allclose(out / total[..., None], wanted, atol=1e-2)
 
 
-def part(case: Case, queries: Any, scale: float) -> list[np.ndarray]:
-    from kernels_pallas.attention import Scores
-
-    def function(q: Any, keys: Any, values: Any, queries: Any) -> Any:
-        scores = Scores(scale)
-        return attend_part(q, keys, values, queries, scores, backend="mosaic", interpret=True)
-
-    found = jax.jit(function)(case.q, case.keys, case.values, queries)
-    return [np.asarray(each, np.float64) for each in found]
+@partial(jax.jit, static_argnames="scale")
+def attended(q: Any, keys: Any, values: Any, queries: Any, scale: float) -> tuple[Any, ...]:
+    scores = Scores(scale)
+    return attend_part(q, keys, values, queries, scores, backend="mosaic", interpret=True)
 
 
 def test_powers_of_two_are_exact() -> None:
