@@ -79,19 +79,20 @@ def test_the_same_bits_in_any_company(window: int | None, monkeypatch: pytest.Mo
 def test_parts_of_the_keys() -> None:
     """Blocks that are elsewhere have no part in the sums; joined with them nothing is missing."""
     case = Case(("f16", "f16"), ((0, 100, 1), (1, 40, 1)), heads=(2, 1), dims=(16, 16), **SHORT)
-    queries, scale = case.batch.queries(), case.numbers["scale"]
+    queries = case.batch.queries()
     wanted = case.run("xla").astype(np.float64)
     parts = []
     for here in (np.array([True, False]), np.array([False, True])):
         tables = jnp.where(here, queries.tables, -1)
         given = case.q, case.keys, case.values, queries._replace(tables=tables)
-        found = attended(*given, scale=scale)
+        found = attended(*given, scale=case.numbers["scale"])
         parts.append([np.asarray(each, np.float64) for each in found])
     assert np.isneginf(parts[1][1][1]).all()  # all that the second sequence sees is in its block 0
     most = np.maximum(parts[0][1], parts[1][1])
-    scales = [np.exp(highest - most) for _, highest, _ in parts]
-    total = sum(s * total for s, (_, _, total) in zip(scales, parts, strict=True))
-    out = sum(s[..., None] * out for s, (out, _, _) in zip(scales, parts, strict=True))
+    out, total = np.zeros(case.q.shape), np.zeros(case.q.shape[:2])
+    for each, highest, weights in parts:
+        scale = np.exp(highest - most)
+        out, total = out + scale[..., None] * each, total + scale * weights
     np.testing.assert_allclose(out / total[..., None], wanted, atol=1e-2)
 
 
