@@ -19,6 +19,7 @@ from jinfer.quant.kind import PLAIN
 from jinfer.quant.quantize import quantize
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
+from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
 
@@ -161,6 +162,18 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_all_chosen_experts_in_one_call_on_a_gpu(stored: str, kind: str, rows: int) -> None:
+    check_on_gpu(stored, kind, rows)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_on_gpu")
+def test_all_chosen_experts_by_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JINFER_KERNELS", "mosaic")
+    with jax.sharding.use_abstract_mesh(H200):
+        check_on_gpu("q4", "gated", 3)
+
+
+def check_on_gpu(stored: str, kind: str, rows: int) -> None:
     """Against `mixture_reference`, with experts rounded as they are stored."""
     gated, biased = kind != "plain", kind == "biased"
     experts = wide(stored, gated, biased)
