@@ -237,10 +237,11 @@ def _run(
 
     def keep(sums: Sequence[Array], highest: Array, total: Array) -> None:
         if static.parts == 1:
-            before = _all(kept.highest)
+            before, summed = _all(kept.highest), _all(kept.total)
+            plgpu.commit_smem()  # several threads read a row's numbers
             most = jnp.maximum(before, highest)
             old, new = power_of_two(before - most), power_of_two(highest - most)
-            total, highest = _all(kept.total) * old + total * new, most
+            total, highest = summed * old + total * new, most
         kept.highest[...], kept.total[...] = highest, total
         for (first, size), out in zip(spans, sums, strict=True):
             ref = kept.outs.at[:, pl.ds(first, size)]
