@@ -30,6 +30,7 @@ from jinfer.opening.conversation import Message
 from jinfer.opening.naming import family, stored_as
 from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK
+from jinfer.ops.kernels import asked_for
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
 from jinfer.sampling.beam import Beams
@@ -78,7 +79,9 @@ class Frontend:
         """Opens and loads a model; arguments as `LLM`."""
         if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
-        turned_off()  # a word that it does not know is said before anything is read
+        # Words that switches do not know are said before anything is read.
+        turned_off()
+        asked_for()
         lead()
         shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.

@@ -12,7 +12,8 @@ from kernels_pallas.attention import Queries, Scores, attend
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import Backend, matmul
+from kernels_pallas.matmul import matmul
+from kernels_pallas.triton_style import Backend
 
 # Known, and what `backend` is for.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)

@@ -5,15 +5,19 @@ A sequence's row of the tables names its blocks; only those that a query sees ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from kernels_pallas import attention_mosaic, attention_tiles
 from kernels_pallas import attention_pieces as pieces
 from kernels_pallas.attention_triton import Changes, Given, Static, Tokens, attend_pieces
 from kernels_pallas.kept import TOKENS, Kept
 from kernels_pallas.rounding import rounded
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -67,7 +71,7 @@ def attend(
     queries: Queries,
     scores: Scores,
     *,
-    backend: Literal["triton", "xla"] = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Attention over the cache, with the new tokens already in it, in q's type.
@@ -80,13 +84,23 @@ def attend(
     Args:
         values: None: the keys are the values too.
         backend: "xla" gathers and decodes all that the tables name; so does "triton" where rows are
-            of no width that tensor cores take (`Kept.tiled`).
+            of no width that tensor cores take (`Kept.tiled`), and "mosaic" but for whole keys and
+            values of 16 bits (`attention_mosaic.takes`) and for `by_distance`.
     """
     queries = _checked(queries, keys)
-    tiled = keys.tiled and (values is None or values.tiled)
-    if backend == "triton" and tiled:
+    if not takes(keys, values, backend, by_distance=scores.by_distance is not None):
+        return _plain(q, keys, values, queries, scores)
+    if backend == "triton":
         return _triton(q, keys, values, queries, scores, interpret)[0]
-    return _plain(q, keys, values, queries, scores)
+    found = _mosaic(q, keys, values, queries, scores, interpret)
+    return _divided(found, scores.sinks).astype(q.dtype)
+
+
+def takes(keys: Kept, values: Kept | None, backend: Backend, *, by_distance: bool) -> bool:
+    """Whether a backend's kernel takes such keys and values, and a table of distances if asked."""
+    if backend == "mosaic":
+        return not by_distance and attention_mosaic.takes(keys, values)
+    return backend == "triton" and keys.tiled and (values is None or values.tiled)
 
 
 def attend_part(
@@ -96,22 +110,51 @@ def attend_part(
     queries: Queries,
     scores: Scores,
     *,
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Attention over the blocks that are here, by the kernel; entries of the tables may be -1.
+    """Attention over the blocks that are here, by a kernel; entries of the tables may be -1.
 
     Args:
         keys, values: of a width that it takes.
         scores: without sinks.
+        backend: "triton" or "mosaic".
 
     Returns:
         Float32: sums of weighted values [tokens, heads, value_dim], not divided; of each query
         [tokens, heads] the highest score, -inf where it saw none, and the sum of weights.
     """
-    out, highest, total = _triton(
-        q, keys, values, _checked(queries, keys), scores, interpret, partial=True
-    )
+    queries = _checked(queries, keys)
+    if backend == "mosaic":
+        found = _mosaic(q, keys, values, queries, scores, interpret)
+        out, highest, total = found._replace(highest=found.highest * np.float32(math.log(2)))
+    else:
+        out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
     return out, jnp.where(total == 0, -jnp.inf, highest), total
+
+
+def _mosaic(
+    q: Array,
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    interpret: bool,
+) -> attention_tiles.Softmax:
+    factors, q = _factored(q, keys.tile_type)
+    given = (q, factors, keys, values, queries, scores)
+    return attention_tiles.softmax(*given, interpret=interpret)
+
+
+def _divided(found: attention_tiles.Softmax, sinks: Array | None) -> Array:
+    """The weighted values by the sum of weights, which sinks take part in; no key, zeros."""
+    outs, highest, total = found
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
+        most = jnp.maximum(highest, sinks)
+        outs = outs * jnp.exp2(highest - most)[..., None]
+        total = total * jnp.exp2(highest - most) + jnp.exp2(sinks - most)
+    return outs / jnp.where(total == 0, 1, total)[..., None]
 
 
 def _checked(queries: Queries, keys: Kept) -> Queries:

@@ -9,6 +9,7 @@ them or each its own. So a token's result has the same bits in any company.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -108,9 +109,15 @@ def splits(shape: Shape, least: int) -> int:
     return min(SPLITS, -(-shape.length // least))
 
 
-def launches(shape: Shape, keys: Kept, values: Kept | None, least: int) -> list[Launch]:
-    """The calls: one for short runs, and one for long ones where the batch has room for them."""
-    few, many = (tile(keys, values, many=each) for each in (False, True))
+def launches(
+    shape: Shape, keys: Kept, values: Kept | None, least: int, form: Callable[..., Tile] = tile
+) -> list[Launch]:
+    """The calls: one for short runs, and one for long ones where the batch has room for them.
+
+    Args:
+        form: gives the tiles of a kind of kernel.
+    """
+    few, many = (form(keys, values, many=each) for each in (False, True))
     small, large = (max(1, each.rows // shape.group) for each in (few, many))
     # Where the splits' size changes a run is cut; again not before as many tokens as here.
     cut = min(shape.tokens, 2 * shape.rows + shape.tokens // (SPLITS * _LEAST_SPAN // 2))

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.attention_pieces import Launch
 from kernels_pallas.kept import TOKENS, Kept, load
+from kernels_pallas.triton_style import plt
 
 _NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
 _FAR = 1 << 30  # beyond every place

@@ -1,140 +1,125 @@
-"""Products of a mixture of experts: each row with its own expert's matrix.
+"""Products of a mixture of experts: rows sorted by expert, each with its own expert's matrix.
 
-Rows are sorted by expert and put into tiles of one expert each; a kernel's program reads the matrix
-of its tile. So of all experts only those that were chosen are read.
+Rows are cut into tiles of one expert each; a kernel's program reads the matrix of its tile. So of
+all experts only those that have rows are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas import matmul_mosaic
 from kernels_pallas.layout import Packed, arranged
-from kernels_pallas.matmul import Backend, decoded, finish, product_of
+from kernels_pallas.matmul import computes, finish, product_of
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import SMALLEST, choose
+from kernels_pallas.tiling import FEW_ROWS, choose
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class Groups(NamedTuple):
-    """Rows sorted by expert, in tiles.
+def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
+    """The expert of each tile of at most `size` rows, the first of them, and how many there are.
 
-    Attributes:
-        source: the row that stands at each place of the tiles; 0 where none does.
-        place: where each row stands; -1 for rows without an expert.
-        which: the expert of each tile, and how many rows it has.
-    """
-
-    source: Int[Array, " places"]
-    place: Int[Array, " rows"]
-    which: Int[Array, "2 tiles"]
-
-
-def group(experts: Int[Array, " rows"], count: int, size: int) -> Groups:
-    """Sorts rows into tiles of `size` places.
+    As many tiles as there may be, of any sizes of experts; those beyond the last have no rows.
 
     Args:
-        experts: of each row; outside 0..count-1 for none.
+        offsets: rows offsets[i] .. offsets[i + 1] - 1 are expert i's.
+        rows: of all experts.
     """
-    rows = experts.shape[0]
-    experts = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32)
-    order = jnp.argsort(experts, stable=True)
-    of_each = jnp.zeros((count + 1,), jnp.int32).at[experts].add(1)
-    first = jnp.cumsum(of_each) - of_each  # of each expert among the sorted rows
-    in_tiles = -(-of_each[:count] // size)
-    ends = jnp.cumsum(in_tiles)
-    starts = jnp.append(ends - in_tiles, jnp.int32(0))
-    sorted_experts = experts[order]
-    places = starts[sorted_experts] * size + lax.iota(jnp.int32, rows) - first[sorted_experts]
-    places = jnp.where(sorted_experts < count, places, -1)
-    tiles = min(rows, rows // size + count)
-    tile = lax.iota(jnp.int32, tiles)
-    expert = jnp.minimum(jnp.searchsorted(ends, tile, side="right").astype(jnp.int32), count - 1)
-    present = jnp.clip(of_each[expert] - (tile - starts[expert]) * size, 0, size)
-    present = jnp.where(tile < ends[-1], present, 0)
-    place = jnp.zeros((rows,), jnp.int32).at[order].set(places)
-    to = jnp.where(place < 0, tiles * size, place)
-    source = (
-        jnp.zeros((tiles * size,), jnp.int32).at[to].set(lax.iota(jnp.int32, rows), mode="drop")
-    )
-    return Groups(source, place, jnp.stack([expert, present]))
+    sizes = offsets[1:] - offsets[:-1]
+    count = sizes.shape[0]
+    in_tiles = -(-sizes // size)
+    ends = jnp.cumsum(in_tiles, dtype=jnp.int32)
+    tile = lax.iota(jnp.int32, min(rows, rows // size + count))
+    # Compared with all rather than searched for, which on a GPU would be a loop of kernels.
+    expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, count - 1)
+    before = (tile - (ends - in_tiles)[expert]) * size
+    return jnp.stack(
+        [expert, offsets[expert] + before, jnp.clip(sizes[expert] - before, 0, size)]
+    ).astype(jnp.int32)
 
 
 def expert_matmul(
-    x: Float[Array, "tokens inputs"],
-    experts: Int[Array, " rows"],
+    x: Float[Array, "rows inputs"],
+    offsets: Int[Array, " experts_1"],
     matrices: Sequence[Packed],
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """Row r is x[r * tokens // rows] times the transpose of its expert's matrix; 0 without expert.
+    """Each row times the transpose of its expert's matrix, in float32; x is rounded as by `matmul`.
 
     Args:
-        x: one row for each of `experts`, or one for several in turn.
-        experts: of each row; outside 0..count-1 for none.
+        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined.
         matrices: stacks [*stack, experts] of the same shape.
         index: which of the (flattened) leading stacks.
         gated, interpret: see `matmul`.
-        backend: "triton" or "xla"; the Mosaic kernel reads one matrix a call.
+        backend: "xla" decodes the matrices of all experts to memory.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: x and a matrix do not fit together.
     """
-    if backend == "mosaic":
-        raise ValueError("products of experts have no Mosaic kernel yet; use triton or xla")
-    rows, count = experts.shape[0], matrices[0].words.shape[-6]
-    outputs = matrices[0].outputs
-    average = -(-rows // count)
+    rows, count, outputs = x.shape[0], offsets.shape[0] - 1, matrices[0].outputs
+    for matrix in matrices:
+        if x.shape[1] != matrix.inputs:
+            raise ValueError(f"x has {x.shape[1]} inputs, the experts {matrix.inputs}")
+    first = jnp.int32(0) if index is None else index[0] * count
     tiling = choose(
-        average,
+        -(-rows // count),
         outputs * min(rows, count),
         matrices[0].superblocks,
         smallest=outputs,
         bits=max(matrix.bits for matrix in matrices),
     )
-    groups = group(experts, count, tiling.rows)
-    first = jnp.int32(0) if index is None else index[0] * count
-    each = rows // x.shape[0]
-    if backend == "xla" or outputs < SMALLEST:
-        return _each(x[groups.source // each], groups, matrices, first, gated, tiling.rows)
+    if backend == "mosaic":
+        tiling = matmul_mosaic.fitted(tiling, -(-rows // count))
+    if backend == "xla" or not all(computes(backend, each) for each in matrices):
+        return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)
-    at = groups.source // each
-    which = groups.which.at[0].add(first)
+    # Of many rows shared memory would have to hold x for both matrices.
+    fused = gated and tiling.split == 1 and tiling.rows <= FEW_ROWS
     parts = product_of(backend)(
-        arranged(x16, matrices[0])[at],
-        factors[at],
-        which,
+        arranged(x16, matrices[0]),
+        factors,
+        tiles_of(offsets, rows, tiling.rows).at[0].add(first),
         matrices,
         tiling,
-        gated=gated and tiling.split == 1,
+        gated=fused,
         interpret=interpret,
     )
-    results = finish(parts, gated and tiling.split > 1)
-    return tuple(_back(result, groups) for result in results)
+    return finish(parts, gated and not fused)
 
 
-def _each(
-    x: Array, groups: Groups, matrices: Sequence[Packed], first: Array, gated: bool, size: int
+def _decoded(
+    x: Array, offsets: Array, matrices: Sequence[Packed], first: Array
 ) -> tuple[Array, ...]:
-    """Tile by tile with its expert's matrices decoded."""
-
-    def tile(at: tuple[Array, Array]) -> tuple[Array, ...]:
-        part, expert = at
-        return finish([y[None] for y in decoded(part, matrices, (first + expert)[None])], gated)
-
-    results = lax.map(tile, (x.reshape(-1, size, x.shape[1]), groups.which[0]))
-    return tuple(_back(result.reshape(-1, result.shape[-1]), groups) for result in results)
-
-
-def _back(result: Array, groups: Groups) -> Array:
-    """From places to rows."""
-    rows = result[jnp.maximum(groups.place, 0)]
-    return jnp.where((groups.place >= 0)[:, None], rows, jnp.float32(0))
+    """By plain XLA, with the matrices of all experts decoded to fp16 in memory."""
+    x16, factors = rounded(x)
+    results = []
+    for matrix in matrices:
+        chosen = jax.tree.map(
+            lambda part: lax.dynamic_slice_in_dim(
+                part.reshape(-1, *part.shape[-5:]), first, offsets.shape[0] - 1
+            ),
+            matrix,
+        )
+        y = lax.ragged_dot_general(
+            x16,
+            chosen.dequantize(jnp.float16),
+            offsets[1:] - offsets[:-1],
+            lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0]),
+            preferred_element_type=jnp.float32,
+        )
+        results.append(y * factors[:, None])
+    return tuple(results)

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import registers
 from kernels_pallas.layout import CODES, PIECES
+from kernels_pallas.triton_style import plt
 
 TOKENS = 64  # of a block of the cache
 BLOCK = 32  # numbers of a quantized vector that share a scale

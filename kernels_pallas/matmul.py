@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ from kernels_pallas import matmul_mosaic, matmul_triton
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
 from kernels_pallas.tiling import LARGEST, SMALLEST, choose
+from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-type Backend = Literal["triton", "mosaic", "xla"]
 
 MOST_ROWS = 1024  # above, decoding all weights once and a plain product cost less
 
@@ -28,7 +27,7 @@ def matmul(
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
-    backend: Backend = "triton",
+    backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row by its own scale.
@@ -53,12 +52,13 @@ def matmul(
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
     index = jnp.zeros((1,), jnp.int32) if index is None else index
-    if backend == "xla" or x.shape[0] > MOST_ROWS:
+    most = matmul_mosaic.MOST_ROWS if backend == "mosaic" else MOST_ROWS
+    if backend == "xla" or x.shape[0] > most:
         return _epilogue(decoded(x, matrices, index), gated)
     results: list[Array | None] = [None] * len(matrices)
     for together in _groups(matrices):
         chosen = [matrices[i] for i in together]
-        if not all(_computes(backend, matrix) for matrix in chosen):
+        if not all(computes(backend, matrix) for matrix in chosen):
             parts = decoded(x, chosen, index)
         elif gated and len(chosen) == 2:
             return _kernel(x, chosen, index, True, backend, interpret)
@@ -69,12 +69,9 @@ def matmul(
     return _epilogue([result for result in results if result is not None], gated)
 
 
-def _computes(backend: Backend, matrix: Packed) -> bool:
+def computes(backend: Backend, matrix: Packed) -> bool:
     """Whether a backend's kernel reads the matrix; what none reads is decoded."""
-    if backend == "mosaic":
-        plain = matrix.steps is None and matrix.codebook is None
-        return plain and matrix.outputs >= matmul_mosaic.OUTPUTS
-    return matrix.outputs >= SMALLEST
+    return matmul_mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
 
 
 def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
@@ -99,10 +96,12 @@ def _kernel(
     bits = max(matrix.bits for matrix in matrices)
     superblocks = matrices[0].superblocks
     tiling = choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
-    tiles = -(-rows // tiling.rows)
-    x16, factors = rounded(jnp.pad(x, ((0, tiles * tiling.rows - rows), (0, 0))))
-    present = jnp.clip(rows - tiling.rows * jnp.arange(tiles, dtype=jnp.int32), 0, tiling.rows)
-    which = jnp.stack([jnp.broadcast_to(index, (tiles,)), present])
+    if backend == "mosaic":
+        tiling = matmul_mosaic.fitted(tiling, rows)
+    first = jnp.arange(0, rows, tiling.rows, dtype=jnp.int32)
+    present = jnp.minimum(rows - first, tiling.rows)
+    which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])
+    x16, factors = rounded(x)
     fused = gated and tiling.split == 1
     parts = product_of(backend)(
         arranged(x16, matrices[0]),
@@ -113,7 +112,7 @@ def _kernel(
         gated=fused,
         interpret=interpret,
     )
-    return tuple(result[:rows] for result in finish(parts, gated and not fused))
+    return finish(parts, gated and not fused)
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:

@@ -1,28 +1,49 @@
-"""Products with packed matrices as Mosaic GPU kernels, on the layout of the Triton-style ones.
+"""Products with packed matrices as a Mosaic GPU kernel, on the layout of the Triton-style ones.
 
-The numbers of blocks are spread over the columns by XLA before the kernel, because Mosaic has no
-instruction for it yet; that costs a pass over them. Inputs are not split. Two-level formats and
-codebooks are not read.
+A program copies superblock after superblock of 64 rows of a matrix into shared memory, with its
+blocks' numbers and x, decodes them in registers and feeds the tensor cores from there. Where a
+block is a column and has a base, its numbers lie as registers take them; else XLA repeats them
+before the kernel.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
-from kernels_pallas import registers
+from kernels_pallas import mosaic, registers
+from kernels_pallas.assembly import assembled
 from kernels_pallas.layout import Packed
+from kernels_pallas.mosaic import plgpu
 from kernels_pallas.tiling import Tiling
 
-plgpu: Any = mosaic_gpu  # whose types leave out what it exports
-OUTPUTS = 64  # of a tile: the rows of a warp group's product
-_INPUTS = 256  # of x in a tile that is copied at once
+OUTPUTS = mosaic.ROWS  # of a tile
+MOST_ROWS = 128  # above, decoding all weights once and a plain product cost less
+_LEAST_ROWS, _TILE_ROWS = 8, 32  # of x in a tile
+_ALIGNED = 8  # outputs: the rows of a tile in shared memory that lie together
+
+
+def takes(matrix: Packed) -> bool:
+    """Whether the kernel reads the matrix."""
+    plain = matrix.steps is None and matrix.codebook is None
+    return plain and matrix.outputs >= OUTPUTS and matrix.outputs % _ALIGNED == 0
+
+
+def fitted(tiling: Tiling, rows: int) -> Tiling:
+    """The same cut with tiles of this kernel.
+
+    Args:
+        rows: of x that meet one matrix.
+    """
+    size = min(tiling.rows, _TILE_ROWS)
+    return replace(tiling, outputs=OUTPUTS, rows=_LEAST_ROWS if rows <= _LEAST_ROWS else size)
 
 
 def product(
@@ -35,109 +56,186 @@ def product(
     gated: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
-    """See `matmul_triton.product`; all tiles of rows are for the same matrix.
-
-    The result has one part, [1, rows, outputs].
-    """
-    results = [
-        _one(x, which[0, :1], matrix, tiling.rows, interpret) * factors[:, None]
-        for matrix in matrices
-    ]
+    """See `matmul_triton.product`."""
+    rows = x.shape[0]
+    first, present = which[1], which[2]
+    place = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    mine = (place >= first[None]) & (place < (first + present)[None])
+    tile = jnp.argmax(mine, axis=1)  # of each row
+    source = first[:, None] + jnp.arange(tiling.rows, dtype=jnp.int32)[None]
+    tiles = x.reshape(rows, -1)[jnp.minimum(source, rows - 1)]
+    results = []
+    for matrix in matrices:
+        parts = _one(tiles, which, matrix, tiling, interpret)  # [tiles, split, outputs, rows]
+        y = parts[tile, :, :, place[:, 0] - first[tile]]
+        results.append(y.swapaxes(0, 1) * factors[None, :, None])
     if gated:
         results = [jax.nn.silu(results[0]) * results[1]]
-    return tuple(result[None] for result in results)
+    return tuple(results)
 
 
-def _one(x: Array, index: Array, packed: Packed, size: int, interpret: bool) -> Array:
-    rows, superblocks, slices, width = x.shape
-    p, bits = packed.per_code, packed.bits
-    transposed = x.reshape(rows, -1).T
-    (numbers,) = packed.numbers()
-    numbers = lax.dynamic_index_in_dim(numbers, index[0], keepdims=False)
-    spread = [part for half in range(p) for part in _spread(numbers, packed, half)]
-    words = packed.half_words().reshape(-1, packed.outputs, superblocks * bits * width)
-    copies = slices * width // _INPUTS
-
-    def kernel(index_ref: Any, x_ref: Any, words_ref: Any, *refs: Any) -> None:
-        *spread_refs, out_ref = refs
-        first = jnp.minimum(lax.axis_index("n") * OUTPUTS, packed.outputs - OUTPUTS)
-        outputs = pl.ds(first, OUTPUTS)
-        columns = pl.ds(lax.axis_index("m") * size, size)
-        index = index_ref[0]
-
-        def run(total_ref: Any, staged: Any = None) -> None:
-            def body(_: Any, words_tile: Any, *tiles: Any) -> None:
-                parts, x_tiles = tiles[: 2 * p], tiles[2 * p :]
-                half = [
-                    registers.Numbers(parts[2 * h][...], parts[2 * h + 1][...]) for h in range(p)
-                ]
-                codes = [words_tile[:, pl.ds(t * width, width)] for t in range(bits)]
-                for s, e, f in registers.fractions(codes, bits, asm=False):
-                    for h, w in enumerate(registers.weights(f, half, packed.levels, asm=False)):
-                        at = (16 * h + 2 * s + e) * width
-                        if staged is not None:
-                            staged[...] = w
-                            plgpu.commit_smem()
-                            w = staged
-                        piece = x_tiles[at // _INPUTS].at[pl.ds(at % _INPUTS, width)]
-                        plgpu.wgmma(total_ref, w, piece)
-                        plgpu.wgmma_wait(0)
-
-            def spec(shape: tuple[int, int], step: int, offset: int, columns: int) -> Any:
-                return plgpu.BlockSpec(
-                    shape,
-                    (lambda k: (k * step + offset, 0)) if columns else (lambda k: (0, k)),
-                    transforms=_transforms(shape[1] if columns else width),
-                    memory_space=plgpu.SMEM,
-                )
-
-            plgpu.emit_pipeline(
-                body,
-                grid=(superblocks,),
-                max_concurrent_steps=2,
-                in_specs=[
-                    spec((OUTPUTS, bits * width), 1, 0, 0),
-                    *(spec((OUTPUTS, width), 1, 0, 0) for _ in spread),
-                    *(spec((_INPUTS, size), copies, j, 1) for j in range(copies)),
-                ],
-            )(
-                words_ref.at[index, outputs],
-                *(ref.at[outputs] for ref in spread_refs),
-                *[x_ref.at[:, columns]] * copies,
-            )
-            out_ref[outputs, columns] = total_ref[...]
-
-        total = plgpu.ACC((OUTPUTS, size), jnp.float32)
-        if interpret:  # which takes the left factor from shared memory only
-            staged = plgpu.SMEM((OUTPUTS, width), jnp.float16, transforms=_transforms(width))
-            pl.run_scoped(lambda s: pl.run_scoped(lambda t: run(t, s), total), staged)
-        else:
-            pl.run_scoped(run, total)
-
-    options = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
-    call = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((packed.outputs, rows), jnp.float32),
-        grid=(-(-packed.outputs // OUTPUTS), rows // size),
-        grid_names=("n", "m"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **options,
+def _one(x: Array, which: Array, packed: Packed, tiling: Tiling, interpret: bool) -> Array:
+    """Of each tile of x [tiles, rows, inputs]."""
+    tiles, rows, _ = x.shape
+    numbers, of_tiles = _numbers(packed, which[0])
+    where = jnp.concatenate([which[:1], which[2:]])
+    words = packed.half_words()
+    words = words.reshape(*words.shape[:2], -1)
+    out = jax.ShapeDtypeStruct((tiles, tiling.split, packed.outputs, rows), jnp.float32)
+    kernel = functools.partial(
+        _kernel, packed=packed, tiling=tiling, of_tiles=of_tiles, interpret=interpret
     )
-    return call(index, transposed, words, *spread).T
+    grid = {"outputs": -(-packed.outputs // OUTPUTS), "tile": tiles, "part": tiling.split}
+    call = mosaic.call(kernel, "mosaic_packed_product", out, grid, interpret=interpret)
+    return jnp.asarray(call(where, x, words, numbers))
 
 
-def _spread(numbers: Array, packed: Packed, half: int) -> list[Array]:
-    """What a half's fractions are multiplied by and what is added, [outputs, superblocks * 2 G]."""
-    width, count = 2 * packed.columns, 1 if packed.symmetric else 2
-    shape = (*numbers.shape[:2], packed.per_code, -1, count)
-    tile = numbers.reshape(shape)[:, :, half]  # [outputs, superblocks, blocks, count]
-    each = width // tile.shape[2] // count
-    tile = jnp.repeat(tile, each, axis=2).reshape(-1, width)
-    prepared = registers.prepare(tile, packed.levels, packed.symmetric, half, asm=False)
-    plus = jnp.zeros_like(tile) if prepared.plus is None else prepared.plus
-    return [part.reshape(numbers.shape[0], -1) for part in (prepared.times, plus)]
+def _numbers(packed: Packed, index: Array) -> tuple[Array, bool]:
+    """Each column's scale and base, or its scale twice, [matrices, outputs, superblocks * 64].
+
+    And whether matrices are those of tiles instead of the stack's.
+    """
+    (numbers,) = packed.numbers()
+    each = packed.block // 32 * (2 if packed.symmetric else 1)
+    if each == 1:
+        return numbers.reshape(*numbers.shape[:2], -1), False
+    of_tiles = index.shape[0] < numbers.shape[0]
+    if of_tiles:
+        numbers = numbers[index]
+    pairs = 1 if packed.symmetric else 2
+    shape = (*numbers.shape[:3], -1, pairs)
+    repeated = jnp.repeat(numbers.reshape(shape), each, axis=3)
+    return repeated.reshape(*numbers.shape[:2], -1), of_tiles
 
 
-def _transforms(columns: int) -> tuple[Any, ...]:
-    swizzle = plgpu.find_swizzle(columns * 16, "tile")
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+def _kernel(
+    which_ref: Any,
+    x_ref: Any,
+    words_ref: Any,
+    numbers_ref: Any,
+    out_ref: Any,
+    *,
+    packed: Packed,
+    tiling: Tiling,
+    of_tiles: bool,
+    interpret: bool,
+) -> None:
+    width, rows = 2 * packed.columns, x_ref.shape[1]
+    order = mosaic.order(width, 16)
+    # Of a superblock: words, numbers and x.
+    columns = (packed.bits * width, packed.per_code * width, x_ref.shape[2] // packed.superblocks)
+    sizes = (OUTPUTS, OUTPUTS, rows)
+    bytes_of = sum(2 * size * count for size, count in zip(sizes, columns, strict=True))
+    stages = max(mosaic.stages(bytes_of, 4096), 2)
+    run = functools.partial(
+        _run,
+        refs=(words_ref, numbers_ref, x_ref),
+        which_ref=which_ref,
+        out_ref=out_ref,
+        packed=packed,
+        tiling=tiling,
+        of_tiles=of_tiles,
+    )
+    tiles = [
+        plgpu.SMEM((stages, size, count), kind, transforms=order)
+        for size, count, kind in zip(
+            sizes, columns, (jnp.uint16, jnp.float16, jnp.float16), strict=True
+        )
+    ]
+    # Interpreted products take both factors from shared memory only.
+    staged = [plgpu.SMEM((OUTPUTS, width), jnp.float16, transforms=order)] if interpret else []
+    pl.run_scoped(
+        lambda *shared: pl.run_scoped(
+            functools.partial(run, *shared), plgpu.ACC((OUTPUTS, rows), jnp.float32)
+        ),
+        tiles,
+        plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        staged,
+    )
+
+
+def _run(
+    tiles: Sequence[Any],
+    filled: Any,
+    staged: Sequence[Any],
+    total_ref: Any,
+    *,
+    refs: Sequence[Any],
+    which_ref: Any,
+    out_ref: Any,
+    packed: Packed,
+    tiling: Tiling,
+    of_tiles: bool,
+) -> None:
+    """One program, with its shared memory."""
+    tile, part = lax.axis_index("tile"), lax.axis_index("part")
+    index, present = which_ref[0, tile], which_ref[1, tile]
+    # The last tile of a matrix begins earlier where outputs do not divide.
+    start = jnp.minimum(lax.axis_index("outputs") * OUTPUTS, packed.outputs - OUTPUTS)
+    outputs = pl.ds(pl.multiple_of(start, _ALIGNED), OUTPUTS)
+    each, stages = -(-packed.superblocks // tiling.split), tiles[0].shape[0]
+    steps = jnp.clip(packed.superblocks - part * each, 0, each)
+    steps = jnp.where(present > 0, steps, 0)
+    words_ref, numbers_ref, x_ref = refs
+    sources = (
+        words_ref.at[index, outputs],
+        numbers_ref.at[tile if of_tiles else index, outputs],
+        x_ref.at[tile],
+    )
+
+    def copy(i: Array) -> None:
+        @pl.when(i < steps)
+        def start() -> None:
+            slot = lax.rem(i, stages)
+            for source, to in zip(sources, tiles, strict=True):
+                size = to.shape[2]
+                at = pl.multiple_of((part * each + i) * size, size)
+                plgpu.copy_gmem_to_smem(source.at[:, pl.ds(at, size)], to.at[slot], filled.at[slot])
+
+    for i in range(stages):
+        copy(jnp.int32(i))
+
+    def step(i: Array, _: None) -> None:
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(filled.at[slot])
+        words, numbers, x = (each.at[slot] for each in tiles)
+        _multiply(total_ref, words, numbers, x, packed, staged)
+        plgpu.wgmma_wait(0)
+        plgpu.commit_smem()  # all warps are through with the superblock
+        copy(i + stages)
+
+    lax.fori_loop(0, steps, step, None)
+
+    @pl.when(present > 0)
+    def write() -> None:
+        out_ref[tile, part, outputs, :] = total_ref[...]
+
+
+def _multiply(
+    total_ref: Any, words_ref: Any, numbers_ref: Any, x_ref: Any, packed: Packed, staged: Any
+) -> None:
+    """Adds the product with a superblock."""
+    width, asm = 2 * packed.columns, not staged
+
+    def slices(ref: Any, count: int) -> list[Array]:
+        return [
+            plgpu.layout_cast(ref[:, pl.ds(t * width, width)], plgpu.Layout.WGMMA)
+            for t in range(count)
+        ]
+
+    with assembled():
+        numbers = [
+            registers.prepare(tile, packed.levels, packed.symmetric, half, asm=asm)
+            for half, tile in enumerate(slices(numbers_ref, packed.per_code))
+        ]
+        words = slices(words_ref, packed.bits)
+        for s, e, f in registers.fractions(words, packed.bits, asm=asm):
+            for half, w in enumerate(registers.weights(f, numbers, packed.levels, asm=asm)):
+                at = (16 * half + 2 * s + e) * width
+                for stage in staged:
+                    stage[...] = w
+                    plgpu.commit_smem()
+                factor = staged[0] if staged else w
+                x = x_ref.at[:, pl.ds(at, width)].transpose((1, 0))
+                plgpu.wgmma(total_ref, factor, x)
+                plgpu.wgmma_wait(0 if staged else 1)  # the one before is done with its registers

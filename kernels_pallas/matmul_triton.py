@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import codebook, registers
 from kernels_pallas.layout import CODES, Packed
 from kernels_pallas.tiling import Tiling
+from kernels_pallas.triton_style import plt
 
 
 def product(
@@ -38,12 +38,10 @@ def product(
     """x times the transpose of each matrix, in parts to be added.
 
     Args:
-        x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order, whole tiles of
-            rows.
+        x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order.
         factors: float32 [rows]: what each row of the result is multiplied by.
-        which: int32 [2, rows / tiling.rows]: the matrix of its stack that each tile of rows is for,
-            and how many of its rows there are; only these are read, and where there are none,
-            nothing is written.
+        which: int32 [3, tiles]: the matrix of its stack that each tile of rows is for, the first of
+            its rows, and how many there are; only these are read and written.
         matrices: stacks that share x; each has at least `tiling.outputs` outputs.
         gated: two matrices, gate and up; the result is silu(x gate) * (x up); needs split = 1.
 
@@ -68,7 +66,7 @@ def product(
         pl.pallas_call(
             kernel,
             out_shape=shapes,
-            grid=(sum(tiles), rows // tiling.rows, tiling.split),
+            grid=(sum(tiles), which.shape[1], tiling.split),
             compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
             interpret=interpret,
             name="packed_product",
@@ -98,8 +96,8 @@ def _kernel(
     parts = [tuple(islice(given, count)) for count in counts]
     outs = tuple(given)
     tile, part = pl.program_id(0), pl.program_id(2)
-    index, present = which_ref[0, pl.program_id(1)], which_ref[1, pl.program_id(1)]
-    rows = pl.ds(pl.program_id(1) * tiling.rows, tiling.rows)
+    index, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
+    rows, there = pl.ds(row, tiling.rows), lax.iota(jnp.int32, tiling.rows) < present
     begin = 0
     for number, count in enumerate(tiles):
         chosen = list(range(len(matrices))) if gated else [number]
@@ -117,10 +115,11 @@ def _kernel(
                 tiling,
                 asm,
             )
-            factors = factors_ref[rows][None, :]
+            factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))[None, :]
             results = [total * factors for total in sums]
             result = _silu(results[0]) * results[1] if gated else results[0]
-            outs[number][part, rows, pl.ds(start, tiling.outputs)] = result.T
+            to = outs[number].at[part, rows, pl.ds(start, tiling.outputs)]
+            plt.store(to, result.T, mask=jnp.broadcast_to(there[:, None], result.T.shape))
 
         here = present > 0
         if len(tiles) > 1:

@@ -7,16 +7,17 @@ where there is no GPU (interpret mode). Arrays are tiles [rows, 2 G] of 16-bit n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.layout import CODES, PIECES
+from kernels_pallas.triton_style import plt
 
 _ONE = 0x3C00  # 1.0 in fp16; a code of b bits in the top of its mantissa gives 1 + q / 2**b
 _1024 = 0x6400  # the same for a code in the lowest 8 bits: 1024 + q
@@ -239,6 +240,10 @@ def ptx(body: str, args: Sequence[Array]) -> Array:
 
     The result is called fp16 whatever it is: Triton takes no other.
     """
+    return ASSEMBLER.get()(body, args)
+
+
+def _triton(body: str, args: Sequence[Array]) -> Array:
     (result,) = plt.elementwise_inline_asm(
         "{" + body + "}",
         args=list(args),
@@ -247,3 +252,10 @@ def ptx(body: str, args: Sequence[Array]) -> Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float16)],
     )
     return result
+
+
+# PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument. A kernel
+# that is not Triton-style sets its own.
+ASSEMBLER: ContextVar[Callable[[str, Sequence[Array]], Array]] = ContextVar(
+    "assembler", default=_triton
+)

@@ -28,7 +28,8 @@ from jinfer.ops.threads import cores
 CACHE_BYTES = 8 << 30  # the programs that were used least recently go first
 
 _TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "spec")  # folders with their code
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS")  # that change them
+# That change them.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
 _used: list[str] = []  # folders that JAX was told of here
 
 

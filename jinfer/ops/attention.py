@@ -258,7 +258,7 @@ def _route(
     if rules.bias is not None:
         return "xla"
     if here == "gpu":
-        return "gpu" if serves(keys) and (values is None or serves(values)) else "xla"
+        return "gpu" if serves(keys, values, rules) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
     known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)

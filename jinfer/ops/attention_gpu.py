@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jinfer.ops import switches
+from jinfer.ops import kernels, switches
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import Placement, Rows
 from jinfer.quant.vectors import QuantizedVectors
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from kernels_pallas.kept import Kept
 
 
-def serves(rows: Rows) -> bool:
-    """Whether the kernel may be used and takes such keys or values."""
-    return switches.kernels("attention") and _kept(rows).tiled
+def serves(keys: Rows, values: Rows | None, rules: ScoreRules) -> bool:
+    """Whether the kernels may be used and take such keys and values."""
+    if not switches.kernels("attention"):
+        return False
+    from kernels_pallas.attention import takes
+
+    kept = _kept(keys), None if values is None else _kept(values)
+    return takes(*kept, kernels.kind(), by_distance=rules.by_distance is not None)
 
 
 def attend_gpu(
@@ -44,7 +49,8 @@ def attend_gpu(
     # Imported here: half a second, which only those pay who have a GPU.
     from kernels_pallas.attention import attend
 
-    return attend(*_given(q, keys, values, at, last, rules), interpret=interpret)
+    given = _given(q, keys, values, at, last, rules)
+    return attend(*given, backend=kernels.kind(), interpret=interpret)
 
 
 def attend_part_gpu(
@@ -61,7 +67,7 @@ def attend_part_gpu(
     from kernels_pallas.attention import attend_part
 
     given = _given(q, keys, values, at, last, rules)
-    out, highest, total = attend_part(*given, interpret=interpret)
+    out, highest, total = attend_part(*given, backend=kernels.kind(), interpret=interpret)
     return Part(out, jnp.stack([highest, total], axis=-1))
 
 

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
+from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend
 from jinfer.ops.quantized import FUSED, pick
 
@@ -21,6 +22,18 @@ def reads_as_stored() -> bool:
     layers before it begins: it is faster, and takes no more memory, where that was done at loading.
     """
     return backend() == "cpu" and cpu.available()
+
+
+def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
+    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    if backend() != "gpu":
+        return reads_as_stored()
+    if not switches.kernels("experts") or kernels.kind() != "triton":
+        return False
+    # Imported here: half a second, which only those pay who have a GPU.
+    from kernels_pallas.experts_dense import takes
+
+    return takes(weight)
 
 
 def products(
@@ -41,7 +54,7 @@ def products(
     Args:
         index: which matrix of each stack; the others are not read.
         offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined. Only where weights are read as stored.
+            undefined. Only where `sorts` says so.
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
@@ -50,6 +63,11 @@ def products(
         which: dict[str, Any] = {"index": index, "offsets": offsets}
         results = cpu.dense_linear(rows, weights, activation=activation, **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+    if offsets is not None:
+        from kernels_pallas.experts_dense import dense_expert_matmul
+
+        results = tuple(dense_expert_matmul(x, offsets, weight) for weight in weights)
+        return _activated(results, activation)
     return products_reference(x, weights, index=index, activation=activation)
 
 
@@ -106,7 +124,11 @@ def products_reference(
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
         results.append(lax.dot_general(*both, contracted, preferred_element_type=jnp.float32))
+    return _activated(tuple(results), activation)
+
+
+def _activated(results: tuple[Array, ...], activation: str) -> tuple[Array, ...]:
     if activation == "none":
-        return tuple(results)
+        return results
     gate, up = results
     return (FUSED[activation](gate) * up,)

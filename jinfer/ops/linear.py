@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jinfer.ops import dense
-from jinfer.ops.quantized import FUSED, in_calls, pick, products
+from jinfer.ops.quantized import FUSED, pick, products, sorts
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Recorded, record
 
@@ -59,8 +59,8 @@ def linear_of(
 def sorts_rows(weight: Weight) -> bool:
     """Whether `linears_sorted` takes this weight here."""
     if isinstance(weight, QuantizedTensor):
-        return in_calls(weight)
-    return isinstance(weight, Array) and dense.reads_as_stored()
+        return sorts(weight)
+    return isinstance(weight, Array) and dense.sorts(weight)
 
 
 def linears_sorted(

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
-from jinfer.ops import switches
+from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend
 from jinfer.ops.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
@@ -38,7 +38,7 @@ def products(
     Args:
         index: which matrix of each stack; the others are not read.
         offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined. Only where `in_calls` says so.
+            undefined. Only where `sorts` says so.
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
@@ -59,10 +59,10 @@ def products(
                 offsets=offsets,
             )
     # A stack is read for a mixture's experts alone.
-    kind: switches.Kernels = "products" if index is None else "experts"
+    kind: switches.Kernels = "products" if index is None and offsets is None else "experts"
     on_gpu = backend() == "gpu"
     if on_gpu and switches.kernels(kind) and all(_in_kernels(weight) for weight in weights):
-        return _in_kernels_of_gpu(x, weights, index, activation)
+        return _in_kernels_of_gpu(x, weights, index, offsets, activation)
     if index is not None:
         weights = [pick(weight, index) for weight in weights]
     product = product_decoded if on_gpu else product_xla
@@ -73,10 +73,11 @@ def products(
     return (FUSED[activation](gate) * up,)
 
 
-def in_calls(weight: QuantizedTensor) -> bool:
-    """Whether a custom call of XLA:CPU multiplies with it."""
-    on_cpu = backend() == "cpu" and cpu.available()
-    return on_cpu and cpu.supports(_coded(weight))
+def sorts(weight: QuantizedTensor) -> bool:
+    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    if backend() == "gpu":
+        return switches.kernels("experts") and _in_kernels(weight)
+    return backend() == "cpu" and cpu.available() and cpu.supports(_coded(weight))
 
 
 def _in_kernels(weight: QuantizedTensor) -> bool:
@@ -90,9 +91,14 @@ def _in_kernels(weight: QuantizedTensor) -> bool:
 
 
 def _in_kernels_of_gpu(
-    x: Array, weights: Sequence[QuantizedTensor], index: Array | None, activation: str
+    x: Array,
+    weights: Sequence[QuantizedTensor],
+    index: Array | None,
+    offsets: Array | None,
+    activation: str,
 ) -> tuple[Array, ...]:
     # Imported here: half a second, which only those pay who have a GPU.
+    from kernels_pallas.experts import expert_matmul
     from kernels_pallas.layout import Packed
     from kernels_pallas.matmul import matmul
 
@@ -109,9 +115,14 @@ def _in_kernels_of_gpu(
         for weight in weights
     ]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
-    if activation in ("none", "silu"):
-        return matmul(x, packed, index=which, gated=activation == "silu")
-    gate, up = matmul(x, packed, index=which)
+    gated, kind = activation == "silu", kernels.kind()
+    if offsets is None:
+        results = matmul(x, packed, index=which, gated=gated, backend=kind)
+    else:
+        results = expert_matmul(x, offsets, packed, index=which, gated=gated, backend=kind)
+    if gated or activation == "none":
+        return results
+    gate, up = results
     return (FUSED[activation](gate) * up,)
 
 

@@ -10,11 +10,7 @@ _KNOWN: tuple[Kernels, ...] = get_args(Kernels.__value__)
 
 
 class SwitchError(ValueError):
-    """A switch that there is not."""
-
-    def __init__(self, word: str) -> None:
-        known = ", ".join(_KNOWN)
-        super().__init__(f"{OFF}: there are no kernels {word!r}; give 1, all, or some of {known}")
+    """An environment variable has a word that it does not know."""
 
 
 def kernels(which: Kernels) -> bool:
@@ -40,5 +36,6 @@ def turned_off() -> frozenset[str]:
     words = [word.strip() for word in given.split(",")]
     for word in words:
         if word not in _KNOWN:
-            raise SwitchError(word)
+            known = f"1, all, or some of {', '.join(_KNOWN)}"
+            raise SwitchError(f"{OFF}: there are no kernels {word!r}; give {known}")
     return frozenset(words)

@@ -244,9 +244,9 @@ class Case:
         np.testing.assert_allclose(got.astype(np.float64), wanted, atol=bound, rtol=bound)
         assert not got[self.batch.rows == PADDING].any()
 
-    def check_alone(self, interpret: bool = True, every: int = 1) -> None:
+    def check_alone(self, backend: str = "triton", interpret: bool = True, every: int = 1) -> None:
         """Holds the results of tokens to the bits that they have without the others."""
-        together = self.run(interpret=interpret)
+        together = self.run(backend, interpret=interpret)
         for token in np.flatnonzero(self.batch.rows != PADDING)[::every]:
-            (alone,) = self.run(only=token, interpret=interpret)
+            (alone,) = self.run(backend, token, interpret)
             assert alone.tobytes() == together[token].tobytes(), token

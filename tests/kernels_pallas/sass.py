@@ -117,7 +117,11 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
     return [
         _code(ptx, name[1], copies)
         for ptx in sorted(folder.glob("*.ptx"))
-        if (name := re.search(r"\.entry ((packed_product|\w+_attention)\w*)", ptx.read_text()))
+        if (
+            name := re.search(
+                r"\.entry ((\w*packed_product|dense_experts|\w+_attention)\w*)", ptx.read_text()
+            )
+        )
     ]
 
 
@@ -157,6 +161,8 @@ def main() -> None:
     """Compiles the targets that are named on the command line."""
     folder = Path(tempfile.mkdtemp())
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx|llvm"
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

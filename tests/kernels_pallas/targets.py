@@ -14,9 +14,11 @@ from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
 from kernels_pallas.experts import expert_matmul
+from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
+from kernels_pallas.triton_style import Backend
 
 Shape = jax.ShapeDtypeStruct
 
@@ -79,16 +81,28 @@ def gated(width: Width) -> Target:
     return Target(f"gated-q{width}", function, args)
 
 
-def experts(width: Width) -> Target:
-    """Two of eight experts for four tokens."""
+def experts(width: Width, backend: Backend = "triton") -> Target:
+    """Eight rows for eight experts."""
     matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
 
-    def function(x: Any, chosen: Any, index: Any, matrix: Packed) -> Any:
-        return expert_matmul(x, chosen, [matrix], index=index)
+    def function(x: Any, offsets: Any, index: Any, matrix: Packed) -> Any:
+        return expert_matmul(x, offsets, [matrix], index=index, backend=backend)
 
-    rows = Shape((8,), jnp.int32)
-    args = (Shape((4, 4096), jnp.bfloat16), rows, Shape((1,), jnp.int32), matrix)
-    return Target(f"experts-q{width}", function, args)
+    offsets = Shape((9,), jnp.int32)
+    args = (Shape((8, 4096), jnp.bfloat16), offsets, Shape((1,), jnp.int32), matrix)
+    kind = "experts" if backend == "triton" else f"{backend}_experts"
+    return Target(f"{kind}-q{width}", function, args)
+
+
+def dense_experts(rows: int) -> Target:
+    """Of 128 small experts, as Qwen3's."""
+
+    def function(x: Any, offsets: Any, matrices: Any) -> Any:
+        return dense_expert_matmul(x, offsets, matrices)
+
+    matrices = Shape((128, 768, 2048), jnp.bfloat16)
+    args = (Shape((rows, 2048), jnp.bfloat16), Shape((129,), jnp.int32), matrices)
+    return Target(f"dense_experts-bf16-{rows}", function, args)
 
 
 def attention(
@@ -101,6 +115,7 @@ def attention(
     changed: bool = False,
     shared: bool = False,
     part: bool = False,
+    backend: Backend = "triton",
     name: str = "",
     **options: Any,
 ) -> Target:
@@ -112,6 +127,7 @@ def attention(
         changed: scores are changed in every way that there is.
         shared: the keys are the values too.
         part: of the keys in one place, without sinks.
+        backend: of `attend`.
         options: of `Scores`.
     """
     lead = (rows * 128, heads[1], 64)
@@ -132,10 +148,23 @@ def attention(
     def function(q: Any, keys: Any, values: Any, queries: Any, per_head: Any, table: Any) -> Any:
         scores = Scores(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
         if part:
-            return attend_part(q, keys, values, queries, scores._replace(sinks=None))
-        return attend(q, keys, values, queries, scores)
+            scores = scores._replace(sinks=None)
+            return attend_part(q, keys, values, queries, scores, backend=backend)
+        return attend(q, keys, values, queries, scores, backend=backend)
 
-    return Target(f"attention-{kind}-{name or f'{tokens}-{dim}'}", function, args)
+    kernel = "attention" if backend == "triton" else f"{backend}_attention"
+    return Target(f"{kernel}-{kind}-{name or f'{tokens}-{dim}'}", function, args)
+
+
+def mosaic_attention() -> list[Target]:
+    """Decoding and prompts by the Mosaic kernel."""
+    return [
+        attention("bf16", backend="mosaic"),
+        attention("f16", 512, backend="mosaic"),
+        attention("bf16", dim=256, backend="mosaic"),
+        attention("bf16", dim=80, backend="mosaic"),
+        attention("f16", dim=64, softcap=30.0, part=True, backend="mosaic", name="part"),
+    ]
 
 
 def compiled_targets() -> list[Target]:
@@ -153,6 +182,7 @@ def compiled_targets() -> list[Target]:
         several("4"),
         gated("4"),
         experts("4"),
+        *(dense_experts(rows) for rows in (8, 8192)),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
         attention("bf16", 128),
         attention("bf16", 512),
@@ -167,4 +197,9 @@ def compiled_targets() -> list[Target]:
         attention("f32", dim=256),
         attention("bf16", dim=640),
         attention("q8", dim=576, heads=(128, 1), shared=True, name="latent"),
+        *mosaic_attention(),
+        *(one(QuantFormat(width), 1, "mosaic") for width in widths),
+        one(QuantFormat("4", 128, symmetric=True), 1, "mosaic"),
+        one(QuantFormat("4"), 64, "mosaic"),
+        experts("4", "mosaic"),
     ]

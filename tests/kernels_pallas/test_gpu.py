@@ -17,7 +17,9 @@ from jinfer.ops.cache import LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.ggml import KEPT as GGUF
+from jinfer.quant.kind import PLAIN
 from kernels_pallas.experts import expert_matmul
+from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.matmul import matmul
 from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import (
@@ -63,10 +65,10 @@ def test_every_format_of_gguf(name: str) -> None:
         assert_near(y, x, values[1])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_mosaic(width: str) -> None:
-    matrix, values = random_matrix(QuantFormat(width), (2, 1000, 3000))  # type: ignore[arg-type]
-    for rows in (1, 17, 64):
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_mosaic(format: QuantFormat) -> None:
+    matrix, values = random_matrix(format, (2, 1000, 3000))
+    for rows in (1, 17, 64, 300):
         x = random_rows(rows, 3000)
         index = jnp.asarray([1], jnp.int32)
         (y,) = run(jnp.asarray(x), [matrix], index=index, backend="mosaic")
@@ -100,15 +102,35 @@ def test_gate_and_up(outputs: int) -> None:
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 600])
-def test_experts(tokens: int) -> None:
-    matrix, values = random_matrix(QuantFormat("4"), (8, 500, 1024))
-    x = random_rows(tokens, 1024)
-    experts = np.random.default_rng(2).integers(-1, 8, tokens * 2).astype(np.int32)
-    (y,) = run_experts(jnp.asarray(x), jnp.asarray(experts), [matrix])
+@pytest.mark.parametrize("rows", [2, 80, 1200])
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+@pytest.mark.parametrize("block", [32, 128])
+def test_experts(rows: int, backend: str, block: int) -> None:
+    matrix, values = random_matrix(QuantFormat("4", block), (8, 504, 1024))
+    x = random_rows(rows, 1024)
+    experts = np.sort(np.random.default_rng(2).integers(0, 8, rows))
+    offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
+    (y,) = run_experts(jnp.asarray(x), jnp.asarray(offsets), [matrix], backend=backend)
     for row, expert in enumerate(experts):
-        chosen = values[expert] if expert >= 0 else np.zeros((500, 1024))
-        assert_near(y[row : row + 1], x[row // 2 : row // 2 + 1], chosen)
+        assert_near(y[row : row + 1], x[row : row + 1], values[expert])
+
+
+@pytest.mark.parametrize("rows", [2, 80, 1200])
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_plain_experts(rows: int, kind: str) -> None:
+    rng = np.random.default_rng(2)
+    x, matrices = (
+        jnp.asarray(rng.standard_normal(shape), PLAIN[kind])
+        for shape in ((rows, 768), (8, 500, 768))
+    )
+    experts = np.sort(rng.integers(0, 8, rows))
+    offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
+    y = jax.jit(dense_expert_matmul)(x, jnp.asarray(offsets), matrices)
+    exact = np.asarray(matrices, np.float64)
+    for expert in range(8):
+        mine = experts == expert
+        wanted = np.asarray(x, np.float64)[mine] @ exact[expert].T
+        np.testing.assert_allclose(np.asarray(y)[mine], wanted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,6 +167,18 @@ def test_the_same_bits_in_any_company(kind: str, runs: Any, heads: tuple[int, in
     """By tiles of other sizes, in programs of one split or of all."""
     case = Case((kind, kind), runs, dims=(128, 128), heads=heads, rows=4, **LONG)
     case.check_alone(interpret=False, every=37)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("runs", [DECODING, SEVERAL, PROMPTS], ids=["one", "several", "prompts"])
+def test_mosaic_attention(kind: str, dim: int, runs: Any) -> None:
+    shape: dict[str, Any] = {"dims": (dim, dim), "heads": (8, 2), "rows": 4, **LONG}
+    Case((kind, kind), runs, **shape).check("mosaic", interpret=False)
+    changes: dict[str, Any] = {"softcap": 30.0, "slopes": True, "sinks": True, "window": 500}
+    case = Case((kind, kind), runs, **shape, **changes)
+    case.check("mosaic", interpret=False)
+    case.check_alone("mosaic", interpret=False, every=37)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,10 @@ from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,
     attention,
+    dense_experts,
     experts,
     gated,
+    mosaic_attention,
     of_gguf,
     one,
     several,
@@ -32,6 +34,8 @@ SOME = [
     several("4"),
     gated("3.5"),
     experts("4"),
+    experts("4", "mosaic"),
+    dense_experts(8),
     *(attention(kind) for kind in ("bf16", "q3.5")),
     attention("bf16", dim=96, softcap=30.0, name="softcap"),
     attention("q8", tokens=5, changed=True, softcap=30.0, name="all"),
@@ -40,12 +44,14 @@ SOME = [
     attention("q6", dim=576, heads=(128, 1), shared=True, name="latent"),
     attention("bf16", part=True, name="part"),
     attention("q8", tokens=200, changed=True, part=True, name="part of many"),
+    attention("f16", tokens=200, softcap=30.0, backend="mosaic"),
 ]
 OTHERS = [
     *(one(QuantFormat(width, *BLOCKS[1 - n % 2]), 1) for n, width in enumerate(WIDTHS)),
     *(of_gguf(name, 1) for name in GGUF if name not in OF_GGUF),
     *(one(QuantFormat(width), 1, "mosaic") for width in WIDTHS if width not in ("3.5", "8")),
     *(attention(kind) for kind in KINDS if kind not in ("bf16", "q3.5")),
+    *mosaic_attention(),
 ]
 
 

@@ -111,14 +111,39 @@ def test_plain_xla(rows: int) -> None:
     assert_near(y, x, values[1])
 
 
-@pytest.mark.parametrize("width", ["3.5", "4", "8"])
-def test_mosaic(width: Width) -> None:
-    matrix, values = random_matrix(QuantFormat(width), (2, 80, 1024))
-    x = random_rows(3, 1024)
+MOSAIC = [
+    *(QuantFormat("3.5"), QuantFormat("8", symmetric=True)),
+    *(
+        pytest.param(each, marks=pytest.mark.soak)
+        for each in ALL
+        if each not in (QuantFormat("3.5"), QuantFormat("8", symmetric=True))
+    ),
+]
+
+
+@pytest.mark.parametrize("format", MOSAIC, ids=lambda f: f.name)
+def test_mosaic(format: QuantFormat) -> None:
+    """A matrix of a stack, whose last tile begins earlier, with inputs split."""
+    matrix, values = random_matrix(format, (2, 72, 1300))
+    x = random_rows(3, 1300)
     with jax.sharding.use_abstract_mesh(H200):
         index = jnp.asarray([1], jnp.int32)
         (y,) = run(jnp.asarray(x), [matrix], index=index, backend="mosaic", interpret=True)
         assert_near(y, x, values[1])
+
+
+def test_gate_and_up_by_mosaic() -> None:
+    """40 rows are two tiles; outputs that tiles do not take are decoded."""
+    gate, g = random_matrix(QuantFormat("4"), (64, 512), 1)
+    up, u = random_matrix(QuantFormat("4"), (64, 512), 2)
+    small, s = random_matrix(QuantFormat("4"), (20, 512), 3)
+    x = random_rows(40, 512) / 1e4
+    with jax.sharding.use_abstract_mesh(H200):
+        (y,) = run(jnp.asarray(x), [gate, up], gated=True, backend="mosaic", interpret=True)
+        (other,) = run(jnp.asarray(x), [small], backend="mosaic", interpret=True)
+    a, b = x @ g.T, x @ u.T
+    np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=1e-2, atol=1e-2)
+    assert_near(other, x, s)
 
 
 def test_wrong_inputs_are_refused() -> None:

@@ -51,7 +51,8 @@ def test_code(name: str) -> None:
     kind, width, *rest = name.split("-")
     width = width.partition("_")[0] if width not in GGUF else width
     kernels = [code for code in codes if not code["name"].startswith("merge")]
-    assert len(kernels) == (2 if rest[0] in ("128", "512", "alone") else 1)
+    parts = kind.endswith("attention") and rest[0] in ("128", "512", "alone")
+    assert len(kernels) == (2 if parts else 1)
     for code in kernels:
         check(code, kind, width, rest)
 
@@ -63,11 +64,16 @@ def check(code: dict[str, Any], kind: str, width: str, rest: list[str]) -> None:
         assert any(op.startswith(("HGMMA", "HMMA")) for op in counts)
     if kind == "attention" and width != "f32":  # one instruction for every tile: one order of sums
         assert not any(op.startswith("HGMMA") for op in counts)
-    if kind == "attention" and width in FORMATS:  # words stand apart; copied while others are used
+    if kind.startswith("mosaic"):
+        assert any(op.startswith("HGMMA") for op in counts)
+        assert any(op.startswith("UTMALDG") for op in counts) or kind == "mosaic", counts
+    elif (
+        kind == "attention" and width in FORMATS
+    ):  # words stand apart; copied while others are used
         assert any(op.startswith("LDGSTS.E") for op in counts), counts
     else:
         assert any(op.startswith("LDGSTS.E.BYPASS.128") or "LDG.E.128" in op for op in counts)
-    if kind == "triton" and rest == ["1"]:
+    if kind in ("triton", "mosaic") and rest == ["1"]:
         # 128 threads, a superblock of 1,024 weights of 64 rows
         assert code["loop"] * 128 / (64 * 1024) < BUDGET[width]
     if kind == "attention" and rest == ["1", "128"] and width != "f32":

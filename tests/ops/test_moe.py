@@ -1,4 +1,4 @@
-"""Rows through their experts: the blocked loop, the plain reference and NumPy agree."""
+"""Rows through their experts: loop, calls, kernels, the plain reference and NumPy agree."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
+from jinfer.ops import dense, moe, quantized
 from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
+from jinfer.quant.format import parse_format
+from jinfer.quant.kind import PLAIN
+from jinfer.quant.quantize import quantize
+from kernels_pallas.experts import expert_matmul
+from kernels_pallas.experts_dense import dense_expert_matmul
+from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
 
@@ -130,3 +137,79 @@ def test_bfloat16_is_summed_in_float32(function: object) -> None:
 
     wanted = 1.0 * run(1, 0) + 0.01 * run(0, 1)
     assert_allclose(run(1, 0.01), wanted, rtol=2**-8, atol=1e-6)
+
+
+@pytest.fixture
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a GPU's kernels, which are interpreted; the loop over blocks is out of it."""
+    for module in (quantized, dense):
+        monkeypatch.setattr(module, "backend", lambda: "gpu")
+    monkeypatch.setattr(moe, "_in_blocks", None)
+    interpreted: dict[str, Any] = {
+        "experts.expert_matmul": partial(expert_matmul, interpret=True),
+        "experts_dense.dense_expert_matmul": partial(dense_expert_matmul, interpret=True),
+    }
+    for name, function in interpreted.items():
+        monkeypatch.setattr(f"kernels_pallas.{name}", function)
+
+
+@pytest.mark.usefixtures("_on_gpu")
+@pytest.mark.parametrize(
+    ("stored", "kind", "rows"),
+    [
+        *(("q4", "gated", 1), ("q3.5", "gated", 40), ("q8_b64_sym", "biased", 40)),
+        *(("bf16", "gated", 40), ("bf16", "plain", 1), ("f32", "biased", 40)),
+    ],
+)
+def test_all_chosen_experts_in_one_call_on_a_gpu(stored: str, kind: str, rows: int) -> None:
+    check_on_gpu(stored, kind, rows)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_on_gpu")
+def test_all_chosen_experts_by_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JINFER_KERNELS", "mosaic")
+    with jax.sharding.use_abstract_mesh(H200):
+        check_on_gpu("q4", "gated", 3)
+
+
+def check_on_gpu(stored: str, kind: str, rows: int) -> None:
+    """Against `mixture_reference`, with experts rounded as they are stored."""
+    gated, biased = kind != "plain", kind == "biased"
+    experts = wide(stored, gated, biased)
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16 if stored == "bf16" else jnp.float32)
+    chosen = jnp.asarray(np.stack([rng.permutation(5)[:2] for _ in range(rows)]), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(rows, 2)), jnp.float32)
+    got = jax.jit(partial(mixture, experts=experts))(x, chosen, weights)
+    wanted = jax.jit(partial(mixture_reference, experts=decoded(experts)))(x, chosen, weights)
+    bound = {"bf16": 3e-2, "f32": 1e-4}.get(stored, 2e-2)  # codes' weights and x are fp16
+    assert_allclose(np.asarray(got, np.float32), np.asarray(wanted, np.float32), bound, bound)
+
+
+def wide(stored: str, gated: bool, biased: bool) -> Experts:
+    """Five experts of 96 x 64 in a form that kernels read."""
+    rng = np.random.default_rng(4)
+
+    def projection(outputs: int, inputs: int) -> Projection:
+        values = rng.normal(size=(5, outputs, inputs)).astype(np.float32) / 8
+        bias = jnp.asarray(rng.normal(size=(5, outputs)), jnp.float32) if biased else None
+        if stored in PLAIN:
+            return Projection(jnp.asarray(values, PLAIN[stored]), bias)
+        format = parse_format(stored)
+        weight = quantize(values, format, columns=32 // format.per_code)
+        return Projection(jax.tree.map(jnp.asarray, weight), bias)
+
+    gate = projection(96, 64) if gated else None
+    fused = "silu" if gated and not biased else "none"
+    activation = silu_gated if gated else plain
+    return Experts(gate, projection(96, 64), projection(64, 96), activation, fused)
+
+
+def decoded(experts: Experts) -> Experts:
+    def full(one: Projection) -> Projection:
+        matrices: Any = one.weight
+        return one if isinstance(matrices, Array) else one._replace(weight=matrices.dequantize())
+
+    gate = None if experts.gate is None else full(experts.gate)
+    return experts._replace(gate=gate, up=full(experts.up), down=full(experts.down))

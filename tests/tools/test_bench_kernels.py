@@ -37,7 +37,7 @@ def test_attention_that_is_timed_fits_together(
 
     def shapes() -> jax.Array:
         nonlocal took, size
-        took, size = bench_kernels.time_attention(kind, 1024, decoding, prompt)
+        took, size = bench_kernels.time_attention(kind, 1024, decoding, prompt, "triton")
         return jax.numpy.zeros(())
 
     jax.eval_shape(shapes)
