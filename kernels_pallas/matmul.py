@@ -12,7 +12,7 @@ from jax import Array, lax
 from kernels_pallas import matmul_mosaic, matmul_triton
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import LARGEST, SMALLEST, choose
+from kernels_pallas.tiling import FEW_ROWS, LARGEST, SMALLEST, choose
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -96,7 +96,8 @@ def _kernel(
     x16, factors = rounded(jnp.pad(x, ((0, tiles * tiling.rows - rows), (0, 0))))
     present = jnp.clip(rows - tiling.rows * jnp.arange(tiles, dtype=jnp.int32), 0, tiling.rows)
     which = jnp.stack([jnp.broadcast_to(index, (tiles,)), present])
-    fused = gated and tiling.split == 1
+    # Of many rows shared memory would have to hold x for both matrices.
+    fused = gated and tiling.split == 1 and tiling.rows <= FEW_ROWS
     parts = product_of(backend)(
         arranged(x16, matrices[0]),
         factors,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
 LARGEST = 128
+FEW_ROWS = 32  # of x in a tile, for which superblocks are loaded ahead
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
         bits: of the widest code; many words leave registers for fewer rows.
     """
     tile_rows = min(128 if bits < 6 else 64, max(16, 1 << (rows - 1).bit_length()))
-    few = tile_rows <= 32
+    few = tile_rows <= FEW_ROWS
     tile = min(64 if few else LARGEST, 1 << (smallest.bit_length() - 1))
     programs = -(-outputs // tile) * -(-rows // tile_rows)
     split = 1

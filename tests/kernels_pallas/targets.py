@@ -60,15 +60,15 @@ def several(width: Width) -> Target:
     return Target(f"qkv-q{width}", function, args)
 
 
-def gated(width: Width) -> Target:
+def gated(width: Width, rows: int = 1) -> Target:
     """Gate and up with their product."""
     matrices = [shapes(QuantFormat(width), (32,), 18944, 3584) for _ in range(2)]
 
     def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
         return matmul(x, matrices, index=index, gated=True)
 
-    args = (Shape((1, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
-    return Target(f"gated-q{width}", function, args)
+    args = (Shape((rows, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
+    return Target(f"gated-q{width}" + (f"-{rows}" if rows > 1 else ""), function, args)
 
 
 def experts(width: Width) -> Target:
@@ -142,6 +142,7 @@ def compiled_targets() -> list[Target]:
         one(QuantFormat("8"), 1024),
         several("4"),
         gated("4"),
+        gated("4", 512),
         experts("4"),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
         attention("bf16", 128),

@@ -48,7 +48,8 @@ def test_code(name: str) -> None:
     kind, width, *rest = name.split("-")
     width = width.partition("_")[0]
     kernels = [code for code in codes if not code["name"].startswith("merge")]
-    assert len(kernels) == (2 if rest[0] in ("128", "512", "alone") else 1)
+    parts = kind == "attention" and rest[0] in ("128", "512", "alone")
+    assert len(kernels) == (2 if parts else 1)
     for code in kernels:
         check(code, kind, width, rest)
 
