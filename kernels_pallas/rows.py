@@ -140,12 +140,13 @@ def prepare_reference(
             return jnp.sum(operand.array[:, :rows], axis=0)
         return jnp.reshape(operand.array, shapes[operand.kind])
 
-    reductions = Reductions(
-        functools.partial(jnp.sum, axis=1, keepdims=True),
-        functools.partial(jnp.max, axis=1, keepdims=True),
-    )
-    x, *others = compute([value(operand) for operand in operands], reductions)
     full = (rows, like.inputs)
+
+    def reduced(function: Any, x: Array) -> Array:
+        return function(jnp.broadcast_to(x, full), axis=1, keepdims=True)
+
+    reductions = Reductions(*(functools.partial(reduced, one) for one in (jnp.sum, jnp.max)))
+    x, *others = compute([value(operand) for operand in operands], reductions)
     x16, factors = rounded(jnp.broadcast_to(x, full))
     return arranged(x16, like), factors, [jnp.broadcast_to(other, full) for other in others]
 

@@ -83,14 +83,14 @@ def _on_gpu(
     x: Array, weights: Sequence[QuantizedTensor], index: Array | None, activation: str
 ) -> tuple[Array, ...]:
     # Imported here: half a second, which only those pay who have a GPU.
+    from jinfer.ops.packed_product import packed_product
     from kernels_pallas.layout import Packed
-    from kernels_pallas.matmul import matmul
 
     packed = [Packed(w.words, w.scales, w.format.levels, w.format.block, w.inputs) for w in weights]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
     if activation in ("none", "silu"):
-        return matmul(x, packed, index=which, gated=activation == "silu")
-    gate, up = matmul(x, packed, index=which)
+        return packed_product(x, packed, index=which, gated=activation == "silu")
+    gate, up = packed_product(x, packed, index=which)
     return (FUSED[activation](gate) * up,)
 
 
