@@ -104,7 +104,7 @@ def prepare(
     tile = _tile(width)
     kernel = functools.partial(
         _kernel,
-        operands=tuple(_Form.of(operand) for operand in operands),
+        operands=tuple(Form.of(operand) for operand in operands),
         compute=compute,
         rows=rows,
         like=like,
@@ -151,7 +151,7 @@ def prepare_reference(
     return arranged(x16, like), factors, [jnp.broadcast_to(other, full) for other in others]
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """Of an operand: its kind, and of parts how many there are and their rows with padding."""
 
     kind: str
@@ -159,9 +159,31 @@ class _Form(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, operand: Operand) -> _Form:
+    def of(cls, operand: Operand) -> Form:
         split, rows = operand.array.shape[:2] if operand.kind == "parts" else (1, 0)
         return cls(operand.kind, split, rows)
+
+
+def read_row(
+    ref: Any, form: Form, row: Array, width: int, place: Array, inside: Array
+) -> Array:
+    """Inside a kernel: an operand's numbers at some places of a row of `width`."""
+
+    def line(number: Any) -> Array:
+        return plt.load(
+            ref.at[number * width + place], mask=inside, other=np.zeros((), ref.dtype)
+        )
+
+    match form.kind:
+        case "full":
+            return line(row)
+        case "parts":
+            parts = [line(part * form.rows + row) for part in range(form.split)]
+            return functools.reduce(jnp.add, parts)
+        case "vector":
+            return line(0)
+        case _:
+            return ref[row if form.kind == "row" else 0]
 
 
 def _tile(width: int) -> int:
@@ -171,7 +193,7 @@ def _tile(width: int) -> int:
 
 def _kernel(
     *refs: Any,
-    operands: Sequence[_Form],
+    operands: Sequence[Form],
     compute: Compute,
     rows: int,
     like: Packed,
@@ -183,24 +205,6 @@ def _kernel(
     place = lax.iota(jnp.int32, tile)
     inside = place < width
 
-    def line(ref: Any, number: Any) -> Array:
-        at = ref.at[number * width + place]
-        if tile == width:
-            return plt.load(at)
-        return plt.load(at, mask=inside, other=np.zeros((), ref.dtype))
-
-    def value(ref: Any, form: _Form) -> Array:
-        match form.kind:
-            case "full":
-                return line(ref, row)
-            case "parts":
-                parts = [line(ref, part * form.rows + row) for part in range(form.split)]
-                return functools.reduce(jnp.add, parts)
-            case "vector":
-                return line(ref, 0)
-            case _:
-                return ref[row if form.kind == "row" else 0]
-
     def whole(x: Array) -> Array:
         return jnp.broadcast_to(x, (tile,)).astype(jnp.float32)
 
@@ -210,7 +214,10 @@ def _kernel(
     reductions = Reductions(
         functools.partial(reduced, jnp.sum, 0.0), functools.partial(reduced, jnp.max, -np.inf)
     )
-    values = [value(ref, form) for ref, form in zip(refs, operands, strict=False)]
+    values = [
+        read_row(ref, form, row, width, place, inside)
+        for ref, form in zip(refs, operands, strict=False)
+    ]
     x, *wanted = compute(values, reductions)
     x = jnp.where(inside, whole(x), np.float32(0))
     factor = power_of(jnp.max(jnp.abs(x)))

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Literal
 
+from jinfer.ops.backend import interpreted
 from jinfer.ops.equations import Operand, Operation, Slot, evaluate, operations
 from jinfer.ops.rows import MOVES, REDUCE, Rows, keeps, waits
 
 if TYPE_CHECKING:
+    from kernels_pallas.enter import Heads
     from kernels_pallas.rows import Compute, Prepared, Reductions
 
 _MOST = 24  # operands of a kernel
@@ -63,6 +65,8 @@ class _Evaluation:
         for operation in self._operations:
             if operation.name == "packed_product":
                 self._multiply(operation)
+            elif operation.name == "enter_cache":
+                self._enter(operation)
             elif waits(operation):
                 self._makers |= dict.fromkeys(operation.results, operation)
             else:
@@ -126,7 +130,7 @@ class _Evaluation:
     def _prepare(self, x: Slot, matrices: Sequence[Any], *, interpret: bool) -> Prepared:
         """The rows of x for these matrices, once for all products that read them."""
         from kernels_pallas.matmul import padded_rows
-        from kernels_pallas.rows import Operand, prepare
+        from kernels_pallas.rows import prepare
 
         rows, width = x.aval.shape
         padded = padded_rows(rows, matrices)
@@ -140,15 +144,8 @@ class _Evaluation:
             self._value(x)
             cone.add(x)
         wanted = [slot for slot in cone.inside if self._is_wanted(slot, cone)]
-        operands = []
-        for slot in cone.leaves:
-            kind = cone.rows.kind(slot.aval)
-            if slot in self._known:
-                operands.append(Operand(self._known[slot], kind))
-            else:
-                operands.append(Operand(self._parts[slot], "parts"))
         given, others = prepare(
-            operands,
+            cone.operands(),
             cone.compute([x, *wanted]),
             rows,
             padded,
@@ -160,6 +157,40 @@ class _Evaluation:
             self._known[slot] = other.reshape(slot.aval.shape)
         self._prepared[key] = given
         return given
+
+    def _enter(self, operation: Operation) -> None:
+        """New tokens in the cache: their vectors are summed, rotated and written by one kernel."""
+        from kernels_pallas.enter import Places, enter
+
+        q, k, v, keys, values, *at = operation.operands
+        heads = [self._heads(part) for part in (q, k, v)]
+        pools = self._value(keys), self._value(values)
+        places = Places(*map(self._value, at))
+        results = enter(*heads, *pools, places, interpret=interpreted())
+        self._known |= dict(zip(operation.results, results, strict=True))
+
+    def _heads(self, vectors: Operand) -> Heads:
+        """What the kernel makes queries, keys or values from."""
+        from kernels_pallas.enter import Heads, Rotation
+
+        assert isinstance(vectors, Slot)
+        tokens, heads, size = vectors.aval.shape
+        x, rotation = self._root(vectors), None
+        if (maker := self._makers.get(x)) is not None and maker.name == "rotate":
+            x, *turn = maker.operands
+            cos, sin = (self._value(part).reshape(tokens, -1) for part in turn)
+            rotation = Rotation(cos, sin, maker.eqn.params["adjacent"])
+        rows = Rows(tokens, heads * size)
+        if rows.kind(x.aval) != "full" or rows.count == rows.width:
+            from kernels_pallas.rows import Operand as Given
+
+            operands = [Given(self._value(x).reshape(tokens, heads * size), "full")]
+            compute: Any = lambda values: values[0]
+        else:
+            cone = _Cone(rows, self, reduces=False)
+            cone.add(x)
+            operands, compute = cone.operands(), partial(_first, cone.compute([x]))
+        return Heads(operands, compute, heads, size, rotation, vectors.aval.dtype)
 
     def _root(self, x: Slot) -> Slot:
         """What x is, in another shape or a wider type."""
@@ -185,8 +216,8 @@ class _Evaluation:
 class _Cone:
     """What an array is computed from, as far as that is done row by row."""
 
-    def __init__(self, rows: Rows, evaluation: _Evaluation) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, evaluation: _Evaluation, *, reduces: bool = True) -> None:
+        self.rows, self._reduces = rows, reduces
         self.leaves: list[Slot] = []
         self.inside: list[Slot] = []  # in the order in which they can be computed
         self.operations: set[Operation] = set()
@@ -198,7 +229,7 @@ class _Cone:
             return
         evaluation = self._evaluation
         maker = evaluation._makers.get(slot)
-        if maker is None or slot in evaluation._known or not self.rows.takes(maker):
+        if maker is None or slot in evaluation._known or not self._takes(maker):
             if slot not in evaluation._parts:
                 evaluation._value(slot)
             self.leaves.append(slot)
@@ -208,6 +239,21 @@ class _Cone:
                 self.add(operand)
         self.inside.append(slot)
         self.operations.add(maker)
+
+    def _takes(self, maker: Operation) -> bool:
+        return (self._reduces or maker.name not in REDUCE) and self.rows.takes(maker)
+
+    def operands(self) -> list[Any]:
+        """Its leaves as the kernel takes them."""
+        from kernels_pallas.rows import Operand
+
+        known, parts = self._evaluation._known, self._evaluation._parts
+        return [
+            Operand(known[leaf], self.rows.kind(leaf.aval))
+            if leaf in known
+            else Operand(parts[leaf], "parts")
+            for leaf in self.leaves
+        ]
 
     def compute(self, wanted: Sequence[Slot]) -> Compute:
         """The function from the leaves to some of its arrays."""
@@ -237,6 +283,12 @@ def _compute(
         else:
             known[result] = _elementwise(maker, operands)
     return [known[slot] for slot in wanted]
+
+
+def _first(compute: Compute, values: Sequence[Array]) -> Array:
+    """The one result of what reduces nothing."""
+    nothing: Any = None
+    return compute(values, nothing)[0]
 
 
 def _elementwise(maker: Operation, operands: Sequence[Any]) -> Array:

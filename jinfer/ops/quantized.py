@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
+from jinfer.ops import switches
 from jinfer.ops.backend import backend
 from jinfer.ops.quantized_xla import product_xla
 from jinfer.quant import QuantizedTensor
@@ -56,7 +57,8 @@ def products(
                 index=index,
                 offsets=offsets,
             )
-    if backend() == "gpu" and all(_in_kernels(weight) for weight in weights):
+    here = backend() == "gpu" and switches.kernels()
+    if here and all(_in_kernels(weight) for weight in weights):
         return _on_gpu(x, weights, index, activation)
     if index is not None:
         weights = [pick(weight, index) for weight in weights]

@@ -25,7 +25,7 @@ type Kind = Literal["full", "row", "vector", "one"]
 
 def waits(operation: Operation) -> bool:
     """Whether it costs nothing to compute it later, or again."""
-    return operation.name in _ELEMENTWISE | MOVES | REDUCE.keys()
+    return operation.name in _ELEMENTWISE | MOVES | REDUCE.keys() | {"rotate"}
 
 
 def keeps(operation: Operation) -> bool:
@@ -55,6 +55,8 @@ class Rows(NamedTuple):
 
     def takes(self, operation: Operation) -> bool:
         """Whether it is computed row by row, from numbers of these kinds."""
+        if operation.name == "rotate":
+            return False
         (result,) = operation.results
         arrays = [result, *operation.operands]
         kinds = [self.kind(array.aval) for array in arrays]
