@@ -7,7 +7,7 @@ partner's, so that nothing is exchanged between threads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,12 +17,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.rows import Form, Operand, read_row
+from kernels_pallas.rows import Compute, Form, Operand, Reductions, read_row
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 _LARGEST = float(np.finfo(np.float16).max)
+
+
+def _refuse(x: Array) -> Array:
+    raise ValueError("a program has one head of a row, not the row")
+
+
+_NOTHING = Reductions(_refuse, _refuse)
 
 
 class Rotation(NamedTuple):
@@ -43,14 +50,14 @@ class Heads(NamedTuple):
 
     Attributes:
         operands: what they are computed from, as rows of heads * size numbers.
-        compute: number by number, from numbers of the operands at the same places.
+        compute: number by number, from numbers of the operands at the same places; reduces nothing.
         heads, size: of a token, of a head.
         rotation: None: they are not rotated.
         dtype: in which they are given on.
     """
 
     operands: Sequence[Operand]
-    compute: Callable[[Sequence[Array]], Array]
+    compute: Compute
     heads: int
     size: int
     rotation: Rotation | None
@@ -110,7 +117,7 @@ class _Static(NamedTuple):
     """What a kernel is compiled for, of queries, keys or values."""
 
     forms: tuple[Form, ...]
-    compute: Callable[[Sequence[Array]], Array]
+    compute: Compute
     heads: int
     size: int
     pairs: int
@@ -138,15 +145,18 @@ def _kernel(
     token, number = pl.program_id(0), pl.program_id(1)
     begin, first = 0, 0
     for index, part in enumerate(parts):
-        count = len(part.forms) + (2 if part.pairs else 0)
+        end = begin + len(part.forms) + (2 if part.pairs else 0)
 
         def compute(
-            index: int = index, part: _Static = part, begin: int = begin, first: int = first
+            index: int = index,
+            part: _Static = part,
+            own: Sequence[Any] = refs[begin:end],
+            first: int = first,
         ) -> None:
             head = number - first
             inner = lax.iota(jnp.int32, 1 << (part.size - 1).bit_length())
             inside = inner < part.size
-            y = _vector(refs[begin : begin + count], part, token, head, inner, inside)
+            y = _vector(own, part, token, head, inner, inside)
             if index == 0:
                 place = (token * part.heads + head) * part.size + inner
                 _store(out_ref, (place,), y.astype(part.dtype), inside, interpret)
@@ -158,7 +168,7 @@ def _kernel(
             _store(ref, (*whole, inner), new, inside & known, interpret)
 
         pl.when((number >= first) & (number < first + part.heads))(compute)
-        begin, first = begin + count, first + part.heads
+        begin, first = end, first + part.heads
 
 
 def _vector(
@@ -172,7 +182,7 @@ def _vector(
             read_row(ref, form, token, width, start + place, inside)
             for ref, form in zip(refs, part.forms, strict=False)
         ]
-        return jnp.broadcast_to(part.compute(given), inner.shape)
+        return jnp.broadcast_to(part.compute(given, _NOTHING)[0], inner.shape)
 
     own = at(inner)
     if not part.pairs:
@@ -214,9 +224,7 @@ def _kept(new: Array, dtype: Any) -> Array:
     return new.astype(dtype)
 
 
-def _store(
-    ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool
-) -> None:
+def _store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
     first, *others = places
     # Interpreted, a masked place writes back what it read: it must not be another's.
     first = jnp.where(mask, first, ref.shape[0]) if interpret else first

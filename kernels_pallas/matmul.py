@@ -178,9 +178,7 @@ def _parts(
     present = jnp.clip(x.rows - tiling.rows * jnp.arange(tiles, dtype=jnp.int32), 0, tiling.rows)
     which = jnp.stack([jnp.broadcast_to(index, (tiles,)), present])
     product = product_of(backend)
-    return tuple(
-        product(x.x, x.factors, which, matrices, tiling, gated=gated, interpret=interpret)
-    )
+    return tuple(product(x.x, x.factors, which, matrices, tiling, gated=gated, interpret=interpret))
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:

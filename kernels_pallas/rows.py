@@ -164,15 +164,11 @@ class Form(NamedTuple):
         return cls(operand.kind, split, rows)
 
 
-def read_row(
-    ref: Any, form: Form, row: Array, width: int, place: Array, inside: Array
-) -> Array:
+def read_row(ref: Any, form: Form, row: Array, width: int, place: Array, inside: Array) -> Array:
     """Inside a kernel: an operand's numbers at some places of a row of `width`."""
 
     def line(number: Any) -> Array:
-        return plt.load(
-            ref.at[number * width + place], mask=inside, other=np.zeros((), ref.dtype)
-        )
+        return plt.load(ref.at[number * width + place], mask=inside, other=np.zeros((), ref.dtype))
 
     match form.kind:
         case "full":

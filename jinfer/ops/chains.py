@@ -19,8 +19,8 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
 from jinfer.cpu import chain as cpu
-from jinfer.ops.addresses import Table
 from jinfer.ops import switches
+from jinfer.ops.addresses import Table
 from jinfer.ops.backend import backend
 from jinfer.ops.equations import evaluate, value
 from jinfer.ops.prepared import prepared
@@ -169,4 +169,3 @@ def _run(
     arrays = dict(zip(numbers, program.run(numbers), strict=True))
     shapes: dict[Any, Any] = {var: var.aval for var in wanted}
     return {var: arrays[values[var]].reshape(shapes[var].shape) for var in wanted}
-

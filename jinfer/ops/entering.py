@@ -39,7 +39,7 @@ def enter(
     return q, LayerCache(keys, values)
 
 
-def _written(q: Array, k: Array, v: Array, *rest: Array) -> list[Array]:
+def _written(q: Array, k: Array, v: Array, *rest: Array) -> list[Any]:
     return [q, *write(LayerCache(*rest[:2]), k, v, Placement(*rest[2:]))]
 
 

@@ -33,7 +33,7 @@ class Slot:
         self.aval = aval
 
 
-type Operand = Slot | Literal
+type Operand = Slot | Any  # or a `Literal`
 
 
 class Operation:

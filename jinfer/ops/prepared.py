@@ -1,10 +1,12 @@
 """What stands before a GPU's products, computed by the kernel that rounds their rows.
 
-Norms, residual sums and gates are computed of each row by itself, and so are the power of two that
-a product's x is divided by and its order (`kernels_pallas.rows`). So a traced function is rewritten,
-whatever its wiring: operations of rows wait until somebody needs them. Where that is a product they
-become part of one kernel with its rounding, and what others need of them comes out of it too; the
-parts of a product before it are added up there. Anybody else gets them from XLA as ever.
+Norms, residual sums and gates are computed of each row by itself; so are the power of two that a
+product's x is divided by, and its order (`kernels_pallas.rows`). As XLA's operations they are three
+to five kernels a product, which for small models take longer than reading its weights. So a traced
+function is rewritten, whatever its wiring: operations of rows wait until somebody needs them. Where
+that is a product they become part of one kernel with its rounding, which adds up the parts of the
+product before it, and what others need of them comes out of it too. In the same way new keys and
+values are written to the cache by one kernel that makes them. Anybody else gets them from XLA.
 """
 
 from __future__ import annotations
@@ -163,34 +165,39 @@ class _Evaluation:
         from kernels_pallas.enter import Places, enter
 
         q, k, v, keys, values, *at = operation.operands
-        heads = [self._heads(part) for part in (q, k, v)]
-        pools = self._value(keys), self._value(values)
-        places = Places(*map(self._value, at))
-        results = enter(*heads, *pools, places, interpret=interpreted())
+        results = enter(
+            self._heads(q),
+            self._heads(k),
+            self._heads(v),
+            self._value(keys),
+            self._value(values),
+            Places(*map(self._value, at)),
+            interpret=interpreted(),
+        )
         self._known |= dict(zip(operation.results, results, strict=True))
 
     def _heads(self, vectors: Operand) -> Heads:
         """What the kernel makes queries, keys or values from."""
         from kernels_pallas.enter import Heads, Rotation
+        from kernels_pallas.rows import Operand as RowOperand
+        from kernels_pallas.rows import alone
 
         assert isinstance(vectors, Slot)
         tokens, heads, size = vectors.aval.shape
         x, rotation = self._root(vectors), None
         if (maker := self._makers.get(x)) is not None and maker.name == "rotate":
-            x, *turn = maker.operands
+            base, *turn = maker.operands
+            assert isinstance(base, Slot)
             cos, sin = (self._value(part).reshape(tokens, -1) for part in turn)
-            rotation = Rotation(cos, sin, maker.eqn.params["adjacent"])
+            x, rotation = base, Rotation(cos, sin, maker.eqn.params["adjacent"])
         rows = Rows(tokens, heads * size)
-        if rows.kind(x.aval) != "full" or rows.count == rows.width:
-            from kernels_pallas.rows import Operand as Given
-
-            operands = [Given(self._value(x).reshape(tokens, heads * size), "full")]
-            compute: Any = lambda values: values[0]
-        else:
-            cone = _Cone(rows, self, reduces=False)
-            cone.add(x)
-            operands, compute = cone.operands(), partial(_first, cone.compute([x]))
-        return Heads(operands, compute, heads, size, rotation, vectors.aval.dtype)
+        if rows.kind(x.aval) != "full" or rows.number == rows.width:
+            operands = [RowOperand(self._value(x), "full")]
+            return Heads(operands, alone, heads, size, rotation, vectors.aval.dtype)
+        cone = _Cone(rows, self, reduces=False)
+        cone.add(x)
+        given = cone.operands(), cone.compute([x])
+        return Heads(*given, heads, size, rotation, vectors.aval.dtype)
 
     def _root(self, x: Slot) -> Slot:
         """What x is, in another shape or a wider type."""
@@ -248,12 +255,13 @@ class _Cone:
         from kernels_pallas.rows import Operand
 
         known, parts = self._evaluation._known, self._evaluation._parts
-        return [
-            Operand(known[leaf], self.rows.kind(leaf.aval))
-            if leaf in known
-            else Operand(parts[leaf], "parts")
-            for leaf in self.leaves
-        ]
+        found = []
+        for leaf in self.leaves:
+            kind = self.rows.kind(leaf.aval)
+            assert kind is not None, "only what is something to the rows is taken"
+            here = leaf in known
+            found.append(Operand(known[leaf], kind) if here else Operand(parts[leaf], "parts"))
+        return found
 
     def compute(self, wanted: Sequence[Slot]) -> Compute:
         """The function from the leaves to some of its arrays."""
@@ -283,12 +291,6 @@ def _compute(
         else:
             known[result] = _elementwise(maker, operands)
     return [known[slot] for slot in wanted]
-
-
-def _first(compute: Compute, values: Sequence[Array]) -> Array:
-    """The one result of what reduces nothing."""
-    nothing: Any = None
-    return compute(values, nothing)[0]
 
 
 def _elementwise(maker: Operation, operands: Sequence[Any]) -> Array:

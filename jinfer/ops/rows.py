@@ -32,26 +32,27 @@ def keeps(operation: Operation) -> bool:
     """Whether its result has its operand's numbers, in another shape or a wider type."""
     if operation.name == "convert_element_type":
         before, after = operation.operands[0].aval.dtype, operation.results[0].aval.dtype
-        return bool(jnp.promote_types(before, after) == after)
+        is_wider = after == jnp.float32 and jnp.issubdtype(before, jnp.floating)
+        return bool(before == after or is_wider)
     return operation.name in MOVES - {"broadcast_in_dim"} and len(operation.operands) == 1
 
 
 class Rows(NamedTuple):
     """A matrix's rows: how many there are, and of how many numbers, which is another number."""
 
-    count: int
+    number: int
     width: int
 
     def kind(self, aval: Any) -> Kind | None:
         """What an array is to the rows; see `kernels_pallas.rows.Operand`."""
         size, wide = math.prod(aval.shape), aval.shape[-1:] == (self.width,)
-        if size == self.count * self.width:
+        if size == self.number * self.width:
             return "full" if wide else None
         if size == 1:
             return "one"
         if size == self.width and wide:
             return "vector"
-        return "row" if size == self.count else None
+        return "row" if size == self.number else None
 
     def takes(self, operation: Operation) -> bool:
         """Whether it is computed row by row, from numbers of these kinds."""
@@ -83,7 +84,7 @@ class Rows(NamedTuple):
         """Whether a row's number is for all of the row, a vector's for all rows, in their order."""
         last = {dim for size, dim in zip(before, dims, strict=True) if size > 1} & {len(after) - 1}
         if kind == "row":
-            return not last and math.prod(after[:-1]) == self.count
+            return not last and math.prod(after[:-1]) == self.number
         return kind == "one" or bool(last)
 
 

@@ -1,8 +1,8 @@
 """Compiles jinfer's own programs for an H200 without one and counts the kernels of a layer.
 
-`python -m tests.kernels_pallas.programs` prints a table of all of them, with names of some only
-these, with `--json` JSON: name -> `Counts`, with `--kernels` the kernels of a layer too. JAX must be
-told of the platform before it starts, so this is a program.
+`python -m tests.kernels_pallas.programs` prints a table of all of them, or of those that are named,
+with `--kernels` the kernels of a layer too, with `--json` JSON: name -> `Counts`. JAX must be told
+of the platform before it starts, so this is a program.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Counts:
     added: int
     copied: int
     kept: bool
-    named: dict[str, int]
+    named: dict[str, float]
 
 
 @dataclass(frozen=True)

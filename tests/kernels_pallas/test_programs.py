@@ -36,7 +36,12 @@ condition:
 
 def test_thunks_are_counted() -> None:
     found = thunks(LISTING)
-    assert found.kernels == {"kCopy": 1, "loop_fusion": 2, "loop_and_fusion": 1, "packed_product": 1}
+    assert found.kernels == {
+        "kCopy": 1,
+        "loop_fusion": 2,
+        "loop_and_fusion": 1,
+        "packed_product": 1,
+    }
     assert (found.loops, found.alone) == (1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Rows that are computed, rounded and arranged by one kernel: interpreted, against XLA's operations."""
+"""Rows computed, rounded and arranged by one kernel: interpreted, against XLA's operations."""
 
 from __future__ import annotations
 
@@ -52,9 +52,18 @@ def operands(kind: str, rows: int, width: int) -> list[Operand]:
     ]
 
 
-@pytest.mark.parametrize("width", [576, 1024, 1500, 4096, 14336])
-@pytest.mark.parametrize("kind", ["alone", "gate", "residual"])
-@pytest.mark.parametrize(("format", "rows"), [("4", 3), ("3.5", 1)])
+@pytest.mark.parametrize(
+    ("kind", "format", "rows", "width"),
+    [
+        ("alone", "4", 3, 1500),
+        ("alone", "3.5", 1, 14336),
+        ("gate", "4", 1, 576),
+        ("gate", "3.5", 3, 1024),
+        ("residual", "4", 3, 1500),
+        ("residual", "8", 1, 4096),
+        ("residual", "3.5", 2, 576),
+    ],
+)
 def test_rows(kind: str, format: Any, rows: int, width: int) -> None:
     like = shapes(QuantFormat(format), (), 64, width)
     given = operands(kind, rows, width)
