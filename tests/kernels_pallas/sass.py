@@ -36,6 +36,9 @@ device_description_str: "NVIDIA H200"
 """
 
 
+KERNELS = r"packed_product|prepare_rows|enter_cache|\w+_attention"  # and what follows their names
+
+
 @dataclass(frozen=True)
 class Code:
     """A kernel's machine code.
@@ -119,7 +122,7 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
     return [
         _code(ptx, name[1], copies)
         for ptx in sorted(folder.glob("*.ptx"))
-        if (name := re.search(r"\.entry ((packed_product|\w+_attention)\w*)", ptx.read_text()))
+        if (name := re.search(rf"\.entry ((?:{KERNELS})\w*)", ptx.read_text()))
     ]
 
 

@@ -12,10 +12,12 @@ from jinfer.quant.format import FORMATS, QuantFormat, Width
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
+from kernels_pallas.enter import Heads, Places, Rotation, enter
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
+from kernels_pallas.rows import Operand, alone, prepare
 
 Shape = jax.ShapeDtypeStruct
 
@@ -83,6 +85,54 @@ def experts(width: Width) -> Target:
     return Target(f"experts-q{width}", function, args)
 
 
+def rows(kind: str, width: Width, count: int = 1) -> Target:
+    """What stands before a product: a sum with another one's parts and its norm; gate and up."""
+    inputs = {"norm": 4096, "gate": 14336}[kind]
+    like = shapes(QuantFormat(width), (), 64, inputs)
+    parts = [Shape((4, 16, inputs), jnp.float32)] * 2
+
+    def norm(values: Any, reductions: Any) -> list[Any]:
+        x, added, weight = values
+        x = x + added.astype(jnp.bfloat16)
+        y = x.astype(jnp.float32)
+        return [y * jax.lax.rsqrt(reductions.sum(y * y) / inputs + 1e-5) * weight, x]
+
+    def gate(values: Any, _: Any) -> list[Any]:
+        return [jax.nn.silu(values[0]) * values[1]]
+
+    def function(*arrays: Any) -> Any:
+        kinds: Any = ("full", "parts", "vector") if kind == "norm" else ("parts", "parts")
+        given = [Operand(*one) for one in zip(arrays, kinds, strict=True)]
+        extra = [jnp.bfloat16] if kind == "norm" else []
+        compute: Any = norm if kind == "norm" else gate
+        found, others = prepare(given, compute, count, 16, like, extra)
+        return found.x, found.factors, others
+
+    x, weight = Shape((1, count, inputs), jnp.bfloat16), Shape((inputs,), jnp.float32)
+    args = (x, parts[0], weight) if kind == "norm" else tuple(parts)
+    return Target(f"rows-q{width}-{kind}", function, args)
+
+
+def entering(count: int, adjacent: bool = False) -> Target:
+    """Queries, keys and values of new tokens from a product's parts, rotated and written."""
+    parts = [Shape((4, 16, heads * 128), jnp.float32) for heads in (32, 8, 8)]
+    angles = [Shape((count, 64), jnp.float32)] * 2
+    pools = [Shape((128, 8, 64, 128), jnp.bfloat16)] * 2
+    each = Shape((count,), jnp.int32)
+    at = Places(each, each, Shape((16, 128), jnp.int32))
+
+    def function(parts: Any, angles: Any, pools: Any, at: Places) -> Any:
+        turn = Rotation(*angles, adjacent)
+        q, k, v = (
+            Heads([Operand(part, "parts")], alone, heads, 128, rotation, jnp.bfloat16)
+            for part, heads, rotation in zip(parts, (32, 8, 8), (turn, turn, None), strict=True)
+        )
+        return enter(q, k, v, *pools, at)
+
+    name = f"entering-bf16-{count}" + ("-adjacent" if adjacent else "")
+    return Target(name, function, (parts, angles, pools, at))
+
+
 def attention(
     kind: str,
     tokens: int = 1,
@@ -144,6 +194,10 @@ def compiled_targets() -> list[Target]:
         gated("4"),
         gated("4", 512),
         experts("4"),
+        rows("norm", "4"),
+        rows("gate", "3.5"),
+        entering(1),
+        entering(16, adjacent=True),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
         attention("bf16", 128),
         attention("bf16", 512),

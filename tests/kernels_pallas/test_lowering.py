@@ -7,7 +7,16 @@ import pytest
 
 from jinfer.quant.format import QuantFormat
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
-from tests.kernels_pallas.targets import Target, attention, experts, gated, one, several
+from tests.kernels_pallas.targets import (
+    Target,
+    attention,
+    entering,
+    experts,
+    gated,
+    one,
+    rows,
+    several,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -21,6 +30,9 @@ SOME = [
     several("4"),
     gated("3.5"),
     experts("4"),
+    rows("norm", "3.5", 3),
+    rows("gate", "4"),
+    entering(2, adjacent=True),
     *(attention(kind) for kind in ("bf16", "q3.5")),
     attention("bf16", dim=96, softcap=30.0, name="softcap"),
     attention("q8", tokens=5, changed=True, softcap=30.0, name="all"),
