@@ -119,15 +119,17 @@ def entering(count: int, adjacent: bool = False) -> Target:
     angles = [Shape((count, 64), jnp.float32)] * 2
     pools = [Shape((128, 8, 64, 128), jnp.bfloat16)] * 2
     each = Shape((count,), jnp.int32)
-    at = Places(each, each, Shape((16, 128), jnp.int32))
+    at = Places._make([each, each, Shape((16, 128), jnp.int32)])
 
     def function(parts: Any, angles: Any, pools: Any, at: Places) -> Any:
-        turn = Rotation(*angles, adjacent)
+        cos, sin = angles
+        turn = Rotation(cos, sin, adjacent)
         q, k, v = (
             Heads([Operand(part, "parts")], alone, heads, 128, rotation, jnp.bfloat16)
             for part, heads, rotation in zip(parts, (32, 8, 8), (turn, turn, None), strict=True)
         )
-        return enter(q, k, v, *pools, at)
+        keys, values = pools
+        return enter(q, k, v, keys, values, at)
 
     name = f"entering-bf16-{count}" + ("-adjacent" if adjacent else "")
     return Target(name, function, (parts, angles, pools, at))

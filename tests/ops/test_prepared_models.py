@@ -16,6 +16,7 @@ from jinfer.engine.programs import Programs, Shape, Sizes
 from jinfer.model import AbstractModel, build
 from jinfer.opening.settings import open_model
 from jinfer.ops import attention, chains
+from jinfer.ops.attention_xla import attend_xla
 from jinfer.ops.backend import target
 from jinfer.ops.cache import Rows, empty
 from jinfer.quant import parse_format
@@ -58,7 +59,7 @@ def filled(parameters: Any) -> Any:
 
 def attend(q: Array, keys: Rows, values: Rows | None, *rest: Any) -> Array:
     """Attention by XLA."""
-    return attention.attend_xla(q, keys, keys if values is None else values, *rest)
+    return attend_xla(q, keys, keys if values is None else values, *rest)
 
 
 @pytest.mark.soak
