@@ -215,6 +215,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # most tests leave them out
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     if options.json:
         print(json.dumps({name: asdict(count(name, folder)) for name in names}))
