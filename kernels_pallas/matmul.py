@@ -12,7 +12,8 @@ from jax import Array, lax
 from kernels_pallas import matmul_mosaic, matmul_triton
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import LARGEST, SMALLEST, choose
+from kernels_pallas.rows import Operand, Prepared, alone, fits, prepare
+from kernels_pallas.tiling import FEW_ROWS, LARGEST, SMALLEST, Tiling, choose
 from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -92,27 +93,88 @@ def _kernel(
     interpret: bool,
 ) -> tuple[Array, ...]:
     """Matrices of one group."""
-    rows, outputs = x.shape[0], [matrix.outputs for matrix in matrices]
+    rows = x.shape[0]
+    fused = gated and _gates(rows, matrices)
+    if backend == "triton" and fits(matrices[0].inputs):
+        operands = [Operand(x, "full")]
+        given, _ = prepare(operands, alone, rows, matrices[0], interpret=interpret)
+    else:
+        x16, factors = rounded(x)
+        given = Prepared(arranged(x16, matrices[0]), factors)
+    parts = _parts(given, matrices, index, fused, backend, interpret)
+    return finish(parts, gated and not fused)
+
+
+def shares(matrices: Sequence[Packed], rows: int) -> bool:
+    """Whether `product_parts` takes so many rows for these matrices together."""
+    orders = {(matrix.per_code, matrix.superblocks, matrix.inputs) for matrix in matrices}
+    small = min(matrix.outputs for matrix in matrices) < SMALLEST
+    return rows <= MOST_ROWS and len(orders) == 1 and not small and fits(matrices[0].inputs)
+
+
+def product_parts(
+    x: Prepared,
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, 1] | None = None,
+    gated: bool = False,
+    interpret: bool = False,
+) -> tuple[Float[Array, "split rows outputs"], ...]:
+    """`matmul` of prepared rows, in parts that are to be added.
+
+    Args:
+        matrices: those that `shares` takes, and x was prepared for.
+
+    Returns:
+        Of each matrix; of a gated pair one result, or those of both, which are to be combined.
+    """
+    index = jnp.zeros((1,), jnp.int32) if index is None else index
+    if gated and _gates(x.x.shape[0], matrices):
+        return _parts(x, matrices, index, True, "triton", interpret)
+    results: list[Any] = [None] * len(matrices)
+    for places in _groups(matrices):
+        chosen = [matrices[i] for i in places]
+        for i, part in zip(
+            places, _parts(x, chosen, index, False, "triton", interpret), strict=True
+        ):
+            results[i] = part
+    return tuple(results)
+
+
+def _tiling(rows: int, matrices: Sequence[Packed]) -> Tiling:
+    outputs = [matrix.outputs for matrix in matrices]
     bits = max(matrix.bits for matrix in matrices)
     superblocks = matrices[0].superblocks
-    tiling = choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+    return choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+
+
+def _gates(rows: int, matrices: Sequence[Packed]) -> bool:
+    """Whether one kernel combines gate and up.
+
+    Of many rows shared memory would have to hold x for both matrices.
+    """
+    tiling = _tiling(rows, matrices)
+    return len(_groups(matrices)) == 1 and tiling.split == 1 and tiling.rows <= FEW_ROWS
+
+
+def _parts(
+    x: Prepared,
+    matrices: Sequence[Packed],
+    index: Array,
+    gated: bool,
+    backend: Backend,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Products with matrices of one group."""
+    rows = x.x.shape[0]
+    tiling = _tiling(rows, matrices)
     if backend == "mosaic":
         tiling = matmul_mosaic.fitted(tiling, rows)
     first = jnp.arange(0, rows, tiling.rows, dtype=jnp.int32)
     present = jnp.minimum(rows - first, tiling.rows)
     which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])
-    x16, factors = rounded(x)
-    fused = gated and tiling.split == 1
-    parts = product_of(backend)(
-        arranged(x16, matrices[0]),
-        factors,
-        which,
-        matrices,
-        tiling,
-        gated=fused,
-        interpret=interpret,
-    )
-    return finish(parts, gated and not fused)
+    product = product_of(backend)
+    return tuple(product(x.x, x.factors, which, matrices, tiling, gated=gated, interpret=interpret))
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:

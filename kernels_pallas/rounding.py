@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 if TYPE_CHECKING:
@@ -18,8 +19,12 @@ def rounded(
 ) -> tuple[Float[Array, "rows inputs"], Float[Array, " rows"]]:
     """x in fp16, and the power of two that each row was divided by to stay in its range."""
     x = x.astype(jnp.float32)
-    highest = jnp.max(jnp.abs(x), axis=1)
-    exponent = lax.bitcast_convert_type(highest, jnp.uint32) & jnp.uint32(0x7F800000)
-    power = lax.bitcast_convert_type(exponent, jnp.float32)
-    factor = jnp.where(power > 0, power, jnp.float32(1)) / jnp.float32(_LARGEST)
+    factor = power_of(jnp.max(jnp.abs(x), axis=1))
     return (x / factor[:, None]).astype(jnp.float16), factor
+
+
+def power_of(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """The power of two that rows with these highest magnitudes are divided by."""
+    exponent = lax.bitcast_convert_type(highest, jnp.uint32) & np.uint32(0x7F800000)
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    return jnp.where(power > 0, power, np.float32(1)) / np.float32(_LARGEST)

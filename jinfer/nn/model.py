@@ -25,7 +25,7 @@ from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
 from jinfer.nn.tap import Kept
 from jinfer.ops.addresses import Table, table_of
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.chains import chained
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
@@ -78,7 +78,7 @@ class Layer(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    platform: str,
+    platform: tuple[str, bool],
     definition: Any,
     state: Any,
     x: Array,
@@ -90,7 +90,8 @@ def _run_layer(
     """A layer as a function of its own, so that equal layers are traced and lowered once.
 
     Args:
-        platform: that it is traced for, on which its operations depend.
+        platform: that it is traced for, on which its operations depend, and whether kernels are
+            interpreted.
         table: where the layer's weights are, the first ones of `state`.
     """
 
@@ -155,7 +156,8 @@ class Stack(nnx.Module):
         table = table_of(f"{self.name}.{number}")
         # What is read by its row must be what was written there.
         assert table is None or len(table) == len(jax.tree.leaves(state[0]))
-        return _run_layer(backend(), definition, state, x, tokens, step, cache, table)
+        here = backend(), interpreted()
+        return _run_layer(here, definition, state, x, tokens, step, cache, table)
 
     def run_alone(
         self,

@@ -32,6 +32,7 @@ from jinfer.ops.attention_xla import (
 )
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
+from jinfer.ops.entering import enter, enters
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import QuantizedVectors
@@ -60,7 +61,10 @@ def extend(
     if route == "xla":
         return extend_xla(q, k, v, cache, at, rules)
     if route == "gpu":
-        cache = write(cache, k, k[..., :0] if v is None else v, at)
+        if v is not None and enters(cache):
+            q, cache = enter(q, k, v, cache, at)
+        else:
+            cache = write(cache, k, k[..., :0] if v is None else v, at)
         written = None if v is None else cache.values
         return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))

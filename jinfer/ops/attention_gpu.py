@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from jinfer.ops import kernels, switches
 from jinfer.ops.attention_parts import Part
+from jinfer.ops.backend import interpreted
 from jinfer.ops.cache import Placement, Rows
 from jinfer.quant.vectors import QuantizedVectors
 
@@ -36,21 +37,18 @@ def attend_gpu(
     at: Placement,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
-    *,
-    interpret: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
     """`jinfer.ops.attention.attend` by the kernel.
 
     Args:
         values: None: the keys are the values too.
         rules: without a `bias` that is a function.
-        interpret: runs the kernel without a GPU, slowly.
     """
     # Imported here: half a second, which only those pay who have a GPU.
     from kernels_pallas.attention import attend
 
     given = _given(q, keys, values, at, last, rules)
-    return attend(*given, backend=kernels.kind(), interpret=interpret)
+    return attend(*given, backend=kernels.kind(), interpret=interpreted())
 
 
 def attend_part_gpu(
@@ -60,14 +58,12 @@ def attend_part_gpu(
     at: Placement,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
-    *,
-    interpret: bool = False,
 ) -> Part:
     """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
     from kernels_pallas.attention import attend_part
 
     given = _given(q, keys, values, at, last, rules)
-    out, highest, total = attend_part(*given, backend=kernels.kind(), interpret=interpret)
+    out, highest, total = attend_part(*given, backend=kernels.kind(), interpret=interpreted())
     return Part(out, jnp.stack([highest, total], axis=-1))
 
 

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import jax
 
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
+_INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 
 def backend() -> str:
@@ -16,11 +17,21 @@ def backend() -> str:
     return _TARGET.get() or jax.default_backend()
 
 
+def interpreted() -> bool:
+    """Whether kernels of a GPU are to run without one, slowly."""
+    return _INTERPRETED.get()
+
+
 @contextmanager
-def target(platform: str) -> Iterator[None]:
-    """What is traced meanwhile, by this thread, is for devices of a platform."""
-    token = _TARGET.set(platform)
+def target(platform: str, *, interpret: bool = False) -> Iterator[None]:
+    """What is traced meanwhile, by this thread, is for devices of a platform.
+
+    Args:
+        interpret: a GPU's kernels run without one.
+    """
+    tokens = _TARGET.set(platform), _INTERPRETED.set(interpret)
     try:
         yield
     finally:
-        _TARGET.reset(token)
+        _TARGET.reset(tokens[0])
+        _INTERPRETED.reset(tokens[1])

@@ -1,4 +1,4 @@
-"""Puts together what is computed of each token by itself.
+"""Puts together what is computed of each token by itself, on CPUs; for GPUs see `prepared`.
 
 Between two attentions a layer is norms, products and sums of the same rows. As calls of their own
 they cost a few microseconds each before they begin, and threads are gathered anew for every
@@ -19,8 +19,11 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
 from jinfer.cpu import chain as cpu
+from jinfer.ops import kernels
 from jinfer.ops.addresses import Table
 from jinfer.ops.backend import backend
+from jinfer.ops.equations import evaluate, value
+from jinfer.ops.prepared import prepared
 from jinfer.ops.row_operations import RowOperation, row_operation
 from jinfer.quant.calibration import records
 
@@ -29,6 +32,8 @@ _LEAST = 2  # operations that are worth a chain
 
 def chained[**P, R](function: Callable[P, R], table: Table | None = None) -> Callable[P, R]:
     """The same function, with such operations put together where the CPU has custom calls.
+
+    On a GPU they become part of the kernels that round the rows of products (`prepared`).
 
     It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
     told not to compile, as somebody wants to look at each step.
@@ -40,6 +45,8 @@ def chained[**P, R](function: Callable[P, R], table: Table | None = None) -> Cal
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         as_it_is = jax.config.jax_disable_jit or records((args, kwargs))
+        if not as_it_is and kernels.prepares_rows():
+            return prepared(function)(*args, **kwargs)
         if as_it_is or not (backend() == "cpu" and cpu.available()):
             return function(*args, **kwargs)
         flat, tree = jax.tree.flatten((args, kwargs))
@@ -90,7 +97,7 @@ def _evaluate(traced: Any, args: Sequence[Array], table: Table | None) -> list[A
                     known |= _evaluate_one(eqn, known)
         for eqn in plan.others.get(level, ()):
             known |= _evaluate_one(eqn, known)
-    return [_value(atom, known) for atom in jaxpr.outvars]
+    return [value(atom, known) for atom in jaxpr.outvars]
 
 
 def _planned(eqns: Sequence[JaxprEqn]) -> _Plan:
@@ -133,11 +140,8 @@ def _users(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, set[in
 
 def _evaluate_one(eqn: JaxprEqn, known: Mapping[Any, Any]) -> dict[Any, Any]:
     """The equation's results, computed as it says."""
-    bound: Any = eqn.primitive.get_bind_params(eqn.params)
-    # Functions among the parameters stood apart before JAX 0.12.
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    out = eqn.primitive.bind(*functions, *(_value(a, known) for a in eqn.invars), **params)
-    return dict(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
+    out = evaluate(eqn, [value(atom, known) for atom in eqn.invars])
+    return dict(zip(eqn.outvars, out, strict=True))
 
 
 def _run(
@@ -165,7 +169,3 @@ def _run(
     arrays = dict(zip(numbers, program.run(numbers), strict=True))
     shapes: dict[Any, Any] = {var: var.aval for var in wanted}
     return {var: arrays[values[var]].reshape(shapes[var].shape) for var in wanted}
-
-
-def _value(atom: Any, known: Mapping[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]

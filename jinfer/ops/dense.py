@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
 from jinfer.ops import kernels, switches
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized import FUSED, pick
 
 
@@ -66,7 +67,8 @@ def products(
     if offsets is not None:
         from kernels_pallas.experts_dense import dense_expert_matmul
 
-        results = tuple(dense_expert_matmul(x, offsets, weight) for weight in weights)
+        product = partial(dense_expert_matmul, interpret=interpreted())
+        results = tuple(product(x, offsets, weight) for weight in weights)
         return _activated(results, activation)
     return products_reference(x, weights, index=index, activation=activation)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
+from jinfer.ops import switches
+from jinfer.ops.backend import backend
 from jinfer.ops.switches import SwitchError
 
 if TYPE_CHECKING:
@@ -27,6 +29,11 @@ def kind() -> Backend:
     from kernels_pallas.triton_style import DEFAULT
 
     return DEFAULT
+
+
+def prepares_rows() -> bool:
+    """Whether what stands before a GPU's products is computed by a kernel, Triton-style."""
+    return backend() == "gpu" and switches.kernels("products") and kind() == "triton"
 
 
 def asked_for() -> Literal["triton", "mosaic"] | None:

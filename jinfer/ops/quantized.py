@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
 from jinfer.ops import kernels, switches
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.tensor import MOST_COLUMNS
@@ -98,9 +98,9 @@ def _in_kernels_of_gpu(
     activation: str,
 ) -> tuple[Array, ...]:
     # Imported here: half a second, which only those pay who have a GPU.
+    from jinfer.ops.packed_product import packed_product
     from kernels_pallas.experts import expert_matmul
     from kernels_pallas.layout import Packed
-    from kernels_pallas.matmul import matmul
 
     packed = [
         Packed(
@@ -116,10 +116,11 @@ def _in_kernels_of_gpu(
     ]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
     gated, kind = activation == "silu", kernels.kind()
-    if offsets is None:
-        results = matmul(x, packed, index=which, gated=gated, backend=kind)
+    if offsets is not None:
+        own: dict[str, Any] = {"backend": kind, "interpret": interpreted()}
+        results = expert_matmul(x, offsets, packed, index=which, gated=gated, **own)
     else:
-        results = expert_matmul(x, offsets, packed, index=which, gated=gated, backend=kind)
+        results = packed_product(x, packed, index=which, gated=gated, backend=kind)
     if gated or activation == "none":
         return results
     gate, up = results

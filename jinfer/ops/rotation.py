@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxtyping import Float
 
 from jinfer.cpu import rows as cpu
+from jinfer.ops import kernels
 from jinfer.ops.backend import backend
+
+ROTATE = Primitive("rotate")  # on a GPU, where `jinfer.ops.prepared` finds it
 
 
 def rotate(
@@ -25,6 +34,8 @@ def rotate(
         size: of a head; its first 2 * pairs numbers are rotated, the others stay.
         adjacent: whether a pair's numbers are neighbours; else they are `pairs` apart.
     """
+    if kernels.prepares_rows():
+        return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
     if not (backend() == "cpu" and cpu.available()):
         return rotate_reference(x, cos, sin, size=size, adjacent=adjacent)
     flat, *angles = (part.reshape(-1, part.shape[-1]) for part in (x, cos, sin))
@@ -62,3 +73,13 @@ def _rounded(product: Array) -> Array:
     selected here.
     """
     return jnp.where(jnp.isnan(product), jnp.nan, product)
+
+
+@ROTATE.def_abstract_eval
+def _shape(x: Any, cos: Any, sin: Any, **_: Any) -> Any:
+    del cos, sin
+    return x
+
+
+ROTATE.def_impl(partial(jax.jit, static_argnames=("size", "adjacent"))(rotate_reference))
+mlir.register_lowering(ROTATE, mlir.lower_fun(rotate_reference, multiple_results=False))

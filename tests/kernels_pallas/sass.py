@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# The H200's properties, as XLA's GpuTargetConfigProto.
-_H200 = """
+# The properties of an H200, as XLA's GpuTargetConfigProto.
+H200_PROPERTIES = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -34,6 +34,10 @@ dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+
+
+# The names of kernels, which something may follow.
+KERNELS = r"\w*packed_product|dense_experts|prepare_rows|enter_cache|\w+_attention"
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
 
     for old in folder.iterdir():
         old.unlink()
-    described = topologies.get_topology_desc(platform="cuda", target_config=_H200, topology="1x1x1")
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=H200_PROPERTIES, topology="1x1x1"
+    )
     sharding = SingleDeviceSharding(described.devices[0])
     args = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), target.args
@@ -117,11 +123,7 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
     return [
         _code(ptx, name[1], copies)
         for ptx in sorted(folder.glob("*.ptx"))
-        if (
-            name := re.search(
-                r"\.entry ((\w*packed_product|dense_experts|\w+_attention)\w*)", ptx.read_text()
-            )
-        )
+        if (name := re.search(rf"\.entry ((?:{KERNELS})\w*)", ptx.read_text()))
     ]
 
 

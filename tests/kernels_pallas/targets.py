@@ -13,11 +13,13 @@ from jinfer.quant.ggml import KEPT as GGUF
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
+from kernels_pallas.enter import Heads, Places, Rotation, enter
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
+from kernels_pallas.rows import Operand, alone, prepare
 from kernels_pallas.triton_style import Backend
 
 Shape = jax.ShapeDtypeStruct
@@ -70,15 +72,15 @@ def several(width: Width) -> Target:
     return Target(f"qkv-q{width}", function, args)
 
 
-def gated(width: Width) -> Target:
+def gated(width: Width, rows: int = 1) -> Target:
     """Gate and up with their product."""
     matrices = [shapes(QuantFormat(width), (32,), 18944, 3584) for _ in range(2)]
 
     def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
         return matmul(x, matrices, index=index, gated=True)
 
-    args = (Shape((1, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
-    return Target(f"gated-q{width}", function, args)
+    args = (Shape((rows, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
+    return Target(f"gated-q{width}" + (f"-{rows}" if rows > 1 else ""), function, args)
 
 
 def experts(width: Width, backend: Backend = "triton") -> Target:
@@ -103,6 +105,56 @@ def dense_experts(rows: int) -> Target:
     matrices = Shape((128, 768, 2048), jnp.bfloat16)
     args = (Shape((rows, 2048), jnp.bfloat16), Shape((129,), jnp.int32), matrices)
     return Target(f"dense_experts-bf16-{rows}", function, args)
+
+
+def rows(kind: str, width: Width, count: int = 1) -> Target:
+    """What stands before a product: a sum with another one's parts and its norm; gate and up."""
+    inputs = {"norm": 4096, "gate": 14336}[kind]
+    like = shapes(QuantFormat(width), (), 64, inputs)
+    parts = [Shape((4, 16, inputs), jnp.float32)] * 2
+
+    def norm(values: Any, reductions: Any) -> list[Any]:
+        x, added, weight = values
+        x = x + added.astype(jnp.bfloat16)
+        y = x.astype(jnp.float32)
+        return [y * jax.lax.rsqrt(reductions.sum(y * y) / inputs + 1e-5) * weight, x]
+
+    def gate(values: Any, _: Any) -> list[Any]:
+        return [jax.nn.silu(values[0]) * values[1]]
+
+    def function(*arrays: Any) -> Any:
+        kinds: Any = ("full", "parts", "vector") if kind == "norm" else ("parts", "parts")
+        given = [Operand(*one) for one in zip(arrays, kinds, strict=True)]
+        extra = [jnp.bfloat16] if kind == "norm" else []
+        compute: Any = norm if kind == "norm" else gate
+        found, others = prepare(given, compute, count, like, extra)
+        return found.x, found.factors, others
+
+    x, weight = Shape((1, count, inputs), jnp.bfloat16), Shape((inputs,), jnp.float32)
+    args = (x, parts[0], weight) if kind == "norm" else tuple(parts)
+    return Target(f"rows-q{width}-{kind}", function, args)
+
+
+def entering(count: int, adjacent: bool = False) -> Target:
+    """Queries, keys and values of new tokens from a product's parts, rotated and written."""
+    parts = [Shape((4, 16, heads * 128), jnp.float32) for heads in (32, 8, 8)]
+    angles = [Shape((count, 64), jnp.float32)] * 2
+    pools = [Shape((128, 8, 64, 128), jnp.bfloat16)] * 2
+    each = Shape((count,), jnp.int32)
+    at = Places._make([each, each, Shape((16, 128), jnp.int32)])
+
+    def function(parts: Any, angles: Any, pools: Any, at: Places) -> Any:
+        cos, sin = angles
+        turn = Rotation(cos, sin, adjacent)
+        q, k, v = (
+            Heads([Operand(part, "parts")], alone, heads, 128, rotation, jnp.bfloat16)
+            for part, heads, rotation in zip(parts, (32, 8, 8), (turn, turn, None), strict=True)
+        )
+        keys, values = pools
+        return enter(q, k, v, keys, values, at)
+
+    name = f"entering-bf16-{count}" + ("-adjacent" if adjacent else "")
+    return Target(name, function, (parts, angles, pools, at))
 
 
 def attention(
@@ -181,8 +233,13 @@ def compiled_targets() -> list[Target]:
         *(of_gguf(name, 1024) for name in ("Q4_K", "Q6_K", "IQ4_XS")),
         several("4"),
         gated("4"),
+        gated("4", 512),
         experts("4"),
         *(dense_experts(rows) for rows in (8, 8192)),
+        rows("norm", "4"),
+        rows("gate", "3.5"),
+        entering(1),
+        entering(16, adjacent=True),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),
         attention("bf16", 128),
         attention("bf16", 512),

@@ -18,7 +18,7 @@ from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
 interpret = functools.partial(run, interpret=True)
-run_experts = functools.partial(jax.jit, static_argnames=("gated", "interpret"))(expert_matmul)
+run_experts = jax.jit(expert_matmul, static_argnames=("backend", "gated", "interpret"))
 
 # Those of another kind than jinfer's own; Q5_K is Q4_K with another width.
 NAMES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]

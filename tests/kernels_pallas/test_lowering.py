@@ -12,11 +12,13 @@ from tests.kernels_pallas.targets import (
     Target,
     attention,
     dense_experts,
+    entering,
     experts,
     gated,
     mosaic_attention,
     of_gguf,
     one,
+    rows,
     several,
 )
 
@@ -36,6 +38,9 @@ SOME = [
     experts("4"),
     experts("4", "mosaic"),
     dense_experts(8),
+    rows("norm", "3.5", 3),
+    rows("gate", "4"),
+    entering(2, adjacent=True),
     *(attention(kind) for kind in ("bf16", "q3.5")),
     attention("bf16", dim=96, softcap=30.0, name="softcap"),
     attention("q8", tokens=5, changed=True, softcap=30.0, name="all"),

@@ -47,10 +47,15 @@ def test_code(name: str) -> None:
     out = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     codes: list[dict[str, Any]] = json.loads(out.splitlines()[-1])[name]
     assert all(code["spilled"] == 0 for code in codes)
-    assert all(code["copies"] == [] for code in codes)
     kind, width, *rest = name.split("-")
+    # Here pools are not given away, so they are copied once; `test_programs` has them in place.
+    assert kind == "entering" or all(code["copies"] == [] for code in codes)
     width = width.partition("_")[0] if width not in GGUF else width
-    kernels = [code for code in codes if not code["name"].startswith("merge")]
+    if kind in ("rows", "entering"):
+        (code,) = codes
+        assert any("LDG.E.128" in op for op in code["counts"])
+        return
+    kernels = [code for code in codes if not code["name"].startswith(("merge", "prepare"))]
     parts = kind.endswith("attention") and rest[0] in ("128", "512", "alone")
     assert len(kernels) == (2 if parts else 1)
     for code in kernels:

@@ -1,7 +1,6 @@
 """The way to the GPU's kernel, interpreted: it computes what the definition says."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +10,10 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.ops import attention, attention_gpu
+from jinfer.ops import attention
 from jinfer.ops.attention import attend, attend_text, extend
 from jinfer.ops.attention_xla import extend_xla
+from jinfer.ops.backend import target
 from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
@@ -35,9 +35,9 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def _interpreted(_on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted = partial(attention_gpu.attend_gpu, interpret=True)
-    monkeypatch.setattr(attention, "attend_gpu", interpreted)
+def _interpreted(_on_gpu: None) -> Iterator[None]:
+    with target("gpu", interpret=True):
+        yield
 
 
 TABLE = jnp.asarray(random(9, 4, 30), jnp.float32)

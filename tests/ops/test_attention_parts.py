@@ -1,6 +1,5 @@
 """Attention over a cache in two pools: its parts, joined, are attention over one."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -67,9 +66,7 @@ def chosen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets XLA or the kernel of GPUs compute it, if that is the form."""
     if form != "custom call":
         monkeypatch.setattr(attention, "_route", lambda *_: "gpu" if form == "kernel" else "xla")
-    for name in ("attend_gpu", "attend_part_gpu"):
-        interpreted = partial(getattr(attention_gpu, name), interpret=True)
-        monkeypatch.setattr(attention, name, interpreted)
+        monkeypatch.setattr(attention_gpu, "interpreted", lambda: True)
 
 
 def compare(

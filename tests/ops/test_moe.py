@@ -1,5 +1,6 @@
 """Rows through their experts: loop, calls, kernels, the plain reference and NumPy agree."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,12 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.ops import dense, moe, quantized
+from jinfer.ops import moe
+from jinfer.ops.backend import target
 from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
 from jinfer.quant.format import parse_format
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.quantize import quantize
-from kernels_pallas.experts import expert_matmul
-from kernels_pallas.experts_dense import dense_expert_matmul
 from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
@@ -140,17 +140,11 @@ def test_bfloat16_is_summed_in_float32(function: object) -> None:
 
 
 @pytest.fixture
-def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The way to a GPU's kernels, which are interpreted; the loop over blocks is out of it."""
-    for module in (quantized, dense):
-        monkeypatch.setattr(module, "backend", lambda: "gpu")
     monkeypatch.setattr(moe, "_in_blocks", None)
-    interpreted: dict[str, Any] = {
-        "experts.expert_matmul": partial(expert_matmul, interpret=True),
-        "experts_dense.dense_expert_matmul": partial(dense_expert_matmul, interpret=True),
-    }
-    for name, function in interpreted.items():
-        monkeypatch.setattr(f"kernels_pallas.{name}", function)
+    with target("gpu", interpret=True):
+        yield
 
 
 @pytest.mark.usefixtures("_on_gpu")

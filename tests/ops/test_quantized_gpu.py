@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -70,10 +69,9 @@ def check(weight: QuantizedTensor, activation: str = "none") -> None:
 
 
 @pytest.mark.parametrize("activation", ["none", "relu"])
-def test_the_kernel_gives_the_product(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = import_module("kernels_pallas.matmul")
-    monkeypatch.setattr(kernels, "matmul", partial(kernels.matmul, interpret=True))
-    check(matrix(FORMATS["Q6_K"], (2, 20, 512)), activation)
+def test_the_kernel_gives_the_product(activation: str) -> None:
+    with target("gpu", interpret=True):
+        check(matrix(FORMATS["Q6_K"], (2, 20, 512)), activation)
 
 
 @pytest.mark.parametrize("name", FORMATS)

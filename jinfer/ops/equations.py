@@ -1,0 +1,91 @@
+"""A traced function as a list of equations, to be computed in another way than it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+def value(atom: Any, known: Mapping[Any, Any]) -> Any:
+    """A variable's array, or a literal's."""
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The equation's results, computed as it says."""
+    bound: Any = eqn.primitive.get_bind_params(eqn.params)
+    # Functions among the parameters stood apart before JAX 0.12.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    out = eqn.primitive.bind(*functions, *operands, **params)
+    return list(out if eqn.primitive.multiple_results else [out])
+
+
+class Slot:
+    """One result of one equation: a function that is called twice has the same variables twice."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+type Operand = Slot | Any  # or a `Literal`
+
+
+class Operation:
+    """An equation with its operands and results.
+
+    Attributes:
+        eqn: what is computed.
+        operands: arrays of others, or literals.
+        results: its arrays.
+    """
+
+    def __init__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> None:
+        self.eqn, self.operands = eqn, tuple(operands)
+        self.results = tuple(Slot(var.aval) for var in eqn.outvars)
+
+    @property
+    def name(self) -> str:
+        """Of its primitive."""
+        return str(self.eqn.primitive.name)
+
+
+def operations(
+    closed: Any, inputs: Sequence[Operand], constants: dict[Slot, Any]
+) -> tuple[list[Operation], list[Operand]]:
+    """What a traced function does, functions that it calls included, and its results.
+
+    Args:
+        inputs: what it is given.
+        constants: takes what it knows by itself.
+    """
+    found: list[Operation] = []
+    outs = list(_walk(closed, inputs, constants, found))
+    return found, outs
+
+
+def _walk(
+    closed: Any,
+    inputs: Sequence[Operand],
+    constants: dict[Slot, Any],
+    found: list[Operation],
+) -> Iterator[Operand]:
+    jaxpr = closed.jaxpr
+    slots: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+        slots[var] = slot = Slot(var.aval)
+        constants[slot] = constant
+    for eqn in jaxpr.eqns:
+        operands = [a if isinstance(a, Literal) else slots[a] for a in eqn.invars]
+        if (inner := _CALLS.get(eqn.primitive.name)) is not None:
+            results = list(_walk(eqn.params[inner], operands, constants, found))
+        else:
+            found.append(Operation(eqn, operands))
+            results = list(found[-1].results)
+        slots |= dict(zip(eqn.outvars, results, strict=True))
+    return (a if isinstance(a, Literal) else slots[a] for a in jaxpr.outvars)
