@@ -13,9 +13,9 @@ import pytest
 from tests.kernels_pallas.programs import NAMES, largest_copy, thunks
 
 # Kernels of a layer, at most, by the format of its weights: of a step that decodes 1 sequence, of
-# one that decodes 16, of a prompt of 512 tokens. Q4_K is left out: it is unpacked by XLA, in loops.
+# one that decodes 16, of a prompt of 512 tokens.
 _PACKED = {"decode-1": 12, "decode-16": 12, "prompt-512": 14}
-MOST = {"q4": _PACKED, "q3.5": _PACKED, "q8": _PACKED}
+MOST = dict.fromkeys(("q4", "q3.5", "q8", "Q4_K"), _PACKED)
 _MIB = 1 << 20
 
 LISTING = """\
@@ -56,7 +56,7 @@ def test_the_largest_copy_is_found() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="pip install .[sass]"
 )
-@pytest.mark.parametrize("name", [name for name in NAMES if name.rpartition("-")[2] in MOST])
+@pytest.mark.parametrize("name", NAMES)
 def test_program(name: str) -> None:
     program = [sys.executable, "-W", "ignore", "-m", "tests.kernels_pallas.programs", "--json"]
     out = subprocess.run([*program, name], capture_output=True, text=True, check=True).stdout
