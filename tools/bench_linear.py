@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jinfer.commands.program import program
 from jinfer.ops.linear import linear
 from jinfer.quant.format import parse_format
-from jinfer.quant.tensor import Activations, QuantizedTensor, abstract
+from jinfer.quant.tensor import Activations, QuantizedTensor, abstract, empty
 
 from .command import run
 
@@ -32,18 +33,18 @@ def _matrices(
     shape: tuple[int, int], name: str, most: int, activations: Activations
 ) -> list[QuantizedTensor]:
     format = parse_format(name)
-    empty = abstract(shape, format)
+    nbytes = abstract(shape, format).nbytes
     rng = np.random.default_rng(0)
 
     def one() -> QuantizedTensor:
-        words = rng.integers(0, 2**32, empty.words.shape, np.uint32)
+        tensor = empty(shape, format)  # in the memory that a model's weights are in
+        tensor.words[...] = rng.integers(0, 2**32, tensor.words.shape, np.uint32)
         if format.per_code == 2:  # pairs are below 121
-            words &= np.uint32(0x3F3F3F3F)
-        scales = rng.standard_normal(empty.scales.shape).astype(np.float16)
-        parts = jnp.asarray(words), jnp.asarray(scales)
-        return QuantizedTensor(*parts, None, format, *shape, activations)
+            tensor.words[...] &= np.uint32(0x3F3F3F3F)
+        tensor.scales[...] = rng.standard_normal(tensor.scales.shape)
+        return replace(jax.device_put(tensor), activations=activations)
 
-    return [one() for _ in range(max(1, min(most, _BYTES // empty.nbytes)))]
+    return [one() for _ in range(max(1, min(most, _BYTES // nbytes)))]
 
 
 def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float:

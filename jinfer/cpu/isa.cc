@@ -59,7 +59,24 @@ int detect() {
 #endif
 }
 
+#if defined(__x86_64__)
+bool is_zen4() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(0, &a, &b, &c, &d)) return false;
+  if (b != signature_AMD_ebx || c != signature_AMD_ecx || d != signature_AMD_edx) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (a >> 8 & 15) + (a >> 20 & 255) != 0x19) return false;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 16 & 1);  // a Zen 3 has no AVX-512
+}
+#endif
+
 }  // namespace
+
+#if defined(__x86_64__)
+bool fetches_by_itself() {
+  static const bool zen4 = is_zen4();
+  return zen4;
+}
+#endif
 
 Isa isa() {
   static const int best = detect();

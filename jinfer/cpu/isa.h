@@ -15,6 +15,14 @@ enum class Isa : int {
 // one set of instructions, this one.
 Isa isa();
 
+// Whether lines that a program fetches ahead keep this CPU from what it fetches by itself: a Zen 4,
+// where both wait in the same few places. Every other line leaves room.
+#if defined(__x86_64__)
+bool fetches_by_itself();
+#else
+constexpr bool fetches_by_itself() { return false; }
+#endif
+
 }  // namespace jinfer
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that

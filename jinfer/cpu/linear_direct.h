@@ -8,7 +8,9 @@
 // each once, and nothing per row group that could be done before. What comes kAhead is fetched into
 // the second-level cache: of several rows, which compute for longer than their weights take to come,
 // 2 are a fifth faster and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
-// whose vectors are half a tile, and not on a Zen 4. Nearer or into the first level is less steady.
+// whose vectors are half a tile. Nearer or into the first level is less steady. On a Zen 4 a single row
+// of weights in huge pages comes at 21 GB/s so, at 27 (4 bits) to 30 (8 bits) if every other line is
+// fetched, as do two rows of 8 bits; bare reading gives 32.
 #pragma once
 
 #include <algorithm>
@@ -54,10 +56,11 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
   constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
   constexpr int whole = count <= kWholeTiles ? kTile / L : 1;
   constexpr int most = most_of(bits, coded);
+  constexpr bool light = count == 1 || (count == 2 && bits >= 6);  // computes no longer than it reads
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
-  const bool affine = m.affine();
+  const bool affine = m.affine(), every = !light || !jinfer::fetches_by_itself();
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
   const int64_t superblocks = m.superblocks, room = superblocks * halves * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
@@ -86,7 +89,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       for (int b = 0; b < bits; ++b) {
         UNROLL
         for (int v = 0; v < whole; ++v) w[v][b] = once(words + b * kTile + v * L);
-        __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
+        if (b % 2 == 0 || every) __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
       }
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {

@@ -216,6 +216,13 @@ _SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
 _slabs = _Slabs()
 
 
+def in_large_pages(values: np.ndarray) -> np.ndarray:
+    """A copy in such memory: what is read again and again from memory, as weights are."""
+    room = _slabs.take(values.nbytes).view(values.dtype).reshape(values.shape)
+    room[...] = values
+    return room
+
+
 def _whole_pages(size: int) -> np.ndarray:
     """Zeros that begin with a huge page; what stands before them is never touched."""
     room = np.zeros(size + _HUGE_PAGE, np.uint8)

@@ -17,6 +17,7 @@ from jinfer.checkpoint.mapped import release
 from jinfer.model import AbstractModel
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
+from jinfer.quant.tensor import in_large_pages
 from jinfer.spec.tensors import TensorMap
 from jinfer.weights.mapping import (
     LoadError,
@@ -30,6 +31,8 @@ from jinfer.weights.mapping import (
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
 from jinfer.weights.windows import Rows, Wanted, rows_alone
+
+_LARGE = 1 << 16  # bytes, of a parameter that is a matrix
 
 # Puts a parameter, in NumPy's arrays, where it is to be; told the names that it has.
 type Place = Callable[[Sequence[str], Any], Any]
@@ -175,7 +178,8 @@ def read_parameter(
     shapes = parameter_shapes(model) if shapes is None else shapes
     if storage is None:
         dtype = model.parameters[model.names.index(origin.parameter)].dtype
-        return np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
+        values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
+        return in_large_pages(values) if values.nbytes >= _LARGE else values
     if storage.kept:
         return storage.read(origin, shapes)
     return quantized(model, origin, shapes, storage, inputs, watch)
