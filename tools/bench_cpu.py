@@ -8,8 +8,9 @@ median of the ratios of the rounds, because the machine's speed changes from min
 hardly within a round. Everyone gets the cores of this process's
 affinity, so that `taskset -c 0` measures one core.
 
-A decoding step reads all weights once. What that comes to, beside what the machine's memory was
-measured to give, is each decode's share of the bandwidth: a rate cannot grow beyond one.
+A decoding step reads all weights once. What that comes to, beside what the machine's memory gives
+at that time, is each decode's share of the bandwidth: a rate cannot grow beyond one. The memory is
+measured in each round too, as other machines on the same processor take of it what they want.
 """
 
 from __future__ import annotations
@@ -152,12 +153,15 @@ def compare(
         rates: dict[str, dict[str, list[float]]] = {
             task.name: {side.name: [] for side in sides} for task in tasks
         }
+        bandwidth: dict[str, list[float]] = {task.name: [] for task in tasks}
         for task in tqdm(tasks, desc=Path(model).name, unit="task", leave=False, disable=None):
             for worker in workers:  # once unmeasured: programs compile, caches warm
                 worker.measure(task)
             for _ in range(rounds):
                 for worker in workers:
                     rates[task.name][worker.side.name].append(worker.measure(task))
+                if task.kind != "prefill":
+                    bandwidth[task.name].append(read_rate(usable_cores(), repeats=3))
         memory = {worker.side.name: worker.close() for worker in workers}
     finally:
         for worker in workers:
@@ -167,7 +171,10 @@ def compare(
         "started": {worker.side.name: worker.started for worker in workers},
         "memory": memory,
         "left_out": [task.name for task in unknown],
-        "tasks": {name: summary(each, sides[0].name) for name, each in rates.items()},
+        "tasks": {
+            name: {**summary(each, sides[0].name), "bandwidth": bandwidth[name], "rounds": each}
+            for name, each in rates.items()
+        },
     }
 
 
@@ -200,13 +207,21 @@ def step_bytes(model: str) -> int | None:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def add_shares(result: dict[str, Any], read: int | None, bandwidth: float) -> None:
-    """Says of each decode which share of the bandwidth it reads."""
+def add_shares(result: dict[str, Any], read: int) -> None:
+    """Says of each decode which share of the bandwidth it reads, the median of the rounds'.
+
+    Args:
+        read: bytes of a step.
+    """
     for name, row in result["tasks"].items():
-        kind, size = name.split()
-        if kind != "prefill" and read is not None:
+        if row["bandwidth"]:
+            rows = int(name.split()[1])
             row["shares"] = {
-                side: read * rate / int(size) / bandwidth for side, rate in row["rates"].items()
+                side: statistics.median(
+                    read * rate / rows / bandwidth
+                    for rate, bandwidth in zip(rates, row["bandwidth"], strict=True)
+                )
+                for side, rates in row["rounds"].items()
             }
 
 
@@ -283,21 +298,24 @@ def _positive(text: str) -> int:
 def _run(options: argparse.Namespace) -> int:
     models = [_file(model) for model in options.models]
     tasks = [t for t in TASKS if not options.only or t.name.replace(" ", "") in options.only]
-    before, bandwidth, results = counters(), read_rate(usable_cores()), []
+    before, found = counters(), []
     changed = any(text.startswith(("quantization", "dtype")) for text in options.set)
     stored = not (changed or options.peer_type)
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             sides = _sides(options, model, Path(folder))
             result = compare(model, sides, options.rounds, tasks)
-        bandwidth = max(bandwidth, read_rate(usable_cores()))
-        results.append((result, step_bytes(model) if stored else None))
-    for result, read in results:
-        add_shares(result, read, bandwidth)
-    found = [result for result, _ in results]
+        read = step_bytes(model) if stored else None
+        if read is not None:
+            add_shares(result, read)
+        found.append(result)
+    bandwidth = [
+        rate for one in found for row in one["tasks"].values() for rate in row["bandwidth"]
+    ] or [read_rate(usable_cores())]
     beside = others(before, counters())
     print(json.dumps(machine()))
-    print(f"the memory gives {bandwidth / 1e9:.1f} GB/s to {usable_cores()} cores")
+    least, most = min(bandwidth) / 1e9, max(bandwidth) / 1e9
+    print(f"the memory gives {least:.1f} to {most:.1f} GB/s to {usable_cores()} cores")
     print("what others did is not known here" if beside is None else str(beside))
     if len(found[0]["started"]) == 1:
         print("nothing to compare with: no Python with llama_cpp (--peer-python), no --beside")
@@ -306,7 +324,7 @@ def _run(options: argparse.Namespace) -> int:
     print(table(found))
     if options.json:
         said = None if beside is None else {"cores": beside.cores, "stolen": beside.stolen}
-        report = {"machine": machine(), "bandwidth": bandwidth, "others": said, "results": found}
+        report = {"machine": machine(), "others": said, "results": found}
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

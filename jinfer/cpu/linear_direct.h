@@ -5,12 +5,7 @@
 // What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
 //
 // What matters, on one core with weights from memory: one stream of memory, loads in its order and
-// each once, and nothing per row group that could be done before. What comes kAhead is fetched into
-// the second-level cache: of several rows, which compute for longer than their weights take to come,
-// 2 are a fifth faster and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
-// whose vectors are half a tile. Nearer or into the first level is less steady. On a Zen 4 a single row
-// of weights in huge pages comes at 21 GB/s so, at 27 (4 bits) to 30 (8 bits) if every other line is
-// fetched, as do two rows of 8 bits; bare reading gives 32.
+// each once, nothing per row group that could be done before, and what comes next fetched: fetch().
 #pragma once
 
 #include <algorithm>
@@ -21,9 +16,30 @@
 
 namespace {
 
-constexpr int64_t kAhead = 24 << 10;  // bytes
+constexpr int64_t kAhead = 24 << 10, kNear = 5 << 10;  // bytes
 constexpr int kTile = 16;             // words of a superblock that stand side by side: R * G
 constexpr int kWholeTiles = 2;        // rows up to which a tile is multiplied as a whole
+
+// Whether so many rows take no longer to compute than their weights take to come.
+constexpr bool is_light(int bits, int count) {
+  return count == 1 || (count == 2 && (bits == 6 || bits == 8));
+}
+
+// Fetches what follows a line of weights by kAhead into the second-level cache: of several rows, 2
+// are a fifth faster so and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
+// whose vectors are half a tile. Nearer or into the first level is less steady.
+//
+// Not where a core that fetches by itself does little else (`alone`; Zen 4, where bare reading gives
+// 34 GB/s): what it fetches waits in the same places. 4 bits come at 22 GB/s so, at 26 with nothing
+// fetched, at 30 from kNear into the first level (27 of rows too long for it); 8 bits at 22, 33, 29.
+template <int bits>
+inline void fetch(const uint32_t* line, bool alone) {
+  if (!alone) {
+    __builtin_prefetch(line + kAhead / 4, 0, 2);
+  } else if (bits < 8) {
+    __builtin_prefetch(line + kNear / 4, 0, 3);
+  }
+}
 
 // Rows of activations, and results: y[row * stride + output].
 struct FewRows {
@@ -56,11 +72,10 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
   constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
   constexpr int whole = count <= kWholeTiles ? kTile / L : 1;
   constexpr int most = most_of(bits, coded);
-  constexpr bool light = count == 1 || (count == 2 && bits >= 6);  // computes no longer than it reads
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
-  const bool affine = m.affine(), every = !light || !jinfer::fetches_by_itself();
+  const bool affine = m.affine(), alone = is_light(bits, count) && jinfer::fetches_by_itself();
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
   const int64_t superblocks = m.superblocks, room = superblocks * halves * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
@@ -89,7 +104,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       for (int b = 0; b < bits; ++b) {
         UNROLL
         for (int v = 0; v < whole; ++v) w[v][b] = once(words + b * kTile + v * L);
-        if (b % 2 == 0 || every) __builtin_prefetch(words + b * kTile + kAhead / 4, 0, 2);
+        fetch<bits>(words + b * kTile, alone);
       }
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {

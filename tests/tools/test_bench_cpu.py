@@ -26,8 +26,10 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
     started = {"jinfer": {"seconds": 3.0}, "llama.cpp": {"seconds": 1.0}}
     memory = {"jinfer": {"rss": 5.0}, "llama.cpp": {"rss": 10.0}}
     result = {"model": "a/b.gguf", "started": started, "memory": memory}
-    result["tasks"] = {"decode 4": found, "prefill 64": dict(found)}
-    bench_cpu.add_shares(result, 1000, 10_000)
+    rounds = {"jinfer": [2.0, 6.0, 11.0], "llama.cpp": [1.0, 2.0, 10.0]}
+    measured = {"rounds": rounds, "bandwidth": [5_000, 10_000, 15_000]}
+    result["tasks"] = {"decode 4": {**found, **measured}, "prefill 64": {**found, "bandwidth": []}}
+    bench_cpu.add_shares(result, 1000)
     lines = table([result]).splitlines()
     assert "| decode 4 | 6.0 (15%) | 2.0 (5%) | 2.00 (1.10-3.00) |" in lines
     assert "| prefill 64 | 6.0 | 2.0 | 2.00 (1.10-3.00) |" in lines
@@ -54,13 +56,18 @@ def test_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(MODEL), *SMALL, "--json", str(report)]) == 0
     printed = capfd.readouterr().out
     assert "nothing to compare with: no Python with llama_cpp" in printed
-    assert re.search(r"^the memory gives \d+\.\d GB/s to \d+ cores$", printed, re.MULTILINE)
+    gives = r"^the memory gives \d+\.\d to \d+\.\d GB/s to \d+ cores$"
+    assert re.search(gives, printed, re.MULTILINE)
     assert re.search(r"^\| decode 1 \| \d+\.\d \(\d+%\) \|$", printed, re.MULTILINE)
     assert re.search(r"^\| peak memory, MiB \| \d+\.\d\d \|$", printed, re.MULTILINE)
     found = json.loads(report.read_text())
     (row,) = (result["tasks"]["decode 1"] for result in found["results"])
-    share = step_bytes(str(MODEL)) * row["rates"]["jinfer"] / found["bandwidth"]
-    assert row["shares"] == {"jinfer": pytest.approx(share)}
+    assert len(row["bandwidth"]) == 2, "one for each round"
+    shares = [
+        step_bytes(str(MODEL)) * rate / bandwidth
+        for rate, bandwidth in zip(row["rounds"]["jinfer"], row["bandwidth"], strict=True)
+    ]
+    assert row["shares"] == {"jinfer": pytest.approx(sum(shares) / 2)}
 
 
 @pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="this Python has the peer")
