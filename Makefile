@@ -37,7 +37,7 @@ soak: $(VENV)/installed-dev
 # The custom calls' own tests, with what finds every access outside of a buffer, on each set of
 # instructions. Python itself has no sanitizer in it, hence the preloading; it never frees all.
 sanitize: $(VENV)/installed-dev
-	for isa in portable avx2 avxvnni avx512; do \
+	for isa in portable avx2 avxvnni avx512bf16; do \
 	  JINFER_ISA=$$isa JINFER_CXXFLAGS="$(SANITIZERS)" UBSAN_OPTIONS=print_stacktrace=1 \
 	  ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \

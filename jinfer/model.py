@@ -53,13 +53,16 @@ class Modules:
         definition, state = nnx.split(nnx.eval_shape(lambda: Model(self.spec, self.dtype)))
         return definition, state
 
-    def merged(self, leaves: tuple[Array, ...]) -> Model:
-        """The module with these parameters."""
+    def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:
+        """The module with these parameters; `rounded` as in `AbstractModel`."""
         from flax import nnx
 
         definition, state = self.parts
         tree = jax.tree.structure(state)
-        return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+        model: Model = nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+        for stack in model.stacks.values():
+            stack.rounded = rounded
+        return model
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class AbstractModel:
         never: tokens that are never chosen.
         vocab: tokens of the vocabulary; 0 where the model has none.
         steady: as in `ModelSpec`.
+        rounded: whether what is multiplied with bfloat16 may be rounded to it.
     """
 
     modules: Modules
@@ -90,10 +94,11 @@ class AbstractModel:
     never: tuple[int, ...] = ()
     vocab: int = 0
     steady: int | None = None
+    rounded: bool = False
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
         """The module with these parameters; `leaves` in the order of `names`."""
-        return self.modules.merged(leaves)
+        return self.modules.merged(leaves, self.rounded)
 
     @cached_property
     def layers(self) -> dict[str, slice]:
@@ -118,8 +123,8 @@ class AbstractModel:
     def described(self) -> str:
         """All that a program made of the model depends on, but for the code that makes it."""
         spec = self.modules.spec
-        known = (self.modules.dtype, self.parameters, self.caches, self.never, self.steady)
-        return repr((spec.shared, spec.stacks, *known))
+        here = (self.modules.dtype, self.parameters, self.caches)
+        return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
 
 
 def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> AbstractModel:

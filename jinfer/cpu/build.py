@@ -7,11 +7,12 @@ built without one. `python -m jinfer.cpu` compiles it ahead of use, for a contai
 neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
-for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_neon.cc` only for
-64-bit ARM, with dot products of bytes; code in it may run only where `isa.h` says so. All others
-run on any CPU, on ARM with the NEON that each has. The library that `python -m jinfer.cpu` makes
-has all of them and so does not depend on the CPU that it was compiled on. The one that is made at
-first use has those of this machine alone, which takes half the time.
+for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_avx512bf16.cc`
+with AVX-512's and dot products of bfloat16, one in `_neon.cc` only for 64-bit ARM, with dot
+products of bytes; code in it may run only where `isa.h` says so. All others run on any CPU, on ARM
+with the NEON that each has. The library that `python -m jinfer.cpu` makes has all of them and so
+does not depend on the CPU that it was compiled on. The one that is made at first use has those of
+this machine alone, which takes half the time.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from jaxlib.version import __version__ as jaxlib_version
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu.cores import most_threads, usable_cores
 
-type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "neon"]
-ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "neon")  # the numbers of `isa.h`
+type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon"]
+# The numbers of `isa.h`.
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon")
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
@@ -54,14 +56,16 @@ _ISA_FLAGS = {
     "_avx2": _AVX2,
     "_avxvnni": _AVX2,
     "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
+    "_avx512bf16": (*_AVX512, "-mavx512bf16", "-mprefer-vector-width=512"),
     "_neon": ("-march=armv8.2-a+dotprod",),
 }
 # Whose kernels a family has where it has none for these instructions.
-_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2", "neon": "portable"}
+_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2", "avx512bf16": "avx512", "neon": "portable"}
 _SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for one machine
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+_PAIRS_FLAG = "avx512_bf16"
 _DOT_FLAG = "asimddp"
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
@@ -157,7 +161,7 @@ def _own_isa() -> Isa | None:
     if not flags >= _AVX2_FLAGS:
         return "portable"
     if flags >= _AVX512_FLAGS:
-        return "avx512"
+        return "avx512bf16" if _PAIRS_FLAG in flags else "avx512"
     return "avxvnni" if "avx_vnni" in flags else "avx2"
 
 
@@ -236,7 +240,7 @@ def _is_arm() -> bool:
 def _isas() -> tuple[Isa, ...]:
     """What the compiler of such a machine knows."""
     if _is_x86():
-        return ("portable", "avx2", "avxvnni", "avx512")
+        return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16")
     return ("portable", "neon") if _is_arm() else ("portable",)
 
 
@@ -275,10 +279,14 @@ def key(only: Isa | None = None) -> str:
 
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
-    common = [*_FLAGS, *_extra()]
+    common, sources = [*_FLAGS, *_extra()], _sources(only)
     if only:
         lower = _LOWER_ISA.get(only, only)
-        common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
+        dot = lower if only == "avx512bf16" else only  # its kernels for bytes are AVX-512's
+        common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={dot}"]
+        common += [f"-DJINFER_ONLY_BEST={only}"]
+    if any(source.stem.endswith("_avx512bf16") for source in sources):
+        common.append("-DJINFER_PAIRS")
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
 
     def compile_one(source: Path) -> str:
@@ -288,7 +296,7 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
         return output
 
     with ThreadPoolExecutor(cores) as pool:
-        objects = list(pool.map(compile_one, _units(_sources(only), library.parent)))
+        objects = list(pool.map(compile_one, _units(sources, library.parent)))
     _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
 
 

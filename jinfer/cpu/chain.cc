@@ -284,12 +284,12 @@ class Chain {
 
   ffi::Error read_dense(Operands& operands, Reader& reader, size_t a) {
     const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
-    const int64_t first = reader.next(), taken = reader.next();
+    const int64_t first = reader.next(), taken = reader.next(), rounded = reader.next();
     if (reader.failed() || count < 1 || count > 64) return refused("a program that ends too early");
     if (values_[a].size == 0) return refused("rows of nothing");
     DenseProduct& product = dense_.next();
     ffi::Error error = product.read(operands, count, values_[a].size,
-                                    {activation, false, transposed != 0, first, taken});
+                                    {activation, false, transposed != 0, first, taken, rounded != 0});
     if (error.success()) put(product, a);
     return error;
   }

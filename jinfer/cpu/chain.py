@@ -101,15 +101,16 @@ class Program:
         transposed: bool,
         first: int,
         taken: int,
+        rounded: bool,
         outputs: Sequence[int],
     ) -> list[int]:
         """As `jinfer.cpu.dense.dense_linear`.
 
         Args:
-            weights, activation, transposed, first, taken: what it gives to its call.
+            weights, activation, transposed, first, taken, rounded: what it gives to its call.
             outputs: sizes of its results.
         """
-        numbers = [len(weights), activation, int(transposed), first, taken]
+        numbers = [len(weights), activation, int(transposed), first, taken, int(rounded)]
         return self._add(Operation.DENSE, x, numbers, weights, outputs)
 
     def add(self, x: int, y: int) -> int:

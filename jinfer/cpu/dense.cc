@@ -11,7 +11,7 @@ constexpr int64_t ROWS = 32;  // that are worth a thread's arranging them
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
-                 int64_t first, int64_t taken) {
+                 int64_t first, int64_t taken, bool rounded) {
   if (x.dimensions().size() != 2) return invalid_dense("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
@@ -25,7 +25,7 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   const size_t count = args.size() - next;
   Operands operands(args, next);
   auto error = product.read(operands, count, inputs,
-                            {activation, select != kOnly, transposed, first, taken});
+                            {activation, select != kOnly, transposed, first, taken, rounded});
   if (error.failure()) return error;
   for (const Segment& segment : segments)
     if (segment.index < 0 || segment.index >= product.count())
@@ -42,10 +42,15 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
 
   product.cut(segments.data(), segments.size(), pool);
   product.rows[DenseProduct::kPlain] = static_cast<char*>(x.untyped_data());
-  static thread_local std::vector<float> kept;
-  if (const size_t bytes = product.row_bytes(DenseProduct::kArranged)) {
-    if (kept.size() * 4 < rows * bytes) kept.resize(rows * bytes / 4);
-    product.rows[DenseProduct::kArranged] = reinterpret_cast<char*>(kept.data());
+  static thread_local std::vector<float> kept[DenseProduct::kForms];
+  bool some = false;
+  for (size_t form = DenseProduct::kPlain + 1; form < DenseProduct::kForms; ++form) {
+    const size_t size = rows * product.row_bytes(form) / 4;
+    if (kept[form].size() < size) kept[form].resize(size);
+    product.rows[form] = reinterpret_cast<char*>(kept[form].data());
+    some |= size > 0;
+  }
+  if (some) {
     const int64_t shares = std::min<int64_t>(rows / ROWS + 1, 4 * product.threads);
     parallel(pool, shares, product.threads, [&](int64_t share) {
       for (int64_t m = rows * share / shares; m < rows * (share + 1) / shares; ++m)
@@ -69,4 +74,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_dense, jinfer::dense,
                                   .Attr<int64_t>("select")
                                   .Attr<bool>("transposed")
                                   .Attr<int64_t>("first")
-                                  .Attr<int64_t>("taken"));
+                                  .Attr<int64_t>("taken")
+                                  .Attr<bool>("rounded"));

@@ -17,6 +17,7 @@ struct Dense {
   int64_t outputs, inputs;
   bool transposed;
   int64_t apart;  // numbers from one matrix of a stack to the next
+  bool pairs;     // whether it is multiplied as `DensePairs` do
 };
 
 // Two ways to the same bits: y[m * stride + n] for outputs begin .. end - 1 and all rows m of x.
@@ -38,9 +39,21 @@ struct DenseKernels {
   }
 };
 
+// Kernels that multiply bfloat16 with bfloat16: two numbers beside one another count as one, of 32
+// bits, among the inputs of a weight and of a row. They have no gate of their own.
+struct DensePairs {
+  DenseKernels kernels;
+  // Rounds a row to pairs, an even number of inputs.
+  void (*round)(const float* x, int64_t inputs, float* pairs);
+};
+
 const DenseKernels& dense_portable();
 const DenseKernels& dense_avx2();
 const DenseKernels& dense_avx512();
 inline const DenseKernels& dense_kernels() { return JINFER_PICK(dense); }
+
+// Null where the processor has no such instructions.
+const DensePairs* dense_pairs_avx512bf16();
+inline const DensePairs* dense_pairs() { return JINFER_PICK_PAIRS(dense_pairs); }
 
 }  // namespace jinfer

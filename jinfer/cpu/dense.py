@@ -27,6 +27,7 @@ def dense_linear(
     offsets: Int[Array, " experts_1"] | None = None,
     transposed: bool = False,
     part: slice | None = None,
+    rounded: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
     """x @ weight.T for each weight, in float32; all weights share the reading of x.
 
@@ -38,6 +39,8 @@ def dense_linear(
         index, offsets: as in `coded_linear`; with one of them weights have three axes, else two.
         transposed: weights are [inputs, outputs] instead: x @ weight.
         part: the rows of each matrix that count, as if there were no others.
+        rounded: x may be rounded to bfloat16 where a weight is; it is where the processor then
+            multiplies twice as many numbers at a time.
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
@@ -55,5 +58,6 @@ def dense_linear(
         transposed=np.bool_(transposed),
         first=np.int64(first),
         taken=np.int64(end - first if part else 0),
+        rounded=np.bool_(rounded),
     )
     return tuple(out)

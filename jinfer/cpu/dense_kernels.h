@@ -13,7 +13,7 @@
 #include <cstdlib>
 
 #include "dense.h"
-#include "gate.h"
+#include "lanes.h"
 
 namespace jinfer {
 namespace {
@@ -36,6 +36,17 @@ struct Room {
     return data;
   }
 };
+
+// What numbers of type T are multiplied with, and how they are added up.
+template <class T>
+struct Terms {
+  using Factor = float;
+  static Floats all(const float* x) { return in_turn(*x); }
+  static Floats add(Floats sum, Floats x, Floats weight) { return sum + x * weight; }
+};
+
+template <class T>
+using Factor = typename Terms<T>::Factor;
 
 // f(std::integral_constant<int, n>) for 1 <= n <= TALL.
 template <class F>
@@ -60,7 +71,7 @@ void counted(int64_t n, F f) {
 // memory; fetched ahead it comes by a tenth faster on a Zen 5. A Zen 4 is left to itself: a step in F16
 // from huge pages was 1.23 times as fast as from small ones, and 1.04 with all lines fetched.
 template <int M, int N, class T>
-void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Floats* sums) {
+void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, Floats* sums) {
   constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 24 << 10;
   const char* ahead = reinterpret_cast<const char*>(weight[0]) + AHEAD;
   const bool fetch = M > 1 || !fetches_by_itself();
@@ -73,7 +84,7 @@ void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Float
     for (int m = 0; m < M; ++m) {
       const Floats v = N > 1 ? held(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
+      for (int n = 0; n < N; ++n) sum[m][n] = Terms<T>::add(sum[m][n], v, w[n]);
     }
   };
   int64_t i = 0;
@@ -94,7 +105,7 @@ void multiply_rows(const float* x, int64_t inputs, const T* const* weight, Float
 }
 
 template <class T>
-void few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
+void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
          int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end; n += LANES) {
@@ -212,6 +223,7 @@ void to_panel(const Dense& w, int64_t n, int64_t count, float* panel) {
 // y[m][n] = x[m] . panel[..][n] for TALL rows and the panel's outputs. `sums` adds lanes that are
 // LANES / 2 apart first and neighbours last; here lanes come one after the other, so that what
 // belongs together is complete as soon as possible.
+template <class T>
 void multiply_panel(const float* x, const float* panel, int64_t each, float* y, int64_t stride) {
   constexpr int LEVELS = __builtin_ctz(LANES);
   Floats kept[LEVELS + 1][TALL][WIDE];
@@ -227,9 +239,9 @@ void multiply_panel(const float* x, const float* panel, int64_t each, float* y, 
       for (int w = 0; w < WIDE; ++w) column[w] = load(columns + step * WIDTH + w * LANES);
 #pragma GCC unroll 8
       for (int m = 0; m < TALL; ++m) {
-        const Floats v = in_turn(own[m * LANES * each + step]);
+        const Floats v = Terms<T>::all(own + m * LANES * each + step);
 #pragma GCC unroll 8
-        for (int w = 0; w < WIDE; ++w) sum[m][w] += v * column[w];
+        for (int w = 0; w < WIDE; ++w) sum[m][w] = Terms<T>::add(sum[m][w], v, column[w]);
       }
     }
     int level = 0;
@@ -258,38 +270,16 @@ void many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t e
     for (int64_t i = 0; i < rows; i += TALL) {
       const int64_t m = std::min(i, rows - TALL);  // some rows twice at the end
       if (count == WIDTH) {
-        multiply_panel(x + m * row, panel, each, y + m * stride + n, stride);
+        multiply_panel<T>(x + m * row, panel, each, y + m * stride + n, stride);
         continue;
       }
       float whole[TALL * WIDTH];
-      multiply_panel(x + m * row, panel, each, whole, WIDTH);
+      multiply_panel<T>(x + m * row, panel, each, whole, WIDTH);
       for (int k = 0; k < TALL; ++k)
         memcpy(y + (m + k) * stride + n, whole + k * WIDTH, 4 * count);
     }
   }
 }
-
-template <class F>
-void typed(Kind kind, F f) {
-  if (kind == Kind::f32) f(float{});
-  if (kind == Kind::bf16) f(Bfloat{});
-  if (kind == Kind::f16) f(Half{});
-}
-
-void multiply_few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
-                  float* y, int64_t stride) {
-  typed(w.kind, [&](auto type) {
-    if (w.transposed) return across<decltype(type)>(w, x, rows, begin, end, y, stride);
-    few<decltype(type)>(w, x, rows, begin, end, y, stride);
-  });
-}
-
-void multiply_many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
-                   float* y, int64_t stride) {
-  typed(w.kind, [&](auto type) { many<decltype(type)>(w, x, rows, begin, end, y, stride); });
-}
-
-const DenseKernels kernels = {LANES, WIDTH, MANY, multiply_few, arrange, multiply_many, gate};
 
 }  // namespace
 }  // namespace jinfer

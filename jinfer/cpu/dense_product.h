@@ -27,13 +27,14 @@ struct DenseKind {
   bool stacked;     // there are some of each
   bool transposed;  // [inputs, outputs]
   int64_t first, taken;  // rows of each matrix that count; all where none are named
+  bool rounded;  // activations may be, to the type of the weights, where that is the faster way
 };
 
 // Rows times plain matrices; with an activation rows times gate and up, of which one result is made.
 class DenseProduct : public RowProduct {
  public:
-  // Rows as they are, and those for panels.
-  enum Form { kPlain, kArranged, kForms };
+  // Rows as they are, those for panels, and both as pairs.
+  enum Form { kPlain, kArranged, kPairs, kArrangedPairs, kForms };
 
   // Reads `count` matrices.
   ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseKind& kind) {
@@ -78,15 +79,20 @@ class DenseProduct : public RowProduct {
     }
   }
 
-  size_t row_bytes(size_t form) const override {
-    if (!wanted_[form]) return 0;
-    return 4 * (form == kPlain ? inputs_ : dense_kernels().arranged(inputs_));
-  }
+  size_t row_bytes(size_t form) const override { return wanted_[form] ? 4 * row_size(form) : 0; }
 
   void prepare(const float* x, int64_t row) const override {
     float* plain = rows_of(kPlain, row);
     if (wanted_[kPlain] && plain != x) std::memcpy(plain, x, 4 * inputs_);
     if (wanted_[kArranged]) dense_kernels().arrange(x, inputs_, rows_of(kArranged, row));
+    if (!wanted_[kPairs] && !wanted_[kArrangedPairs]) return;
+    const DensePairs& k = *dense_pairs();
+    static thread_local std::vector<float> room;
+    if (static_cast<int64_t>(room.size()) < inputs_ / 2) room.resize(inputs_ / 2);
+    float* pairs = wanted_[kPairs] ? rows_of(kPairs, row) : room.data();
+    k.round(x, inputs_, pairs);
+    if (wanted_[kArrangedPairs])
+      k.kernels.arrange(pairs, inputs_ / 2, rows_of(kArrangedPairs, row));
   }
 
   void run(int64_t chunk) const override {
@@ -129,7 +135,7 @@ class DenseProduct : public RowProduct {
     if ((kind.transposed ? taken : columns) != inputs_)
       return invalid_dense("a weight's shape does not fit");
     Dense weight{nullptr,  Kind::f32, kind.transposed ? columns : taken, inputs_, kind.transposed,
-                 shape[lead] * columns};
+                 shape[lead] * columns, false};
     switch (array.element_type()) {
       case ffi::DataType::F32: weight.kind = Kind::f32; break;
       case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
@@ -138,10 +144,21 @@ class DenseProduct : public RowProduct {
     }
     weight.data = static_cast<const char*>(array.untyped_data()) +
                   kind.first * columns * bytes_of(weight.kind);
+    weight.pairs = kind.rounded && weight.kind == Kind::bf16 && inputs_ % 2 == 0 &&
+                   !kind.transposed && dense_pairs();
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);
     weights_.push_back(weight);
     return ffi::Error::Success();
+  }
+
+  static const DenseKernels& kernels(bool pairs) {
+    return pairs ? dense_pairs()->kernels : dense_kernels();
+  }
+
+  // That a weight is multiplied with.
+  static Form form(bool few, bool pairs) {
+    return few ? (pairs ? kPairs : kPlain) : (pairs ? kArrangedPairs : kArranged);
   }
 
   void add_part(const DenseKernels& k, size_t t, const Segment& s) {
@@ -156,28 +173,35 @@ class DenseProduct : public RowProduct {
       blocks *= 2;
     parts_.push_back({t, s, few, tile, blocks, units_, tiles * blocks});
     units_ += tiles * blocks;
-    wanted_[few ? kPlain : kArranged] = true;
+    wanted_[form(few, weights_[t].pairs)] = true;
+    if (gated_) wanted_[form(few, weights_[1].pairs)] = true;
   }
 
   float* rows_of(Form form, int64_t row) const {
-    const int64_t size = form == kPlain ? inputs_ : dense_kernels().arranged(inputs_);
-    return reinterpret_cast<float*>(rows[form]) + row * size;
+    return reinterpret_cast<float*>(rows[form]) + row * row_size(form);
+  }
+
+  // Of a row in floats, or in pairs.
+  int64_t row_size(size_t form) const {
+    const int64_t size = form == kPairs || form == kArrangedPairs ? inputs_ / 2 : inputs_;
+    return form == kPlain || form == kPairs ? size : dense_kernels().arranged(size);
   }
 
   // Tiles from .. to - 1 of one block of rows.
   void run_tiles(const Part& part, int64_t block, int64_t from, int64_t to) const {
-    const DenseKernels& k = dense_kernels();
     const int64_t all = part.segment.end - part.segment.begin;
     const int64_t first = part.segment.begin + all * block / part.blocks;
     const int64_t count = part.segment.begin + all * (block + 1) / part.blocks - first;
     const int64_t outputs = weights_[part.result].outputs;
     const int64_t begin = from * part.tile, end = std::min(to * part.tile, outputs);
-    const float* x = rows_of(part.few ? kPlain : kArranged, first);
     float* y = y_[part.result] + first * outputs;
     const auto multiply = [&](size_t t, float* to, int64_t stride) {
       Dense weight = weights_[t];
       weight.data = static_cast<const char*>(weight.data) +
                     part.segment.index * weight.apart * bytes_of(weight.kind);
+      const DenseKernels& k = kernels(weight.pairs);
+      if (weight.pairs) weight.inputs /= 2;
+      const float* x = rows_of(form(part.few, weight.pairs), first);
       (part.few ? k.few : k.many)(weight, x, count, begin, end, to, stride);
     };
     multiply(part.result, y, outputs);
@@ -187,7 +211,7 @@ class DenseProduct : public RowProduct {
     if (static_cast<int64_t>(up.size()) < count * width) up.resize(count * width);
     multiply(1, up.data() - begin, width);
     for (int64_t row = 0; row < count; ++row)
-      k.gate(activation_, width, up.data() + row * width, y + row * outputs + begin);
+      dense_kernels().gate(activation_, width, up.data() + row * width, y + row * outputs + begin);
   }
 
   std::vector<Dense> weights_;  // the first of each stack

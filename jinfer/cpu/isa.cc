@@ -21,6 +21,11 @@ bool has_avxvnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+
+bool has_pairs() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
 #endif
 
 #if defined(__aarch64__)
@@ -39,7 +44,7 @@ bool has_dot_products() {
 
 int detect() {
 #if defined(JINFER_ONLY)
-  return static_cast<int>(Isa::JINFER_ONLY_DOT);
+  return static_cast<int>(Isa::JINFER_ONLY_BEST);
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -49,7 +54,7 @@ int detect() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
-    return static_cast<int>(Isa::avx512);
+    return static_cast<int>(has_pairs() ? Isa::avx512bf16 : Isa::avx512);
   }
   return static_cast<int>(has_avxvnni() ? Isa::avxvnni : Isa::avx2);
 #elif defined(__aarch64__)

@@ -5,10 +5,11 @@ namespace jinfer {
 
 enum class Isa : int {
   portable = 0,
-  avx2 = 1,     // AVX2, FMA, F16C, BMI2
-  avxvnni = 2,  // these and AVX-VNNI: dot products of bytes
-  avx512 = 3,   // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
-  neon = 4,     // ARM's dot products of bytes; NEON alone is part of `portable` there
+  avx2 = 1,        // AVX2, FMA, F16C, BMI2
+  avxvnni = 2,     // these and AVX-VNNI: dot products of bytes
+  avx512 = 3,      // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
+  avx512bf16 = 4,  // these and AVX-512 BF16: dot products of pairs
+  neon = 5,        // ARM's dot products of bytes; NEON alone is part of `portable` there
 };
 
 // The best of this CPU that is not above the limit set by tests; of a library that was compiled for
@@ -26,7 +27,14 @@ constexpr bool fetches_by_itself() { return false; }
 }  // namespace jinfer
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
-// has kernels of its own for AVX-VNNI and for ARM's dot products.
+// has kernels of its own for AVX-VNNI and for ARM's dot products; JINFER_PICK_PAIRS: of one that has
+// them for AVX-512 BF16 alone, null elsewhere.
+#if defined(JINFER_PAIRS)
+#define JINFER_PICK_PAIRS(family) \
+  (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : nullptr)
+#else
+#define JINFER_PICK_PAIRS(family) nullptr
+#endif
 #define JINFER_JOINED(family, isa) family##_##isa
 #define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)
 #if defined(JINFER_ONLY)

@@ -28,6 +28,7 @@ from jinfer.ops.addresses import Table, table_of
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.chains import chained
+from jinfer.ops.dense import rounding, rounds
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
@@ -78,7 +79,7 @@ class Layer(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    platform: tuple[str, bool],
+    platform: tuple[str, bool, bool],
     definition: Any,
     state: Any,
     x: Array,
@@ -90,8 +91,8 @@ def _run_layer(
     """A layer as a function of its own, so that equal layers are traced and lowered once.
 
     Args:
-        platform: that it is traced for, on which its operations depend, and whether kernels are
-            interpreted.
+        platform: that it is traced for, on which its operations depend, whether kernels are
+            interpreted, and whether products may round.
         table: where the layer's weights are, the first ones of `state`.
     """
 
@@ -109,6 +110,7 @@ class Stack(nnx.Module):
         self.name = spec.name
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
+        self.rounded = False  # whether products may round; see `jinfer.ops.dense`
         self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
@@ -156,8 +158,9 @@ class Stack(nnx.Module):
         table = table_of(f"{self.name}.{number}")
         # What is read by its row must be what was written there.
         assert table is None or len(table) == len(jax.tree.leaves(state[0]))
-        here = backend(), interpreted()
-        return _run_layer(here, definition, state, x, tokens, step, cache, table)
+        with rounding(self.rounded):
+            here = backend(), interpreted(), rounds()
+            return _run_layer(here, definition, state, x, tokens, step, cache, table)
 
     def run_alone(
         self,
@@ -174,7 +177,8 @@ class Stack(nnx.Module):
         """
         (layer,) = self.layers
         step = step.with_cos_sin(self._ropes())
-        return layer(x, tokens, step, dict(cache), _used(layer, shared))[0]
+        with rounding(self.rounded):
+            return layer(x, tokens, step, dict(cache), _used(layer, shared))[0]
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -200,7 +204,8 @@ class Stack(nnx.Module):
                 return module(arguments[0], step.lengths)
             return module(*arguments)
 
-        value, assigned = self.head.run({"x": x}, call)
+        with rounding(self.rounded):
+            value, assigned = self.head.run({"x": x}, call)
         return {"hidden": value, **seen, "logits": value, **assigned}
 
     def _module(self, name: str, shared: nnx.Dict) -> Any:
@@ -288,9 +293,11 @@ class Model(nnx.Module):
     def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
         """The cache with what cross-attention needs of an encoder's output."""
         cache = dict(cache)
-        for i, layer in enumerate(self.stacks["decoder"].layers):
-            for name, module in layer.modules.items():
-                if isinstance(module, CrossAttention):
-                    key = f"decoder.{i}.{name}"
-                    cache[key] = module.fill(encoded, cache[key], at)
+        stack = self.stacks["decoder"]
+        with rounding(stack.rounded):
+            for i, layer in enumerate(stack.layers):
+                for name, module in layer.modules.items():
+                    if isinstance(module, CrossAttention):
+                        key = f"decoder.{i}.{name}"
+                        cache[key] = module.fill(encoded, cache[key], at)
         return cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,26 @@ from jinfer.cpu import dense as cpu
 from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized import FUSED, pick
+
+_ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
+
+
+@contextmanager
+def rounding(may: bool) -> Iterator[None]:
+    """What is traced meanwhile, by this thread, may round what bfloat16 is multiplied with to it.
+
+    It is rounded on a CPU that multiplies bfloat16 with bfloat16 twice as fast.
+    """
+    token = _ROUNDED.set(may)
+    try:
+        yield
+    finally:
+        _ROUNDED.reset(token)
+
+
+def rounds() -> bool:
+    """Whether `rounding` is on here."""
+    return _ROUNDED.get()
 
 
 def reads_as_stored() -> bool:
@@ -62,7 +84,8 @@ def products(
     if reads_as_stored():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets}
-        results = cpu.dense_linear(rows, weights, activation=activation, **which)
+        which |= {"activation": activation, "rounded": rounds()}
+        results = cpu.dense_linear(rows, weights, **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
         from kernels_pallas.experts_dense import dense_expert_matmul

@@ -96,7 +96,7 @@ def _dense(eqn: JaxprEqn) -> RowOperation | None:
         return None
     fixed: dict[str, Any] = {
         **{name: int(given[name]) for name in ("activation", "first", "taken")},
-        "transposed": bool(given["transposed"]),
+        **{name: bool(given[name]) for name in ("transposed", "rounded")},
         "outputs": [_aval(var).shape[1] for var in eqn.outvars],
     }
 

@@ -59,8 +59,9 @@ class QuantizationSpec:
         method: "nearest" only rounds, "search" minimizes the squared error of each block,
             "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
             "auto": "feedback" for what writes text, where it takes some minutes at most.
-        activations: of products with quantized weights on a CPU: "int8" rounds them to 8 bits in
-            blocks of 32, "float" does not; "auto": "float" where `dtype` is float32, else "int8".
+        activations: of products on a CPU: with quantized weights "int8" rounds them to 8 bits in
+            blocks of 32, with bfloat16 ones to bfloat16 where the processor has AVX-512 BF16, and
+            "float" does not; "auto": "float" where `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
             the computation, on a CPU "f16" where `dtype` is "auto" too.
     """

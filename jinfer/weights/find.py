@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
@@ -51,7 +51,7 @@ def find_weights(
     Args:
         model: as `build` gives it, all its parameters plain.
         spec, checkpoint: how it is built, and from what.
-        activations: of products with quantized weights on a CPU.
+        activations: of products on a CPU, as the specification's key says.
         free_memory: gives the bytes that are free; None: as many as it takes.
 
     Raises:
@@ -63,7 +63,8 @@ def find_weights(
         check_settings(spec.quantization, checkpoint, spec.path)
         firsts = {name: checkpoint.same.get(name, name) for name in model.names}
         parts = checkpoint.parts
-        model = _typed(model, {n: parts[f].type for n, f in firsts.items() if f in parts})
+        types = {name: parts[first].type for name, first in firsts.items() if first in parts}
+        model = _typed(model, types, activations)
         whole = stored_as(model, checkpoint, activations)
         return Weights(
             whole,
@@ -71,7 +72,7 @@ def find_weights(
             lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
-    model = _typed(model, kept_types(model, spec.quantization, origins))
+    model = _typed(model, kept_types(model, spec.quantization, origins), activations)
     storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
     storages = with_feedback(model, spec, origins, storages)
     whole = stored(model, storages)
@@ -90,6 +91,10 @@ def find_weights(
     )
 
 
-def _typed(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+def _typed(
+    model: AbstractModel, types: Mapping[str, str], activations: Activations
+) -> AbstractModel:
     """The model with matrices as the checkpoint has them, where products read them so."""
-    return in_types(model, types) if reads_as_stored() else model
+    if not reads_as_stored():
+        return model
+    return replace(in_types(model, types), rounded=activations != "float")

@@ -205,6 +205,8 @@ _AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
         ("x86_64", "flags: avx2 bmi2 f16c fma avx_vnni", "avxvnni"),
         ("x86_64", f"flags: {_AVX512}", "avx2"),
         ("AMD64", f"flags: {_AVX512} avx512_vnni amx_int8", "avx512"),
+        ("x86_64", f"flags: {_AVX512} avx512_vnni avx512_bf16", "avx512bf16"),
+        ("x86_64", f"flags: {_AVX512} avx512_bf16", "avx2"),
         ("x86_64", None, None),
         ("aarch64", "Features: fp asimd fphp asimdhp asimddp", "neon"),
         ("aarch64", "Features: fp asimd", "portable"),
@@ -241,6 +243,8 @@ def test_a_machine_compiles_its_own_kernels(
     monkeypatch.setattr(platform, "machine", lambda: machine)
     linear = [path.stem for path in build._sources() if path.stem.startswith("linear_")]
     assert sorted(linear) == sorted(f"linear_{isa}" for isa in isas)
+    pairs = [path.stem for path in build._sources() if path.stem.startswith("dense_pairs_")]
+    assert pairs == (["dense_pairs_avx512bf16"] if machine == "x86_64" else [])
 
 
 @built
@@ -256,6 +260,9 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     stems = {path.stem for path in build._sources("avxvnni")}
     assert stems > {"linear_avxvnni", "rows_avx2"}
     assert "linear_avx2" not in stems
+    stems = {path.stem for path in build._sources("avx512bf16")}
+    assert stems > {"linear_avx512", "dense_avx512", "dense_pairs_avx512bf16"}
+    assert stems - {"dense_pairs_avx512bf16"} == {path.stem for path in build._sources("avx512")}
     stems = {path.stem for path in build._sources("neon")}
     assert stems > {"linear_neon", "rows_portable"}
     assert "linear_portable" not in stems

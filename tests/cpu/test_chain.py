@@ -78,8 +78,8 @@ class Quantized:
 class Plain:
     """The same with plain matrices."""
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: Any, rounded: bool = False) -> None:
+        self.dtype, self.rounded = dtype, rounded
 
     def matrix(self, *shape: int, seed: int) -> Any:
         return random(*shape, seed=seed).astype(self.dtype)
@@ -92,11 +92,12 @@ class Plain:
             transposed=False,
             first=0,
             taken=0,
+            rounded=self.rounded,
             outputs=[m.shape[0] for m in (of if activation == "none" else of[:1])],
         )
 
     def alone(self, x: Any, of: Sequence[Any], activation: str) -> Sequence[Any]:
-        return dense_linear(x, of, activation=activation)
+        return dense_linear(x, of, activation=activation, rounded=self.rounded)
 
 
 class Layer:
@@ -151,6 +152,7 @@ KINDS: dict[str, Quantized | Plain] = {
     "f32": Plain(jnp.float32),
     "bf16": Plain(jnp.bfloat16),
     "f16": Plain(jnp.float16),
+    "rounded": Plain(jnp.bfloat16, rounded=True),
 }
 
 
@@ -260,7 +262,7 @@ def tell(told: list[int]) -> None:
     call([int(Operation.ADD_VECTOR), 0], [1], X, table([vector]), told=told)
 
 
-DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0]
+DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0, 0]
 X = random(2, 64)
 LINEAR = [int(Operation.LINEAR), 0, 1, 0, 0, 0]
 MATRIX = coded(matrix(FOUR, 64, 64))
@@ -303,7 +305,7 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "rows beyond a matrix": (
         "not so many rows",
-        lambda: call([*DENSE[:5], 8, 60], [1], X, random(64, 64)),
+        lambda: call([*DENSE[:5], 8, 60, 0], [1], X, random(64, 64)),
     ),
     "whole numbers": (
         "type is not known",

@@ -23,17 +23,21 @@ pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 TYPES = ("float32", "bfloat16", "float16")
 
 
-@partial(jax.jit, static_argnames="activation")
-def _run(x: Any, weights: Any, activation: str, index: Any) -> Any:
-    return dense_linear(x, weights, activation=activation, index=index)
+@partial(jax.jit, static_argnames=("activation", "rounded"))
+def _run(x: Any, weights: Any, activation: str, index: Any, rounded: bool) -> Any:
+    return dense_linear(x, weights, activation=activation, index=index, rounded=rounded)
 
 
 def run(
-    x: np.ndarray, weights: Sequence[Any], activation: str = "none", index: int | None = None
+    x: np.ndarray,
+    weights: Sequence[Any],
+    activation: str = "none",
+    index: int | None = None,
+    rounded: bool = False,
 ) -> list[np.ndarray]:
     """Waits for the results, so that they are of the instructions chosen when it is called."""
     which = None if index is None else np.int32(index)
-    return [np.asarray(y) for y in _run(x, list(weights), activation, which)]
+    return [np.asarray(y) for y in _run(x, list(weights), activation, which, rounded)]
 
 
 def matrix(type: str, *shape: int, seed: int = 0) -> np.ndarray:
@@ -72,6 +76,45 @@ def test_any_shape(type: str, rows: int, inputs: int, outputs: int) -> None:
     x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
     stack = within_nan(weight)
     on_all(lambda: check(run(x, [stack], index=1)[0], x, weight))
+
+
+def as_bfloat16(x: np.ndarray) -> np.ndarray:
+    return x.astype(jnp.bfloat16).astype(np.float32)
+
+
+@settings(max_examples=24)
+@given(
+    type=st.sampled_from(TYPES),
+    rows=st.one_of(st.integers(1, 40), st.integers(41, 300)),
+    inputs=st.integers(1, 600),
+    outputs=st.integers(1, 150),
+)
+def test_rounded_to_the_weights_type(type: str, rows: int, inputs: int, outputs: int) -> None:
+    """Where the processor multiplies bfloat16; odd numbers of inputs and other types are exact."""
+    x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
+    stack = within_nan(weight)
+    for isa in isas():
+        rounds = isa == "avx512bf16" and type == "bfloat16" and inputs % 2 == 0
+        with build.lowered_isa(isa):
+            (got,) = run(x, [stack], index=1, rounded=True)
+            check(got, as_bfloat16(x) if rounds else x, weight)
+            (alone,) = run(x[-1:], [stack], index=1, rounded=True)
+            np.testing.assert_array_equal(alone[0], got[-1])
+
+
+@pytest.mark.parametrize("rows", [1, 6, 130])
+def test_types_beside_one_another_are_rounded_or_not(rows: int) -> None:
+    x = matrix("float32", rows, 96, seed=3) / 8
+    weights = [matrix(type, 150, 96, seed=seed) for seed, type in enumerate(TYPES)]
+    for isa in isas():
+        with build.lowered_isa(isa):
+            exact, rounded = (run(x, weights, rounded=rounded) for rounded in (False, True))
+            for type, one, other in zip(TYPES, exact, rounded, strict=True):
+                same = isa != "avx512bf16" or type != "bfloat16"
+                assert (one == other).all() == same
+            (got,) = run(x, weights[:2], "silu", rounded=True)
+            gate, up = rounded[:2]
+            np.testing.assert_allclose(got, FUNCTIONS["silu"](gate) * up, rtol=1e-6, atol=1e-7)
 
 
 @settings(max_examples=12)
@@ -127,31 +170,32 @@ def test_every_number_of_16_bits_is_exact(type: str) -> None:
     """Each times 1, beside zeros; subnormal ones of bfloat16 may count as 0, as they do in XLA."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(type))
     numbers = numbers[np.isfinite(numbers.astype(np.float32))]
-    weight = np.zeros((len(numbers), 17), numbers.dtype)
-    weight[np.arange(len(numbers)), np.arange(len(numbers)) % 17] = numbers
+    weight = np.zeros((len(numbers), 18), numbers.dtype)
+    weight[np.arange(len(numbers)), np.arange(len(numbers)) % 18] = numbers
     wanted = numbers.astype(np.float32)
     small = np.abs(wanted) < np.finfo(np.float32).tiny
-    for rows in (1, 40):
-        x = np.ones((rows, 17), np.float32)
+    for rows, rounded in ((1, False), (40, False), (1, True), (120, True)):
+        x = np.ones((rows, 18), np.float32)
 
-        def compare(x: np.ndarray = x) -> None:
-            for got in run(x, [weight])[0]:
+        def compare(x: np.ndarray = x, rounded: bool = rounded) -> None:
+            for got in run(x, [weight], rounded=rounded)[0]:
                 np.testing.assert_array_equal(got[~small], wanted[~small])
                 assert (np.abs(got[small]) <= np.abs(wanted[small])).all()
 
         on_all(compare)
 
 
-@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rows", [1, 120])
 @pytest.mark.parametrize("type", TYPES)
-def test_numbers_that_are_not_finite(rows: int, type: str) -> None:
+def test_numbers_that_are_not_finite(rows: int, type: str, rounded: bool) -> None:
     """They spoil their own row of activations, or of weights, and no other."""
     for bad in (np.nan, np.inf, -np.inf):
         x, weight = matrix("float32", rows, 70, seed=1), matrix(type, 90, 70)
         weight[3, 65], x[rows - 1, 2] = bad, bad
 
         def compare(x: np.ndarray = x, weight: np.ndarray = weight) -> None:
-            (got,) = run(x, [weight])
+            (got,) = run(x, [weight], rounded=rounded)
             clean = np.ones_like(got, np.bool_)
             clean[:, 3], clean[rows - 1] = False, False
             assert np.isfinite(got[clean]).all()

@@ -26,6 +26,7 @@ DENSE: dict[str, Any] = {
     "transposed": np.bool_(False),
     "first": np.int64(0),
     "taken": np.int64(0),
+    "rounded": np.bool_(False),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from jinfer import LLM
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.cpu.build import isa, lowered_isa
 from jinfer.ops import dense
 from jinfer.quant import QuantizedTensor
 from jinfer.spec.quantization import QuantizationSpec
@@ -62,6 +63,22 @@ def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
     assert types(plain, "matrix", "table", "head", "plain") == {"float32"}
     ours, wanted = (llm.logits([IDS])[0] for llm in (kept, plain))
     np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
+
+
+@needs_calls
+@pytest.mark.parametrize("name", ["smollm2", "mixtral", "llama2"])
+def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
+    """To the type of the weights; not where numbers in full are asked for."""
+    jax.clear_caches()
+    exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
+    wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
+    difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
+    pairs = isa() == "avx512bf16" and name != "llama2"  # which has float16
+    assert (difference > 0) == pairs
+    assert difference < 0.02 * np.abs(wanted).max()
+    if pairs:
+        with lowered_isa("avx512"):
+            np.testing.assert_array_equal(rounded.logits([IDS])[0], wanted)
 
 
 @needs_calls
