@@ -8,7 +8,7 @@ neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
 for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_avx512bf16.cc`
-with AVX-512's and dot products of bfloat16, one in `_neon.cc` only for 64-bit ARM, with dot
+with AVX-512's, dot products of bfloat16 and VBMI, one in `_neon.cc` only for 64-bit ARM, with dot
 products of bytes; code in it may run only where `isa.h` says so. All others run on any CPU, on ARM
 with the NEON that each has. The library that `python -m jinfer.cpu` makes has all of them and so
 does not depend on the CPU that it was compiled on. The one that is made at first use has those of
@@ -56,7 +56,7 @@ _ISA_FLAGS = {
     "_avx2": _AVX2,
     "_avxvnni": _AVX2,
     "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
-    "_avx512bf16": (*_AVX512, "-mavx512bf16", "-mprefer-vector-width=512"),
+    "_avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"),
     "_neon": ("-march=armv8.2-a+dotprod",),
 }
 # Whose kernels a family has where it has none for these instructions.
@@ -65,7 +65,7 @@ _SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for on
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
-_PAIRS_FLAG = "avx512_bf16"
+_BF16_FLAGS = _AVX512_FLAGS | {"avx512_bf16", "avx512vbmi"}
 _DOT_FLAG = "asimddp"
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
@@ -161,7 +161,7 @@ def _own_isa() -> Isa | None:
     if not flags >= _AVX2_FLAGS:
         return "portable"
     if flags >= _AVX512_FLAGS:
-        return "avx512bf16" if _PAIRS_FLAG in flags else "avx512"
+        return "avx512bf16" if flags >= _BF16_FLAGS else "avx512"
     return "avxvnni" if "avx_vnni" in flags else "avx2"
 
 
@@ -282,9 +282,7 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
     common, sources = [*_FLAGS, *_extra()], _sources(only)
     if only:
         lower = _LOWER_ISA.get(only, only)
-        dot = lower if only == "avx512bf16" else only  # its kernels for bytes are AVX-512's
-        common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={dot}"]
-        common += [f"-DJINFER_ONLY_BEST={only}"]
+        common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
     if any(source.stem.endswith("_avx512bf16") for source in sources):
         common.append("-DJINFER_PAIRS")
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))

@@ -22,9 +22,10 @@ bool has_avxvnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
-bool has_pairs() {
+bool has_bf16_and_vbmi() {
   unsigned a, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1);
 }
 #endif
 
@@ -44,7 +45,7 @@ bool has_dot_products() {
 
 int detect() {
 #if defined(JINFER_ONLY)
-  return static_cast<int>(Isa::JINFER_ONLY_BEST);
+  return static_cast<int>(Isa::JINFER_ONLY_DOT);
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -54,7 +55,7 @@ int detect() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
-    return static_cast<int>(has_pairs() ? Isa::avx512bf16 : Isa::avx512);
+    return static_cast<int>(has_bf16_and_vbmi() ? Isa::avx512bf16 : Isa::avx512);
   }
   return static_cast<int>(has_avxvnni() ? Isa::avxvnni : Isa::avx2);
 #elif defined(__aarch64__)

@@ -8,7 +8,7 @@ enum class Isa : int {
   avx2 = 1,        // AVX2, FMA, F16C, BMI2
   avxvnni = 2,     // these and AVX-VNNI: dot products of bytes
   avx512 = 3,      // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
-  avx512bf16 = 4,  // these and AVX-512 BF16: dot products of pairs
+  avx512bf16 = 4,  // these and AVX-512 BF16 and VBMI: dot products of pairs, tables of bytes
   neon = 5,        // ARM's dot products of bytes; NEON alone is part of `portable` there
 };
 
@@ -27,8 +27,8 @@ constexpr bool fetches_by_itself() { return false; }
 }  // namespace jinfer
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
-// has kernels of its own for AVX-VNNI and for ARM's dot products; JINFER_PICK_PAIRS: of one that has
-// them for AVX-512 BF16 alone, null elsewhere.
+// has kernels of its own for AVX-VNNI, AVX-512 BF16 and ARM's dot products; JINFER_PICK_PAIRS: of one
+// that has them for AVX-512 BF16 alone, null elsewhere.
 #if defined(JINFER_PAIRS)
 #define JINFER_PICK_PAIRS(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : nullptr)
@@ -45,8 +45,10 @@ constexpr bool fetches_by_itself() { return false; }
   (::jinfer::isa() >= ::jinfer::Isa::avx512 ? family##_avx512()                                 \
    : ::jinfer::isa() >= ::jinfer::Isa::avx2 ? family##_avx2()                                   \
                                             : family##_portable())
-#define JINFER_PICK_DOT(family) \
-  (::jinfer::isa() == ::jinfer::Isa::avxvnni ? family##_avxvnni() : JINFER_PICK(family))
+#define JINFER_PICK_DOT(family)                                                    \
+  (::jinfer::isa() == ::jinfer::Isa::avxvnni      ? family##_avxvnni()             \
+   : ::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16()          \
+                                                  : JINFER_PICK(family))
 #elif defined(__aarch64__)
 #define JINFER_PICK(family) family##_portable()
 #define JINFER_PICK_DOT(family) \

@@ -77,6 +77,7 @@ const LinearKernels& linear_portable();
 const LinearKernels& linear_avx2();
 const LinearKernels& linear_avxvnni();
 const LinearKernels& linear_avx512();
+const LinearKernels& linear_avx512bf16();
 const LinearKernels& linear_neon();
 inline const LinearKernels& linear_kernels() { return JINFER_PICK_DOT(linear); }
 

@@ -90,7 +90,8 @@ inline Vector::I four(const Vector::I* words) {
     v = Vector::left<(p.low < p.at ? p.at - p.low : 0)>(v);
   }
   constexpr bool alone = Vector::kByteShifts && p.low + p.width == 8 && p.at == 0;
-  if constexpr (bits != 8 && !alone) v = Vector::mask(v, mask * 0x01010101u);
+  constexpr bool whole = bits == 8 || (bits == 7 && s < bits && Vector::kSplitsSevenBits);
+  if constexpr (!whole && !alone) v = Vector::mask(v, mask * 0x01010101u);
   if constexpr (piece + 1 < all.count) v = Vector::either(v, four<bits, s, piece + 1>(words));
   return v;
 }
@@ -194,7 +195,8 @@ struct Plan {
   // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
   // units of a superblock's row.
   void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
-  bool as_lanes = false;  // numbers stand in memory as lanes do: each of its column
+  // Numbers stand in memory as lanes do, each of its column, or for each half as they can be taken.
+  bool as_lanes = false;
   int rows, parts;
   int64_t units;
   // Of a superblock's units and their parts: how their numbers stand in a row group's.
@@ -256,7 +258,8 @@ const Plan& plan_of(const Matrix& m) {
   const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
   if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
   plan.matrix = &m;
-  plan.as_lanes = !m.steps && m.block == 32 && m.halves == 1;
+  plan.as_lanes = !m.steps && m.block == 32 &&
+                  (m.halves == 1 || (Vector::kHalvesAsLanes && m.G == 2));
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   plan.units = m.superblocks * m.halves;

@@ -17,6 +17,8 @@ struct Vector {
   static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
 #endif
   static constexpr bool kByteShifts = false;
+  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kHalvesAsLanes = false;
   using I = __m256i;
   using F = __m256;
 

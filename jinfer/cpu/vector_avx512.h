@@ -1,4 +1,4 @@
-// Vectors of 16 lanes of 4 bytes: AVX-512 with VNNI.
+// Vectors of 16 lanes of 4 bytes: AVX-512 with VNNI, and with VBMI if the including file has it.
 #pragma once
 
 #include <immintrin.h>
@@ -6,6 +6,17 @@
 #include <cstdint>
 
 namespace {
+
+#if defined(__AVX512VBMI__)
+// byte / 11 and byte % 11 of bytes below 128.
+struct Elevenths {
+  alignas(64) uint8_t quotient[128], rest[128];
+  constexpr Elevenths() : quotient(), rest() {
+    for (int i = 0; i < 128; ++i) quotient[i] = i / 11, rest[i] = i % 11;
+  }
+};
+constexpr Elevenths kElevenths;
+#endif
 
 struct Vector {
   static constexpr int L = 16;
@@ -63,6 +74,17 @@ struct Vector {
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 
   // Bytes of v < 121 as 11 x + y.
+#if defined(__AVX512VBMI__)
+  static constexpr bool kSplitsSevenBits = true;  // whatever the eighth one is
+  static void split_pairs(I v, I& x, I& y) {
+    const auto of = [&](const uint8_t* table) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(table), v, _mm512_load_si512(table + 64));
+    };
+    x = of(kElevenths.quotient);
+    y = of(kElevenths.rest);
+  }
+#else
+  static constexpr bool kSplitsSevenBits = false;
   static void split_pairs(I v, I& x, I& y) {
     const I odd_bytes = _mm512_set1_epi16(-256);
     const I factor = _mm512_set1_epi16(187 << 5);  // (187 v) >> 11 = v / 11 for v < 128
@@ -71,6 +93,7 @@ struct Vector {
     x = _mm512_ternarylogic_epi32(even, odd, odd_bytes, 0xf8);  // even | (odd & odd_bytes)
     y = _mm512_sub_epi8(v, _mm512_mullo_epi16(x, _mm512_set1_epi16(11)));
   }
+#endif
   // table[byte] for bytes below 16.
   static I look_up(const uint8_t* table, I v) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
@@ -149,11 +172,29 @@ struct Vector {
   template <bool affine>
   static void load_numbers(const uint16_t* p, F& scale, F& base) {
     if constexpr (affine) {
-      const I pairs = _mm512_loadu_si512(p);
-      scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
-      base = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+      take_pairs(_mm512_loadu_si512(p), scale, base);
     } else {
       scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    }
+  }
+  static void take_pairs(I pairs, F& scale, F& base) {
+    scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+    base = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+  }
+
+  // The same of one half of codes that are two weights: 2 columns of 8 rows, where each row has first
+  // those of one half and then of the other.
+  static constexpr bool kHalvesAsLanes = true;
+  template <bool affine>
+  static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
+    const I first = _mm512_loadu_si512(p);
+    if constexpr (affine) {
+      const I even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+      const I index = half ? _mm512_add_epi64(even, _mm512_set1_epi64(1)) : even;
+      take_pairs(_mm512_permutex2var_epi64(first, index, _mm512_loadu_si512(p + 32)), scale, base);
+    } else {
+      const I lower = half ? _mm512_srli_epi64(first, 32) : first;
+      scale = _mm512_cvtph_ps(_mm512_cvtepi64_epi32(lower));
     }
   }
 

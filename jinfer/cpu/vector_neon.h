@@ -14,6 +14,8 @@ struct Vector {
   static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
   static constexpr bool kByteShifts = true;   // right() brings no bit of another byte
+  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kHalvesAsLanes = false;
   struct I {
     uint32x4_t low, high;
   };

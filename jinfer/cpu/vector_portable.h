@@ -13,6 +13,8 @@ struct Vector {
   static constexpr int kGroups = 1;  // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
   static constexpr bool kByteShifts = false;
+  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kHalvesAsLanes = false;
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));
   typedef float F __attribute__((vector_size(4 * L)));

@@ -8,9 +8,14 @@ from jinfer.cpu import build
 
 
 def isas() -> list[build.Isa]:
-    """What this machine can run, but for AVX-512 where it runs with more: kernels are the same."""
-    found = [isa for isa in build.ISAS if build.available() and _runs(isa)]
+    """What this machine can run, but for AVX-512 where it runs with more: most kernels are equal."""
+    found = every_isa()
     return [isa for isa in found if isa != "avx512" or "avx512bf16" not in found]
+
+
+def every_isa() -> list[build.Isa]:
+    """What this machine can run."""
+    return [isa for isa in build.ISAS if build.available() and _runs(isa)]
 
 
 def _runs(isa: build.Isa) -> bool:

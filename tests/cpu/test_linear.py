@@ -17,7 +17,7 @@ from jinfer.cpu import build
 from jinfer.cpu.linear import Coded, Mode, coded_linear, supports
 from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.tensor import QuantizedTensor, from_codes
-from tests.cpu.helpers import FUNCTIONS, isas
+from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
@@ -117,7 +117,7 @@ def activations(rows: int, inputs: int, seed: int = 1) -> np.ndarray:
 def check(tensor: QuantizedTensor, rows: int) -> None:
     x = activations(rows, tensor.inputs)
     x[:, :40] = 0  # a block of zeros
-    for isa in isas():
+    for isa in every_isa():
         with build.lowered_isa(isa):
             (got,) = run(x, [tensor])
             (exact,) = run(x, [tensor], mode="float")
