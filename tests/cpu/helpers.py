@@ -8,7 +8,7 @@ from jinfer.cpu import build
 
 
 def isas() -> list[build.Isa]:
-    """What this machine can run, but for AVX-512 where it runs with more: most kernels are equal."""
+    """What this machine can run; of AVX-512 the better of two, as most kernels are the same."""
     found = every_isa()
     return [isa for isa in found if isa != "avx512" or "avx512bf16" not in found]
 
