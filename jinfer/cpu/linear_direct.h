@@ -68,6 +68,21 @@ inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::
   }
 }
 
+// The same of numbers in two levels, of one of a column's parts.
+template <int parts, bool affine, class V = Vector>
+inline void load_levels(const int8_t* small, const uint16_t* steps, int part, Vector::F& scale,
+                        Vector::F& base) {
+  if constexpr (V::kLevels) {
+    constexpr int numbers = affine ? 2 : 1;
+    const auto number = [&](int which) {
+      return V::mul(V::template small<parts * numbers>(small, part * numbers + which),
+                    V::template spread<numbers>(steps, which));
+    };
+    scale = number(0);
+    if (affine) base = number(1);
+  }
+}
+
 template <class F, int... s>
 inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence<int, s...>) {
   (f(std::integral_constant<int, s>{}), ...);
@@ -83,6 +98,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
   constexpr int whole = count <= kWholeTiles ? kTile / L : 1;
   constexpr int most = most_of(bits, coded);
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
+  constexpr bool levels = g == 8 && Vector::kLevels;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
   const bool affine = m.affine(), alone = is_light(bits, count) && jinfer::fetches_by_itself();
@@ -97,6 +113,8 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
     const int64_t row = tile * superblocks * m.R + in_tile * height;
     // As they stand: a block is a column.
     const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * halves * m.numbers;
+    const int8_t* small = static_cast<const int8_t*>(m.scales) + row * g * parts * m.numbers;
+    const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
     if (!plan.as_lanes)
       for (int v = 0; v < whole; ++v)
         plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
@@ -166,9 +184,15 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           UNROLL
           for (int v = 0; v < whole; ++v) {
             Vector::F scale, base;
-            const bool as_lanes =
-                parts == 1 && (halves == 1 || Vector::kHalvesAsLanes) && plan.as_lanes;
-            if (as_lanes) {
+            constexpr bool can_be = parts == 1 && (halves == 1 || Vector::kHalvesAsLanes);
+            if (levels && plan.as_lanes) {
+              if (affine) {
+                load_levels<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,
+                                         base);
+              } else {
+                load_levels<parts, false>(small + v * L * parts, steps_at + v, part, scale, base);
+              }
+            } else if (can_be && plan.as_lanes) {
               if (affine) {
                 load_numbers<halves, true>(stand + 2 * v * L, h, scale, base);
               } else {
@@ -195,6 +219,8 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       };
       constantly(part_of, std::make_integer_sequence<int, parts>{});
       stand += kTile * halves * m.numbers;
+      small += kTile * parts * m.numbers;
+      if (levels) steps_at += m.R * m.numbers;
     }
     for (int v = 0; v < whole; ++v) {
       const int64_t output = (group + v) * height, left = m.outputs - output;

@@ -195,7 +195,7 @@ struct Plan {
   // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
   // units of a superblock's row.
   void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
-  // Numbers stand in memory as lanes do, each of its column, or for each half as they can be taken.
+  // Numbers stand in memory as lanes do, each of its column, or as they can be taken from there.
   bool as_lanes = false;
   int rows, parts;
   int64_t units;
@@ -258,8 +258,9 @@ const Plan& plan_of(const Matrix& m) {
   const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
   if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
   plan.matrix = &m;
-  plan.as_lanes = !m.steps && m.block == 32 &&
-                  (m.halves == 1 || (Vector::kHalvesAsLanes && m.G == 2));
+  plan.as_lanes =
+      m.steps ? Vector::kLevels && m.G == 8 && m.halves == 1 && m.block <= 32
+              : m.block == 32 && (m.halves == 1 || (Vector::kHalvesAsLanes && m.G == 2));
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   plan.units = m.superblocks * m.halves;

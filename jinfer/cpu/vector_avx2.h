@@ -171,6 +171,23 @@ struct Vector {
     }
   }
 
+  // Of 8 columns of one row.
+  static constexpr bool kLevels = true;
+  template <int count>
+  static F small(const int8_t* p, int which) {
+    I v;
+    if constexpr (count == 1) v = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    if constexpr (count == 2) v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    if constexpr (count == 4) v = load(p);
+    constexpr int width = 32 / count;
+    v = _mm256_slli_epi32(v, 32 - width * (which + 1));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 32 - width));
+  }
+  template <int count>
+  static F spread(const uint16_t* p, int which) {
+    return _mm256_set1_ps(_cvtsh_ss(p[which]));
+  }
+
   static uint32_t magnitude(const float* x) {
     const I sign = _mm256_set1_epi32(0x7fffffff);
     I most = _mm256_and_si256(load(x), sign);

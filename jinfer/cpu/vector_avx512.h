@@ -198,6 +198,29 @@ struct Vector {
     }
   }
 
+  // Numbers in two levels, of 8 columns of 2 rows: of `count` int8 of each column one, as float, and of
+  // `count` float16 of each row one, for all of its columns.
+  static constexpr bool kLevels = true;
+  template <int count>
+  static F small(const int8_t* p, int which) {
+    I v;
+    if constexpr (count == 1) v = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+    if constexpr (count == 2) v = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    if constexpr (count == 4) v = _mm512_loadu_si512(p);
+    constexpr int width = 32 / count;
+    v = _mm512_slli_epi32(v, 32 - width * (which + 1));
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(v, 32 - width));
+  }
+  template <int count>
+  static F spread(const uint16_t* p, int which) {
+    __m128i halves;
+    if constexpr (count == 1) halves = _mm_loadu_si32(p);
+    if constexpr (count == 2) halves = _mm_loadu_si64(p);
+    const I row = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    const I at = _mm512_add_epi32(_mm512_slli_epi32(row, count - 1), _mm512_set1_epi32(which));
+    return _mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_cvtph_ps(halves)));
+  }
+
   // Of 32 values: their largest magnitude's bits.
   static uint32_t magnitude(const float* x) {
     const I sign = _mm512_set1_epi32(0x7fffffff);
