@@ -16,8 +16,8 @@ enum class Isa : int {
 // one set of instructions, this one.
 Isa isa();
 
-// Whether lines that a program fetches ahead keep this CPU from what it fetches by itself: a Zen 4,
-// where both wait in the same few places. Every other line leaves room.
+// Whether lines that a program fetches into the second-level cache keep this CPU from what it fetches
+// by itself: a Zen 4, where both wait in the same few places.
 #if defined(__x86_64__)
 bool fetches_by_itself();
 #else
