@@ -279,12 +279,15 @@ def key(only: Isa | None = None) -> str:
 
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
-    common, sources = [*_FLAGS, *_extra()], _sources(only)
+    common, knows = [*_FLAGS, *_extra()], _is_x86() and _knows(compiler, _ISA_FLAGS["_avx512bf16"])
+    if only == "avx512bf16" and not knows:
+        only = "avx512"
+    sources = [path for path in _sources(only) if knows or not path.stem.endswith("_avx512bf16")]
     if only:
         lower = _LOWER_ISA.get(only, only)
         common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
     if any(source.stem.endswith("_avx512bf16") for source in sources):
-        common.append("-DJINFER_PAIRS")
+        common.append("-DJINFER_BF16")
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
 
     def compile_one(source: Path) -> str:
@@ -296,6 +299,12 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
     with ThreadPoolExecutor(cores) as pool:
         objects = list(pool.map(compile_one, _units(sources, library.parent)))
     _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
+
+
+def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """Whether a compiler takes them; those of 2019 do not know AVX-512 BF16."""
+    command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _units(sources: list[Path], folder: Path) -> list[Path]:

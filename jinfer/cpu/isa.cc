@@ -55,7 +55,10 @@ int detect() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
-    return static_cast<int>(has_bf16_and_vbmi() ? Isa::avx512bf16 : Isa::avx512);
+#if defined(JINFER_BF16)
+    if (has_bf16_and_vbmi()) return static_cast<int>(Isa::avx512bf16);
+#endif
+    return static_cast<int>(Isa::avx512);
   }
   return static_cast<int>(has_avxvnni() ? Isa::avxvnni : Isa::avx2);
 #elif defined(__aarch64__)

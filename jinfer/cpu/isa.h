@@ -29,11 +29,15 @@ constexpr bool fetches_by_itself() { return false; }
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
 // has kernels of its own for AVX-VNNI, AVX-512 BF16 and ARM's dot products; JINFER_PICK_PAIRS: of one
 // that has them for AVX-512 BF16 alone, null elsewhere.
-#if defined(JINFER_PAIRS)
+// JINFER_BF16: the compiler knows AVX-512 BF16.
+#if defined(JINFER_BF16)
 #define JINFER_PICK_PAIRS(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : nullptr)
+#define JINFER_PICK_512(family) \
+  (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : JINFER_PICK(family))
 #else
 #define JINFER_PICK_PAIRS(family) nullptr
+#define JINFER_PICK_512(family) JINFER_PICK(family)
 #endif
 #define JINFER_JOINED(family, isa) family##_##isa
 #define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)
@@ -45,10 +49,8 @@ constexpr bool fetches_by_itself() { return false; }
   (::jinfer::isa() >= ::jinfer::Isa::avx512 ? family##_avx512()                                 \
    : ::jinfer::isa() >= ::jinfer::Isa::avx2 ? family##_avx2()                                   \
                                             : family##_portable())
-#define JINFER_PICK_DOT(family)                                                    \
-  (::jinfer::isa() == ::jinfer::Isa::avxvnni      ? family##_avxvnni()             \
-   : ::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16()          \
-                                                  : JINFER_PICK(family))
+#define JINFER_PICK_DOT(family) \
+  (::jinfer::isa() == ::jinfer::Isa::avxvnni ? family##_avxvnni() : JINFER_PICK_512(family))
 #elif defined(__aarch64__)
 #define JINFER_PICK(family) family##_portable()
 #define JINFER_PICK_DOT(family) \

@@ -213,9 +213,9 @@ struct Vector {
   }
   template <int count>
   static F spread(const uint16_t* p, int which) {
-    __m128i halves;
-    if constexpr (count == 1) halves = _mm_loadu_si32(p);
-    if constexpr (count == 2) halves = _mm_loadu_si64(p);
+    int64_t word = 0;
+    __builtin_memcpy(&word, p, 4 * count);
+    const __m128i halves = _mm_cvtsi64_si128(word);
     const I row = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const I at = _mm512_add_epi32(_mm512_slli_epi32(row, count - 1), _mm512_set1_epi32(which));
     return _mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_cvtph_ps(halves)));

@@ -193,6 +193,15 @@ def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.library_path() == path
 
 
+def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> None:
+    """Those leave out kernels, and not all of the library."""
+    older = tmp_path / "older"
+    older.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexit 0\n')
+    older.chmod(0o755)
+    assert not build._knows([str(older)], build._ISA_FLAGS["_avx512bf16"])
+    assert build._knows([str(older)], build._ISA_FLAGS["_avx512"])
+
+
 _AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
 
 
