@@ -80,7 +80,8 @@ def find_weights(
         # Here: others need none of it.
         from jinfer.weights.fed import Fed
 
-        fed = Fed(model, spec, checkpoint, origins, storages, activations, free_memory)
+        exact = replace(model, rounded=False)  # what is found is to be the same on every processor
+        fed = Fed(exact, spec, checkpoint, origins, storages, activations, free_memory)
         return Weights(whole, fed.load, fed.place)
     return Weights(
         whole,

@@ -13,8 +13,10 @@ from jinfer import LLM
 from jinfer.engine.memory import free_memory
 from jinfer.model import build
 from jinfer.opening.settings import open_model
+from jinfer.ops.dense import reads_as_stored
 from jinfer.spec.errors import SpecError
 from jinfer.weights import fed, kept, methods, sequential, texts
+from jinfer.weights.find import find_weights
 from jinfer.weights.load import find_origins
 from tests.checkpoint.converting import check_equal, leaves
 
@@ -188,3 +190,18 @@ def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPat
             found = texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
         assert [len(batch) for batch in found] == [16, 16]
         assert max(batch.max() for batch in found) < spec.dims["vocab"]
+
+
+@pytest.mark.skipif(not reads_as_stored(), reason="no custom calls")
+def test_processors_that_round_to_bfloat16_find_the_same(cache: Path) -> None:
+    keys = {
+        "quantization.weights": "q4",
+        "quantization.method": "feedback",
+        "quantization.threshold": 0,
+    }
+    opened = open_model(GOLDENS / "smollm2", keys)
+    model = build(opened.spec, "float32")
+    found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    assert found.model.rounded
+    finder: Any = found.load
+    assert not finder.__self__.model.rounded
