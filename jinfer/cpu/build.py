@@ -279,7 +279,8 @@ def key(only: Isa | None = None) -> str:
 
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
-    common, knows = [*_FLAGS, *_extra()], _is_x86() and _knows(compiler, _ISA_FLAGS["_avx512bf16"])
+    common = [*_FLAGS, *_extra()]
+    knows = _is_x86() and _knows(compiler, _ISA_FLAGS["_avx512bf16"])
     if only == "avx512bf16" and not knows:
         only = "avx512"
     sources = [path for path in _sources(only) if knows or not path.stem.endswith("_avx512bf16")]

@@ -28,8 +28,8 @@ constexpr bool fetches_by_itself() { return false; }
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
 // has kernels of its own for AVX-VNNI, AVX-512 BF16 and ARM's dot products; JINFER_PICK_PAIRS: of one
-// that has them for AVX-512 BF16 alone, null elsewhere.
-// JINFER_BF16: the compiler knows AVX-512 BF16.
+// that has them for AVX-512 BF16 alone, null elsewhere. JINFER_BF16: the compiler knows AVX-512 BF16,
+// without which its kernels are not there (JINFER_PICK_512).
 #if defined(JINFER_BF16)
 #define JINFER_PICK_PAIRS(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : nullptr)

@@ -17,8 +17,8 @@
 namespace {
 
 constexpr int64_t kAhead = 24 << 10, kNear = 5 << 10;  // bytes
-constexpr int kTile = 16;             // words of a superblock that stand side by side: R * G
-constexpr int kWholeTiles = 2;        // rows up to which a tile is multiplied as a whole
+constexpr int kTile = 16;       // words of a superblock that stand side by side: R * G
+constexpr int kWholeTiles = 2;  // rows up to which a tile is multiplied as a whole
 
 // Whether so many rows take no longer to compute than their weights take to come.
 constexpr bool is_light(int bits, int count) {

@@ -125,7 +125,8 @@ class Stack(nnx.Module):
         """The stem: tokens to vectors; beside others, if it follows another model."""
         inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
-        return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+        with rounding(self.rounded):
+            return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def taken(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
@@ -134,7 +135,8 @@ class Stack(nnx.Module):
         assert self.follows is not None, "it stands alone"
         inputs = {"hidden": vectors}
         run = self.follows.hidden.run
-        return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+        with rounding(self.rounded):
+            return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def run_layers(
         self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict

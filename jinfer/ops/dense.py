@@ -83,9 +83,8 @@ def products(
     """
     if reads_as_stored():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        which: dict[str, Any] = {"index": index, "offsets": offsets}
-        which |= {"activation": activation, "rounded": rounds()}
-        results = cpu.dense_linear(rows, weights, **which)
+        which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
+        results = cpu.dense_linear(rows, weights, rounded=rounds(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
         from kernels_pallas.experts_dense import dense_expert_matmul

@@ -65,13 +65,16 @@ def on_all(check_one: Callable[[], None]) -> None:
             check_one()
 
 
-@settings(max_examples=24)
-@given(
+any_shape = given(
     type=st.sampled_from(TYPES),
     rows=st.one_of(st.integers(1, 40), st.integers(41, 300)),
     inputs=st.integers(1, 600),
     outputs=st.integers(1, 150),
 )
+
+
+@settings(max_examples=24)
+@any_shape
 def test_any_shape(type: str, rows: int, inputs: int, outputs: int) -> None:
     x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
     stack = within_nan(weight)
@@ -83,12 +86,7 @@ def as_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=24)
-@given(
-    type=st.sampled_from(TYPES),
-    rows=st.one_of(st.integers(1, 40), st.integers(41, 300)),
-    inputs=st.integers(1, 600),
-    outputs=st.integers(1, 150),
-)
+@any_shape
 def test_rounded_to_the_weights_type(type: str, rows: int, inputs: int, outputs: int) -> None:
     """Where the processor multiplies bfloat16; odd numbers of inputs and other types are exact."""
     x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
