@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 type Job = Callable[[Engine], Any]
 _CLOSED = "the model was closed; open it again"
 _LOOK = 0.01  # seconds between two looks for a program that a job waits for
+_LET_GO = 0.05  # seconds until XLA has let go of what a call was given, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,13 @@ class EngineThread:
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_exiting = threading.Event()
 
 
 @atexit.register
 def close_all() -> None:
     """Ends all threads: one that still computes while the interpreter ends would crash it."""
+    _exiting.set()
     for owner in list(_running):
         owner.close()
     for thread in list(_threads):  # also those whose owner was forgotten a moment ago
@@ -215,6 +218,7 @@ class _Loop:
     cached_tokens: int = 0
     new_tokens: int = 0
     started: bool = False
+    worked: float = 0.0
 
     def send(self, message: Callable[[_Loop], Any]) -> None:
         """Puts a message into the inbox, and ends the call that runs early for it."""
@@ -236,6 +240,7 @@ class _Loop:
             if self.engine.busy:
                 self._expire()
                 self._step()
+            self.worked = time.monotonic()
         # What came at the same time as the end has an answer too.
         while not self.inbox.empty():
             if (message := self.inbox.get()) is not None:
@@ -250,6 +255,9 @@ class _Loop:
     def _let_go(self) -> None:
         """Lets the model go, and its memory with it."""
         self.engine.release()
+        # XLA's threads have what a call was given for a moment after its results are there; where
+        # the program ends, it ends with its memory.
+        _exiting.wait(self.worked + _LET_GO - time.monotonic())
         # At any collection JAX lets go of what its threads have left, and of the host's arrays that
         # its own were made of. Cycles of a model's own hold next to nothing, and a search of all
         # objects would stop other models.
