@@ -70,7 +70,8 @@ struct Tile {
 
 struct Call {
   Kind kind;              // of queries, new keys and values, and results
-  const void *q, *k, *v;  // k is null where nothing is to be written
+  bool written;           // whether new keys and values are put into the pool first
+  const void *q, *k, *v;  // null where nothing is written
   bool late;              // who computes a whole tile writes its tokens
   const int32_t *rows, *positions, *last, *tables;
   void* out;

@@ -1,5 +1,5 @@
-// What attention's handler is given, checked: each buffer's type and shape against the others and
-// the attributes, and that every place that will be read or written is in the pool.
+// What an attention is given, checked: each array's type and shape against the others and the
+// attributes.
 #pragma once
 
 #include <initializer_list>
@@ -7,16 +7,14 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_places.h"
+#include "operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jinfer {
 namespace {
 
 namespace ffi = xla::ffi;
-
-inline ffi::Error wrong(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_attention: " + what);
-}
 
 inline bool kind_of(ffi::DataType type, Kind* kind) {
   switch (type) {
@@ -38,27 +36,33 @@ inline bool known(const Codes& c) {
 }
 
 struct Buffers {
-  std::vector<ffi::AnyBuffer> in, out;
+  std::vector<Operand> in, out;
   std::string error;
 
-  ffi::Error take(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
-    in.reserve(args.size()), out.reserve(rets.size());
+  void clear() { in.clear(), out.clear(), error.clear(); }
+
+  ffi::Error take(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
     for (size_t i = 0; i < args.size(); ++i) {
       auto buffer = args.get<ffi::AnyBuffer>(i);
       if (!buffer) return buffer.error();
-      in.push_back(*buffer);
+      in.emplace_back(*buffer);
     }
-    for (size_t i = 0; i < rets.size(); ++i) {
+    return take_results(rets, 0);
+  }
+
+  // From result `first` on.
+  ffi::Error take_results(const ffi::RemainingRets& rets, size_t first) {
+    for (size_t i = first; i < rets.size(); ++i) {
       auto buffer = rets.get<ffi::AnyBuffer>(i);
       if (!buffer) return buffer.error();
-      out.push_back(**buffer);
+      out.emplace_back(**buffer);
     }
     return ffi::Error::Success();
   }
 
   // The data of a buffer of this type and shape; anything else is remembered as the error.
   template <class T = void>
-  T* data(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+  T* data(const char* name, const Operand& buffer, ffi::DataType type,
           std::initializer_list<int64_t> shape) {
     auto dims = buffer.dimensions();
     bool equal = buffer.element_type() == type && dims.size() == shape.size() &&
@@ -68,12 +72,13 @@ struct Buffers {
       for (int64_t size : shape) error += (error.back() == '[' ? "" : ", ") + std::to_string(size);
       error += "]";
     }
-    return static_cast<T*>(buffer.untyped_data());
+    return static_cast<T*>(const_cast<void*>(buffer.untyped_data()));
   }
 
   // Fills in a call, whose attributes are set.
-  ffi::Error fill(Call& call, bool written, bool partial) {
+  ffi::Error fill(Call& call, bool partial) {
     using Type = ffi::DataType;
+    const bool written = call.written;
     const Codes& codes = call.keys.codes;
     const bool coded = codes.bits > 0;
     const size_t each = coded ? 2 : 1, parts = (call.shared ? 1 : 2) * each;
@@ -141,7 +146,7 @@ struct Buffers {
                     {call.tokens, call.heads, call.values.dim});
     if (partial) call.sums = data<float>("sums", out[1], Type::F32, {call.tokens, call.heads, 2});
     for (size_t i = results; i < out.size(); ++i) {
-      const ffi::AnyBuffer& before = in[given + i - results];
+      const Operand& before = in[given + i - results];
       if (out[i].untyped_data() != before.untyped_data() ||
           out[i].size_bytes() != before.size_bytes())
         return wrong("a cache that is not in place");
@@ -158,41 +163,6 @@ struct Buffers {
     return ffi::Error::Success();
   }
 };
-
-// That every block that will be used is one of the pool's.
-inline ffi::Error check_places(const Call& call) {
-  auto within = [&](int64_t row, int64_t entry) {
-    const int32_t block = call.tables[row * call.width + entry];
-    return (block >= 0 && block < call.blocks) || (call.sums && block == ELSEWHERE);
-  };
-  auto outside = [](int64_t t, const char* what) {
-    return wrong("token " + std::to_string(t) + " " + what);
-  };
-  // Entries checked for the sequence at hand.
-  int64_t row = -1, first = 0, end = 0;
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    if (call.rows[t] < 0) continue;
-    if (call.rows[t] != row) row = call.rows[t], first = end = 0;
-    if (call.k) {
-      const int64_t entry = call.positions[t] / call.size;
-      if (call.positions[t] < 0 || entry >= call.width) return outside(t, "has no place in its table");
-      if (!within(row, entry)) return outside(t, "stands in a block that is not in the pool");
-    }
-    int from, to;
-    call.seen(t, &from, &to);
-    if (from >= to) continue;
-    const int64_t low = from / call.size, high = (to - 1) / call.size + 1;
-    if (low > end || high < first) first = end = low;
-    for (int64_t entry = low; entry < high; ++entry) {
-      if (entry >= first && entry < end)
-        entry = end - 1;
-      else if (!within(row, entry))
-        return outside(t, "sees a block that is not in the pool");
-    }
-    first = std::min(first, low), end = std::max(end, high);
-  }
-  return ffi::Error::Success();
-}
 
 }  // namespace
 }  // namespace jinfer

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -26,7 +25,7 @@ struct Run {
   int64_t at;            // where the first tile's partial results stand
 };
 
-// To be kept from call to call, for its memory: a decoding step makes one of them in each layer.
+// To be kept from call to call, for its memory: a decoding step makes one or two of them.
 class Plan {
  public:
   int64_t items;    // pieces of work
@@ -38,9 +37,8 @@ class Plan {
     int part;  // -1: the whole tile
   };
 
-  // Results of tokens that are padding are filled in here.
   void make(const Call& call, int64_t most_threads) {
-    runs_.clear(), cut_.clear();
+    runs_.clear(), cut_.clear(), padding_.clear();
     add_runs(call, most_threads);
     int64_t all = 0;
     for (const Run& run : runs_) all += call.kv_heads * multiplications(call, run);
@@ -78,9 +76,13 @@ class Plan {
   // Tiles whose parts are pieces of their own.
   const std::vector<Tile>& cut() const { return cut_; }
 
+  // Tokens that are in no sequence.
+  const std::vector<int64_t>& padding() const { return padding_; }
+
  private:
   std::vector<Run> runs_;
   std::vector<Tile> cut_;
+  std::vector<int64_t> padding_;
 
   static int64_t multiplications(const Call& call, const Run& run) {
     return int64_t(run.end - run.first) * call.keys.dim * (2 * run.rows + 4);
@@ -98,7 +100,7 @@ class Plan {
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
-        clear(call, token);
+        padding_.push_back(token);
         continue;
       }
       int first, end;
@@ -114,47 +116,16 @@ class Plan {
       runs_.push_back({token, int(count * call.group), first, end, 1, 0, 0});
     }
   }
-
-  static void clear(const Call& call, int64_t token) {
-    const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_kind());
-    memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
-    for (int64_t head = 0; call.sums && head < call.heads; ++head) {
-      float* sums = call.sums + 2 * (token * call.heads + head);
-      sums[0] = -INFINITY, sums[1] = 0;
-    }
-  }
 };
 
-// Whether no token sees, or is written to, a block that another token is written to, as when each is
-// the next one of another sequence: then who computes a tile may write its tokens. Of many: no.
-inline bool apart(const Call& call) {
-  constexpr int MOST = 64, TOGETHER = 16;
-  constexpr int32_t NOWHERE = INT_MIN;
-  if (call.tokens > MOST) return false;
-  int32_t written[MOST];
-  std::fill(written, written + MOST, NOWHERE);
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    if (call.rows[t] < 0) continue;
-    const int32_t block = call.block(call.rows[t], call.positions[t]);
-    if (block != ELSEWHERE) written[t] = block;
+// The result of a token that is padding.
+inline void clear(const Call& call, int64_t token) {
+  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_kind());
+  memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
+  for (int64_t head = 0; call.sums && head < call.heads; ++head) {
+    float* sums = call.sums + 2 * (token * call.heads + head);
+    sums[0] = -INFINITY, sums[1] = 0;
   }
-  auto writers = [&](int32_t block) {
-    int count = 0;
-    for (int64_t t = 0; t < call.tokens; t += TOGETHER)
-      for (int i = 0; i < TOGETHER; ++i) count += written[t + i] == block;
-    return count;
-  };
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    if (call.rows[t] < 0) continue;
-    if (written[t] != NOWHERE && writers(written[t]) > 1) return false;
-    int first, end;
-    call.seen(t, &first, &end);
-    if (first >= end) continue;
-    const int32_t* table = call.tables + call.rows[t] * call.width;
-    for (int64_t entry = first / call.size; entry <= (end - 1) / call.size; ++entry)
-      if (table[entry] != written[t] && writers(table[entry]) > 0) return false;
-  }
-  return true;
 }
 
 }  // namespace

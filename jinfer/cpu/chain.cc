@@ -1,17 +1,21 @@
-// The handler of `jinfer_chain`: what a layer computes of each token by itself, from one attention to
-// the next, in one call. Norms, products with matrices, rotations, sums: what would be a call or a
-// loop of XLA's each, between which threads would be gathered anew.
+// The handler of `jinfer_chain`: what layers compute one after the other, in one call. Norms, products
+// with matrices, rotations, sums, attentions: what would be a call or a loop of XLA's each, between
+// which threads would be gathered anew.
 //
 // Operations are put into stages. Those that need one row at a time and nothing of the others are
 // done row by row, one after the other; a product begins a new stage, as it needs whole rows and
-// threads share it by outputs, and so does what needs a product's result.
+// threads share it by outputs, and so does what needs a product's result. An attention has stages of
+// its own.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "attention_checks.h"
+#include "attention_work.h"
 #include "dense_product.h"
 #include "linear_product.h"
 #include "operands.h"
@@ -25,7 +29,7 @@ ffi::Error refused(const std::string& what) {
 }
 
 // The numbers are those of `Operation` in chain.py.
-enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense, kRotate };
+enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense, kRotate, kAttention };
 
 // A matrix [rows, size] that an operation gives or the call is given.
 struct Value {
@@ -35,6 +39,7 @@ struct Value {
   int64_t until = -1;         // the last stage that reads it
   const float* x = nullptr;   // where it stands
   float* y = nullptr;         // the same, where it is yet to be written
+  int64_t early = 0;          // stages before `stage` that write to it already
 };
 
 // What is done of each row. `a`, `b` and `c` are values; y is the result's number.
@@ -46,11 +51,28 @@ struct RowOperation {
   float factor;
   Rotation rotation;
   const RowProduct* product;  // that the row is prepared for, which is then all that is done
+  int64_t each;               // numbers of a norm: of the row, or of each of its heads
+};
+
+// A stage of an attention.
+struct AttentionStage {
+  const AttentionWork* work;
+  int64_t number;
 };
 
 struct Stage {
   std::vector<RowOperation> rows;
   std::vector<const RowProduct*> products;
+  std::vector<AttentionStage> attentions;
+};
+
+// An attention, the numbers of its values, and its first stage; k and v: q, where it has none.
+struct Attending {
+  AttentionWork work;
+  Buffers buffers;
+  std::array<int64_t, 3> q_shape, k_shape, v_shape, y_shape;
+  size_t q, k, v, y;
+  int64_t stage;
 };
 
 // Reads the program: operations one after the other, each a kind and its numbers.
@@ -82,9 +104,13 @@ class Chain {
  public:
   int64_t rows() const { return rows_; }
 
+  // Results are values, then pools in the order of the attentions that write to them.
   ffi::Error read(const ffi::RemainingArgs& args, size_t given, ffi::Span<const int64_t> program,
-                  ffi::Span<const int64_t> told) {
+                  ffi::Span<const int64_t> told, const ffi::RemainingRets& rets, size_t results,
+                  const ffi::ThreadPool& pool) {
     clear();
+    if (results > rets.size()) return refused("wrong number of results");
+    rets_ = &rets, next_kept_ = results, pool_ = &pool;
     for (size_t i = 0; i < given; ++i) {
       auto x = args.get<ffi::Buffer<ffi::F32>>(i);
       if (x.has_error()) return x.error();
@@ -99,11 +125,11 @@ class Chain {
       if (error.failure()) return error;
       if (reader.failed()) return refused("a program that ends too early");
     }
+    if (next_kept_ != rets.size()) return refused("wrong number of results");
     return operands.done() ? ffi::Error::Success() : refused("wrong number of buffers");
   }
 
   ffi::Error place(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
-    if (rets.size() != results.size()) return refused("wrong number of results");
     for (size_t i = 0; i < results.size(); ++i) {
       auto y = rets.get<ffi::Buffer<ffi::F32>>(i);
       if (y.has_error()) return y.error();
@@ -123,21 +149,32 @@ class Chain {
       placed.product->cut(&whole, 1, pool);
       threads = std::max(threads, placed.product->threads);
     }
+    for (size_t i = 0; i < attending_.used; ++i)
+      threads = std::max(threads, attending_.all[i]->work.threads());
     lay_out();
     for (Value& value : values_)
       if (value.stage >= 0) value.x = value.y;
     for (const Placed& placed : products_)
       for (size_t t = 0; t < placed.product->results(); ++t)
         placed.product->put(t, values_[placed.first + t].y);
+    for (size_t i = 0; i < attending_.used; ++i) {
+      Attending& a = *attending_.all[i];
+      a.work.put(values_[a.q].x, values_[a.k].x, values_[a.v].x, values_[a.y].y, partials_[i]);
+    }
     const int64_t row_chunks = std::min(rows_, 4 * threads);
-    chunks_.clear();  // of each stage: of products one after the other, or of rows
+    chunks_.clear();  // of each stage: of attentions and products one after the other, then of rows
     for (int64_t s = 0; s < stage_count_; ++s) {
-      int64_t count = stages_[s].products.empty() ? row_chunks : 0;
+      int64_t count = stages_[s].rows.empty() ? 0 : row_chunks;
+      for (const AttentionStage& of : stages_[s].attentions) count += of.work->chunks(of.number);
       for (const RowProduct* product : stages_[s].products) count += product->chunks;
       chunks_.push_back(count);
     }
     in_stages(pool, chunks_, threads, [&](int64_t s, int64_t chunk) {
       const Stage& stage = stages_[s];
+      for (const AttentionStage& of : stage.attentions) {
+        if (chunk < of.work->chunks(of.number)) return of.work->run(of.number, chunk);
+        chunk -= of.work->chunks(of.number);
+      }
       for (const RowProduct* product : stage.products) {
         if (chunk < product->chunks) return product->run(chunk);
         chunk -= product->chunks;
@@ -175,9 +212,12 @@ class Chain {
   };
 
   void clear() {
-    for (int64_t s = 0; s < stage_count_; ++s) stages_[s].rows.clear(), stages_[s].products.clear();
-    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = 0;
-    values_.clear(), products_.clear(), holes_.clear();
+    for (int64_t s = 0; s < stage_count_; ++s) {
+      Stage& stage = stages_[s];
+      stage.rows.clear(), stage.products.clear(), stage.attentions.clear();
+    }
+    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = attending_.used = 0;
+    values_.clear(), products_.clear(), holes_.clear(), plans_.clear();
   }
 
   // Finds room for values that are no results, and for rows in the forms that products want; those
@@ -186,10 +226,14 @@ class Chain {
     offsets_.clear();
     for (const Value& value : values_)
       if (value.stage >= 0 && !value.y)
-        offsets_.push_back(take(rows_ * value.size * 4, value.stage, value.until));
+        offsets_.push_back(take(rows_ * value.size * 4, value.stage - value.early, value.until));
     for (const auto& [product, stage, first] : products_)
       for (size_t form = 0; form < product->rows.size(); ++form)
         offsets_.push_back(take(rows_ * product->row_bytes(form), stage - 1, stage));
+    for (size_t i = 0; i < attending_.used; ++i) {
+      const Attending& a = *attending_.all[i];
+      offsets_.push_back(take(a.work.room() * 4, a.stage + 1, a.stage + 2));
+    }
     if (memory_.size() < end_ + 64) memory_ = std::vector<char>(end_ + 64);
     char* room = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
     const size_t* at = offsets_.data();
@@ -197,6 +241,9 @@ class Chain {
       if (value.stage >= 0 && !value.y) value.y = reinterpret_cast<float*>(room + *at++);
     for (const Placed& placed : products_)
       for (char*& rows : placed.product->rows) rows = room + *at++;
+    partials_.clear();
+    for (size_t i = 0; i < attending_.used; ++i)
+      partials_.push_back(reinterpret_cast<float*>(room + *at++));
   }
 
   size_t take(size_t bytes, int64_t stage, int64_t until) {
@@ -217,17 +264,22 @@ class Chain {
       case kNorm: {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
         const float eps = reader.real(), offset = reader.real();
+        const int64_t each = operation.each = reader.next();
+        if (reader.failed()) return refused("a program that ends too early");
+        if (each < 1 || size % each) return refused("norms of such a size do not fit");
         operation.norm = {centered, eps, offset, nullptr, nullptr};
         if (weighted)
-          if (ffi::Error e = vector(operands, size, &operation.norm.weight); e.failure()) return e;
+          if (ffi::Error e = vector(operands, each, &operation.norm.weight); e.failure()) return e;
         if (biased)
-          if (ffi::Error e = vector(operands, size, &operation.norm.bias); e.failure()) return e;
+          if (ffi::Error e = vector(operands, each, &operation.norm.bias); e.failure()) return e;
         break;
       }
       case kLinear:
         return read_linear(operands, reader, a);
       case kDense:
         return read_dense(operands, reader, a);
+      case kAttention:
+        return read_attention(operands, reader, a);
       case kAdd: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
@@ -294,6 +346,80 @@ class Chain {
     return error;
   }
 
+  ffi::Error read_attention(Operands& operands, Reader& reader, size_t q) {
+    const int64_t k = reader.next(), v = reader.next();
+    Call call{};
+    call.rules = {reader.real(), reader.real()};
+    call.rules.window = reader.next(), call.rules.ahead = reader.next();
+    call.rules.lowest = reader.next();
+    call.written = reader.next(), call.shared = reader.next();
+    Codes codes{int(reader.next()), int(reader.next()), int(reader.next())};
+    codes.symmetric = reader.next();
+    call.keys.codes = call.values.codes = codes;
+    const int64_t dim = reader.next(), value_dim = reader.next();
+    const bool has_k = call.written, has_v = call.written && !call.shared;
+    const auto cut = [&](bool there, int64_t value, int64_t size) {
+      return !there || (value >= 0 && size_t(value) < values_.size() && values_[value].size % size == 0);
+    };
+    if (reader.failed() || dim < 1 || value_dim < 1 || !cut(true, q, dim) || !cut(has_k, k, dim) ||
+        !cut(has_v, v, value_dim))
+      return refused("attention to heads that do not fit");
+    call.keys.dim = dim, call.values.dim = value_dim;
+    Attending& it = attending_.next();
+    const int64_t heads = values_[q].size / dim;
+    it.q = q, it.k = has_k ? k : q, it.v = has_v ? v : q, it.y = values_.size();
+    it.q_shape = {rows_, heads, dim}, it.y_shape = {rows_, heads, value_dim};
+    it.k_shape = {rows_, values_[it.k].size / dim, dim};
+    it.v_shape = {rows_, values_[it.v].size / value_dim, value_dim};
+    if (ffi::Error e = take_buffers(operands, it, call, has_v); e.failure()) return e;
+    if (ffi::Error e = it.buffers.fill(call, false); e.failure()) return e;
+    const auto planned = plans_.of(call, *pool_);
+    if (planned.has_error()) return planned.error();
+    it.work = AttentionWork(call, **planned);
+
+    const int64_t before = std::max({row_stage(it.q), row_stage(it.k), row_stage(it.v)});
+    it.stage = before + 1;
+    for (int64_t s = 0; s < AttentionWork::kStages; ++s)
+      stage_at(it.stage + s).attentions.push_back({&it.work, s});
+    for (const size_t value : {it.q, it.k, it.v})
+      values_[value].until = std::max(values_[value].until, it.stage + 1);
+    const int64_t last = it.stage + AttentionWork::kStages - 1;
+    values_.push_back({heads * value_dim, last, true, last, nullptr, nullptr, 1});
+    return ffi::Error::Success();
+  }
+
+  // In the order of `jinfer_attention`: those that the chain computes have no place yet.
+  ffi::Error take_buffers(Operands& operands, Attending& it, const Call& call, bool has_v) {
+    static constexpr int64_t kNothing[2] = {0, 0};
+    const auto computed = [](const std::array<int64_t, 3>& shape) {
+      return Operand(ffi::DataType::F32, {shape.data(), shape.size()}, nullptr);
+    };
+    std::vector<Operand>& in = it.buffers.in;
+    const auto take = [&](size_t count) {
+      for (; count > 0; --count) {
+        const auto operand = operands.next();
+        if (operand.has_error()) return operand.error();
+        in.push_back(*operand);
+      }
+      return ffi::Error::Success();
+    };
+    it.buffers.clear();
+    in.push_back(computed(it.q_shape));
+    if (ffi::Error e = take(6); e.failure()) return e;  // places, sinks and slopes
+    in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
+    if (call.written) in.push_back(computed(it.k_shape));
+    if (has_v) in.push_back(computed(it.v_shape));
+    const size_t pools = (call.keys.codes.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
+    if (ffi::Error e = take(pools); e.failure()) return e;
+    it.buffers.out.push_back(computed(it.y_shape));
+    for (size_t i = 0; call.written && i < pools; ++i) {
+      const auto pool = rets_->get<ffi::AnyBuffer>(next_kept_++);
+      if (pool.has_error()) return pool.error();
+      it.buffers.out.emplace_back(**pool);
+    }
+    return ffi::Error::Success();
+  }
+
   // The product's rows are made ready in the stage where value `a` is, and it follows.
   void put(RowProduct& product, size_t a) {
     const int64_t before = row_stage(a), stage = before + 1;
@@ -314,8 +440,7 @@ class Chain {
     return ffi::Error::Success();
   }
 
-  // The first stage in which rows of a value can be read: even ones are of rows, odd ones of
-  // products.
+  // The first stage in which rows of a value can be read.
   int64_t row_stage(size_t value) const {
     const Value& v = values_[value];
     return v.stage < 0 ? 0 : v.whole ? v.stage + 1 : v.stage;
@@ -332,7 +457,10 @@ class Chain {
     const float* a = values_[o.a].x + row * size;
     if (o.product) return o.product->prepare(a, row);
     float* y = values_[o.y].y + row * size;
-    if (o.kind == kNorm) return row_kernels().norm(a, size, o.norm, y);
+    if (o.kind == kNorm) {
+      for (int64_t i = 0; i < size; i += o.each) row_kernels().norm(a + i, o.each, o.norm, y + i);
+      return;
+    }
     if (o.kind == kRotate) {
       const int64_t angles = row * o.rotation.pairs;
       const float *cos = values_[o.b].x + angles, *sin = values_[o.c].x + angles;
@@ -349,6 +477,12 @@ class Chain {
   std::vector<Stage> stages_;
   Kept<LinearProduct> linear_;
   Kept<DenseProduct> dense_;
+  Kept<Attending> attending_;
+  Plans plans_;
+  std::vector<float*> partials_;
+  const ffi::RemainingRets* rets_ = nullptr;
+  const ffi::ThreadPool* pool_ = nullptr;
+  size_t next_kept_ = 0;  // the result that is the next attention's pool
   std::vector<int64_t> chunks_;
   std::vector<Hole> holes_;
   std::vector<size_t> offsets_;
@@ -386,7 +520,7 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
                  ffi::Span<const int64_t> told) {
   if (given < 1 || size_t(given) > args.size()) return refused("nothing is given");
   auto chain = shelf().take();
-  ffi::Error error = chain->read(args, given, program, told);
+  ffi::Error error = chain->read(args, given, program, told, rets, results.size(), pool);
   if (error.success()) error = chain->place(rets, results);
   if (error.success() && chain->rows() > 0) chain->run(pool);
   shelf().give(std::move(chain));

@@ -1,4 +1,4 @@
-"""Norms, products with matrices, rotations, and sums of rows, as one custom call.
+"""Norms, products with matrices, rotations, sums of rows and attentions, as one custom call.
 
 A `Program` is written operation by operation; each gives one or more values, which stand for
 matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, UInt
+from jaxtyping import Float, Int, UInt
 
 from jinfer.cpu import build
 
@@ -29,11 +30,34 @@ class Operation(IntEnum):
     SCALE = 4
     DENSE = 5
     ROTATE = 6
+    ATTENTION = 7
 
 
 def available() -> bool:
     """Whether the custom call exists on this machine; compiles it the first time."""
     return build.register("jinfer_chain")
+
+
+class Attending(NamedTuple):
+    """The attributes of `jinfer_attention`, in the order in which a program has them."""
+
+    scale: float
+    softcap: float
+    window: int
+    ahead: int
+    lowest: int
+    written: bool
+    shared: bool
+    bits: int
+    levels: int
+    per_code: int
+    symmetric: bool
+    dim: int
+    value_dim: int
+
+    def numbers(self) -> list[int]:
+        """As a program has them."""
+        return [_bits(x) if isinstance(x, float) else int(x) for x in self]
 
 
 @dataclass
@@ -52,22 +76,29 @@ class Program:
     told: Mapping[int, int] = field(default_factory=dict)
     _numbers: list[int] = field(default_factory=list)
     _operands: list[Array] = field(default_factory=list)
+    _arguments: dict[int, int] = field(default_factory=dict)  # where an operand is one, by its id
     _told: list[int] = field(default_factory=list)  # of all operands; see operands.h
     _sizes: list[int] = field(default_factory=list)  # of values that operations give
+    _pools: list[int] = field(default_factory=list)  # operands that attentions write to
 
     def norm(
         self,
         x: int,
-        weight: Float[Array, "*one size"] | None,
-        bias: Float[Array, "*one size"] | None,
+        weight: Float[Array, "*one each"] | None,
+        bias: Float[Array, "*one each"] | None,
         *,
         centered: bool,
         eps: float,
         offset: float,
+        each: int | None = None,
     ) -> int:
-        """As `jinfer.cpu.rows.norm`, with the same weights and biases for all rows."""
-        there = weight is not None, bias is not None
-        numbers = [int(centered), *map(int, there), _bits(eps), _bits(offset)]
+        """As `jinfer.cpu.rows.norm`, with the same weights and biases for all rows.
+
+        Args:
+            each: numbers of a norm, of which a row may have several, those of heads; None: all.
+        """
+        there, each = (weight is not None, bias is not None), each or self._size(x)
+        numbers = [int(centered), *map(int, there), _bits(eps), _bits(offset), each]
         vectors = [vector for vector in (weight, bias) if vector is not None]
         return self._add(Operation.NORM, x, numbers, vectors, [self._size(x)])[0]
 
@@ -130,21 +161,59 @@ class Program:
         numbers = [cos, sin, size, int(adjacent)]
         return self._add(Operation.ROTATE, x, numbers, [], [self._size(x)])[0]
 
-    def run(self, results: Sequence[int]) -> Sequence[Float[Array, "rows size"]]:
-        """The values with these numbers, which operations gave."""
+    def attend(
+        self,
+        q: int,
+        new: Sequence[int],
+        places: Sequence[Int[Array, ...]],
+        numbers: Sequence[Float[Array, ...]],
+        pools: Sequence[Array],
+        kind: Attending,
+    ) -> list[int]:
+        """As `jinfer.cpu.attention.attention`, with whole results and without biases by distance.
+
+        Args:
+            new: keys and, unless shared, values that are first put into the pool; or none.
+            places: rows, positions, last and tables.
+            numbers: sinks and slopes.
+            pools: the arrays of keys and values.
+            kind: what the call is told else.
+
+        Returns:
+            The result, and the pools where they are written to: these only `run` may be asked for.
+        """
+        key, value = (*new, -1, -1)[:2]
+        result = self._size(q) // kind.dim * kind.value_dim
+        operands, own = [*places, *numbers, *pools], [key, value, *kind.numbers()]
+        out = self._add(Operation.ATTENTION, q, own, operands, [result])
+        if kind.written:
+            before = len(self._pools)
+            self._pools += [self._arguments[id(pool)] for pool in pools]
+            out += [-1 - number for number in range(before, len(self._pools))]
+        return out
+
+    def run(self, results: Sequence[int]) -> Sequence[Array]:
+        """The values with these numbers, which operations gave: float32 [rows, size], or pools."""
         rows = self.given[0].shape[0]
-        shapes = [jax.ShapeDtypeStruct((rows, self._size(one)), np.float32) for one in results]
-        call = jax.ffi.ffi_call("jinfer_chain", shapes)
-        some = len(self._operands) < len(self._told)  # else there is nothing to tell
-        return call(
+        values = [one for one in results if one >= 0]
+        shapes = [jax.ShapeDtypeStruct((rows, self._size(one)), np.float32) for one in values]
+        pools = [self._operands[place] for place in self._pools]
+        shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
+        some = any(number != -1 for number in self._told)  # else there is nothing to tell
+        first = len(self.given) + some
+        aliases = {first + place: len(values) + i for i, place in enumerate(self._pools)}
+        call = jax.ffi.ffi_call("jinfer_chain", shapes, input_output_aliases=aliases)
+        out = call(
             *self.given,
             *([self.table] if some else []),
             *self._operands,
             program=np.array(self._numbers, np.int64),
-            results=np.array(results, np.int64),
+            results=np.array(values, np.int64),
             given=np.int64(len(self.given)),
             told=np.array(self._told if some else [], np.int64),
         )
+        left = iter(out)
+        return [out[len(values) - 1 - one] if one < 0 else next(left) for one in results]
 
     def _size(self, value: int) -> int:
         known = len(self.given)
@@ -163,8 +232,11 @@ class Program:
         for operand in operands:
             row = self.told.get(id(operand))
             if row is None:
-                self._operands.append(operand)
-                self._told.append(-1)
+                before = None if self.table is None else self._arguments.get(id(operand))
+                if before is None:
+                    self._arguments[id(operand)] = len(self._operands)
+                    self._operands.append(operand)
+                self._told.append(-1 if before is None else -2 - before)
             else:
                 shape = operand.shape
                 self._told += [row, _TYPES[np.dtype(operand.dtype).name], len(shape), *shape]

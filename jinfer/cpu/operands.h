@@ -18,6 +18,8 @@ class Operand {
 
   Operand(xla::ffi::DataType type, Dimensions dimensions, const void* data)
       : type_(type), dimensions_(dimensions), data_(data) {}
+  explicit Operand(const xla::ffi::AnyBuffer& buffer)
+      : Operand(buffer.element_type(), buffer.dimensions(), buffer.untyped_data()) {}
 
   xla::ffi::DataType element_type() const { return type_; }
   Dimensions dimensions() const { return dimensions_; }
@@ -33,9 +35,10 @@ class Operand {
   const void* data_;
 };
 
-// What is told of operands, in their order: -1 for an argument, else a row of the table, the type
-// (XLA's number), the number of axes and the axes. The table is uint64 [rows, 2] in words of 32 bits:
-// an address and the bytes that there are. Where nothing is told all operands are arguments.
+// What is told of operands, in their order: -1 for the next argument, -2 - i for the one of number i
+// once more, else a row of the table, the type (XLA's number), the number of axes and the axes. The
+// table is uint64 [rows, 2] in words of 32 bits: an address and the bytes that there are. Where nothing
+// is told all operands are arguments.
 class Operands {
  public:
   // From argument `next` on, which is the table if something is told.
@@ -47,15 +50,15 @@ class Operands {
     if (table.has_error()) return;
     const auto shape = table->dimensions();
     if (shape.size() != 2 || shape[1] != 4) return;
-    rows_ = shape[0], table_ = table->typed_data();
+    rows_ = shape[0], table_ = table->typed_data(), first_ = next_;
   }
 
   xla::ffi::ErrorOr<Operand> next() {
     if (at_ == end_ || *at_ < 0) {
-      if (at_ != end_) ++at_;
-      auto buffer = args_.get<xla::ffi::AnyBuffer>(next_++);
+      const int64_t which = at_ == end_ ? -1 : *at_++;
+      auto buffer = args_.get<xla::ffi::AnyBuffer>(which == -1 ? next_++ : first_ - 2 - which);
       if (buffer.has_error()) return buffer.error();
-      return Operand(buffer->element_type(), buffer->dimensions(), buffer->untyped_data());
+      return Operand(*buffer);
     }
     const int64_t left = end_ - at_;
     if (left < 3 || at_[0] >= rows_ || at_[2] < 0 || at_[2] > left - 3) return wrong();
@@ -77,7 +80,7 @@ class Operands {
   }
 
   const xla::ffi::RemainingArgs& args_;
-  size_t next_;
+  size_t next_, first_ = 0;
   const int64_t *at_, *end_;
   int64_t rows_ = 0;
   const uint32_t* table_ = nullptr;

@@ -48,7 +48,7 @@ class Device:
     @property
     def weights(self) -> tuple[Array, ...]:
         """The arrays of its parameters."""
-        return self.leaves[: len(self.leaves) - len(self.programs.told)]
+        return self.leaves[: len(self.leaves) - bool(self.programs.told)]
 
     @property
     def parameters(self) -> tuple[Any, ...]:

@@ -189,7 +189,7 @@ class Programs:
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What programs are given of a model, abstract; see `with_tables`."""
         leaves = tuple(jax.tree.leaves(self.model.parameters))
-        return (*leaves, *(addresses.like(leaves[own]) for own in self.told.values()))
+        return (*leaves, *map(addresses.like, self._told_of(leaves)))
 
     @property
     def told(self) -> Mapping[str, slice]:
@@ -199,7 +199,12 @@ class Programs:
     def with_tables(self, parameters: tuple[Any, ...]) -> tuple[Array, ...]:
         """What programs are given of a model: the arrays of its parameters, and tables of them."""
         leaves = tuple(jax.tree.leaves(parameters))
-        return (*leaves, *(addresses.table(leaves[own]) for own in self.told.values()))
+        return (*leaves, *map(addresses.table, self._told_of(leaves)))
+
+    def _told_of[T](self, leaves: tuple[T, ...]) -> list[list[T]]:
+        """Of which arrays there are tables."""
+        own = [leaf for layer in self.told.values() for leaf in leaves[layer]]
+        return [own] if own else []
 
     @cached_property
     def cache(self) -> Cache:
@@ -347,7 +352,8 @@ class Programs:
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
             parameters = jax.tree.unflatten(tree, leaves[:count])
-            with addresses.told(dict(zip(self.told, leaves[count:], strict=True))):
+            table = next(iter(leaves[count:]), None)
+            with addresses.told(table, self.told):
                 return function(self.model, *first, parameters, *rest)
 
         return with_parts

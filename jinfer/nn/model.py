@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from jinfer.nn.position import Rotary
 from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
 from jinfer.nn.tap import Kept
-from jinfer.ops.addresses import Table, table_of
+from jinfer.ops.addresses import Table, Told, told_of
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.cache import Cache, Placement
-from jinfer.ops.chains import chained
+from jinfer.ops.chains import Chains, chained, chains
 from jinfer.ops.dense import rounding, rounds
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
@@ -77,10 +77,11 @@ class Layer(nnx.Module):
         return part if self.axis is None else Sum(part, self.axis)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_layer(
     platform: tuple[str, bool, bool],
     definition: Any,
+    alone: bool,
     state: Any,
     x: Array,
     tokens: Array,
@@ -93,6 +94,7 @@ def _run_layer(
     Args:
         platform: that it is traced for, on which its operations depend, whether kernels are
             interpreted, and whether products may round.
+        alone: whether its own operations are put together, or later with other layers'.
         table: where the layer's weights are, the first ones of `state`.
     """
 
@@ -100,7 +102,25 @@ def _run_layer(
         layer, shared = nnx.merge(definition, state)
         return layer(x, tokens, step, cache, shared)
 
-    return chained(run, table)(state, x, tokens, step, cache)
+    told = None if table is None else Told(table, range(len(table)))
+    given = state, x, tokens, step, cache
+    return chained(run, told)(*given) if alone else run(*given)
+
+
+class _Split(NamedTuple):
+    """A layer and modules that it calls, as what they are and their arrays.
+
+    Attributes:
+        own: the layer's arrays.
+        others: those of other modules.
+        told: where its own are; None: they are given.
+    """
+
+    definition: Any
+    tree: Any
+    own: list[Any]
+    others: list[Any]
+    told: Told | None
 
 
 class Stack(nnx.Module):
@@ -142,12 +162,41 @@ class Stack(nnx.Module):
         self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with the cache where there is one."""
-        cache = dict(cache)
         step = step.with_cos_sin(self._ropes())
-        for i in range(len(self.layers)):
+        layers = [self._layer(i, shared) for i in range(len(self.layers))]
+        given = x, tokens, step, dict(cache)
+        if chains(given, [layer.own for layer in layers]):
+            own, others = [layer.own for layer in layers], [layer.others for layer in layers]
+            everywhere = [layer.told for layer in layers if layer.told is not None]
+            told = sum(everywhere[1:], everywhere[0]) if everywhere else None
+
+            def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
+                each = zip(layers, own, others, strict=True)
+                parts = [layer._replace(own=a, others=b, told=None) for layer, a, b in each]
+                return self._through(parts, *given, alone=False)
+
+            together = Chains(run, (own, others, *given), told)
+            # Else each layer has calls of its own: equal ones are traced and lowered once.
+            if 2 * together.count <= len(layers):
+                return together.results()
+        return self._through(layers, *given, alone=True)
+
+    def _through(
+        self,
+        layers: Sequence[_Split],
+        x: Array,
+        tokens: Array,
+        step: Step,
+        cache: Cache,
+        *,
+        alone: bool,
+    ) -> tuple[Array, Cache]:
+        """Layers one after the other."""
+        cache = dict(cache)
+        for i, layer in enumerate(layers):
             prefix = f"{self.name}.{i}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            x, own = self.run_layer(i, x, tokens, step, own, shared)
+            x, own = self._run(layer, x, tokens, step, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
 
@@ -155,14 +204,25 @@ class Stack(nnx.Module):
         self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """One layer, with its attentions' caches by the names of their modules."""
+        return self._run(self._layer(number, shared), x, tokens, step, cache, alone=True)
+
+    def _layer(self, number: int, shared: nnx.Dict) -> _Split:
         layer = self.layers[number]
         definition, state = nnx.split((layer, _used(layer, shared)))
-        table = table_of(f"{self.name}.{number}")
+        leaves, tree = jax.tree.flatten(state)
+        count, told = len(jax.tree.leaves(state[0])), told_of(f"{self.name}.{number}")
         # What is read by its row must be what was written there.
-        assert table is None or len(table) == len(jax.tree.leaves(state[0]))
+        assert told is None or len(told.rows) == count
+        return _Split(definition, tree, leaves[:count], leaves[count:], told)
+
+    def _run(
+        self, layer: _Split, x: Array, tokens: Array, step: Step, cache: Cache, *, alone: bool
+    ) -> tuple[Array, Cache]:
+        state = jax.tree.unflatten(layer.tree, [*layer.own, *layer.others])
+        table = None if layer.told is None else layer.told.alone()
         with rounding(self.rounded):
             here = backend(), interpreted(), rounds()
-            return _run_layer(here, definition, state, x, tokens, step, cache, table)
+            return _run_layer(here, layer.definition, alone, state, x, tokens, step, cache, table)
 
     def run_alone(
         self,

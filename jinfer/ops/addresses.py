@@ -2,9 +2,9 @@
 
 A program of XLA's costs some microseconds of Python's thread for each array that it is given, has
 several instructions for it, and hands it to each call that reads it: a few percent of a small
-model's decoding step, and a sixth of its program. A layer's weights change neither their place nor
-their form, so it is given one small table of where they are; what they are is written down in the
-program.
+model's decoding step, and a sixth of its program. Layers' weights change neither their place nor
+their form, so a program is given one small table of where they are; what they are is written down
+in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,26 +23,59 @@ from jaxtyping import UInt
 type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
 
 _ALIGNED = 64  # bytes, or JAX copies what it is given
-_TABLES: ContextVar[Mapping[str, Table] | None] = ContextVar("tables", default=None)
+
+
+class Told(NamedTuple):
+    """Where some weights are.
+
+    Attributes:
+        table: of these and others.
+        rows: one for each, in their order.
+    """
+
+    table: Table
+    rows: range
+
+    def of(self, arrays: Sequence[Any]) -> dict[int, int]:
+        """By the id of each of the weights, which are the first of some arrays: its row."""
+        return {id(one): row for one, row in zip(arrays, self.rows, strict=False)}
+
+    def alone(self) -> Table:
+        """The table without the others, as equal layers are to be equal functions."""
+        return self.table[self.rows.start : self.rows.stop]
+
+    def __add__(self, after: Any) -> Told:
+        """These weights and those that follow in the same table."""
+        assert after.table is self.table
+        assert after.rows.start == self.rows.stop
+        return Told(self.table, range(self.rows.start, after.rows.stop))
+
+
+_TOLD: ContextVar[Mapping[str, Told] | None] = ContextVar("told", default=None)
 
 
 @contextmanager
-def told(tables: Mapping[str, Table]) -> Iterator[None]:
+def told(table: Table | None, layers: Mapping[str, slice]) -> Iterator[None]:
     """What is traced meanwhile, by this thread, may read these layers' weights by their addresses.
 
     Args:
-        tables: by the name of each layer, with a row for each of its arrays, in their order.
+        table: of the arrays of the first layer, then of the second, ...; None: of none.
+        layers: as many arrays as each slice has are the layer's of that name.
     """
-    token = _TABLES.set(tables)
+    begin, found = 0, dict[str, Told]()
+    for name, own in layers.items():
+        if table is not None:
+            found[name] = Told(table, range(begin, begin := begin + own.stop - own.start))
+    token = _TOLD.set(found)
     try:
         yield
     finally:
-        _TABLES.reset(token)
+        _TOLD.reset(token)
 
 
-def table_of(layer: str) -> Table | None:
+def told_of(layer: str) -> Told | None:
     """Where a layer's weights are; None: it is given them."""
-    return (_TABLES.get() or {}).get(layer)
+    return (_TOLD.get() or {}).get(layer)
 
 
 def like(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:

@@ -1,36 +1,35 @@
-"""Puts together what is computed of each token by itself, on CPUs; for GPUs see `prepared`.
+"""Puts together what layers compute one after the other, on CPUs; for GPUs see `prepared`.
 
-Between two attentions a layer is norms, products and sums of the same rows. As calls of their own
-they cost a few microseconds each before they begin, and threads are gathered anew for every
+A layer is norms, products, sums and rotations of the same rows, and attentions. As calls of their
+own they cost a few microseconds each before they begin, and threads are gathered anew for every
 product: a fifth of a decoding step of a small model. So a traced function is rewritten: those of
 its operations that need nothing else in between become one call (`jinfer.cpu.chain`), whatever the
-layer's wiring. The numbers stay the same to the bit.
+layers' wiring, and of all layers where nothing else stands between them either. The numbers stay
+the same to the bit.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
-from jax.extend.core import JaxprEqn, Literal
 
 from jinfer.cpu import chain as cpu
 from jinfer.ops import kernels
-from jinfer.ops.addresses import Table
+from jinfer.ops.addresses import Told
 from jinfer.ops.backend import backend
-from jinfer.ops.equations import evaluate, value
+from jinfer.ops.equations import Operand, Operation, Slot, evaluate, operations, value
 from jinfer.ops.prepared import prepared
-from jinfer.ops.row_operations import RowOperation, row_operation
+from jinfer.ops.row_operations import MOVES, RowOperation, maker_of, row_operation
 from jinfer.quant.calibration import records
 
 _LEAST = 2  # operations that are worth a chain
 
 
-def chained[**P, R](function: Callable[P, R], table: Table | None = None) -> Callable[P, R]:
+def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Callable[P, R]:
     """The same function, with such operations put together where the CPU has custom calls.
 
     On a GPU they become part of the kernels that round the rows of products (`prepared`).
@@ -39,26 +38,95 @@ def chained[**P, R](function: Callable[P, R], table: Table | None = None) -> Cal
     told not to compile, as somebody wants to look at each step.
 
     Args:
-        table: where those weights are that are the first of the arrays given: calls are told that
+        told: where those weights are that are the first of the arrays given: calls are told that
             instead of being given them.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        as_it_is = jax.config.jax_disable_jit or records((args, kwargs))
-        if not as_it_is and kernels.prepares_rows():
+        if not _as_it_is(args, kwargs) and kernels.prepares_rows():
             return prepared(function)(*args, **kwargs)
-        if as_it_is or not (backend() == "cpu" and cpu.available()):
+        if not chains(args, kwargs):
             return function(*args, **kwargs)
-        flat, tree = jax.tree.flatten((args, kwargs))
-
-        def of_flat(*leaves: Any) -> R:
-            given, named = jax.tree.unflatten(tree, leaves)
-            return function(*given, **named)
-
-        traced, shape = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(traced, flat, table))
+        return Chains(partial(function, **kwargs), args, told).results()
 
     return run
+
+
+def chains(*arrays: Any) -> bool:
+    """Whether there are custom calls for this, and functions of these are to be changed."""
+    return not _as_it_is(*arrays) and backend() == "cpu" and cpu.available()
+
+
+def _as_it_is(*arrays: Any) -> bool:
+    return jax.config.jax_disable_jit or records(arrays)
+
+
+class Chains[R]:
+    """A function of certain arrays, rewritten.
+
+    Attributes:
+        count: calls that are chains.
+    """
+
+    def __init__(
+        self, function: Callable[..., R], args: Sequence[Any], told: Told | None = None
+    ) -> None:
+        """As of `chained`."""
+        flat, tree = jax.tree.flatten(tuple(args))
+        traced, shape = jax.make_jaxpr(
+            lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
+        )(*flat)
+        self._tree: Any = jax.tree.structure(shape)
+        self._known: dict[Slot, Any] = {}
+        inputs = [Slot(var.aval) for var in traced.jaxpr.invars]
+        found, self._outs = operations(traced, inputs, self._known)
+        self._known |= dict(zip(inputs, flat, strict=True))
+        table, rows = (None, {}) if told is None else (told.table, told.of(flat))
+        self._program = partial(cpu.Program, table=table, told=rows)
+        found, self._outs = _once(found, self._outs)
+        found = _needed(found, self._outs)
+        self._plan, self._users = _planned(found), _users(found, self._outs)
+        self.count = sum(map(self._is_worth_it, self._plan.groups.values()))
+
+    def results(self) -> R:
+        """What the function gives."""
+        plan, known = self._plan, self._known
+        for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
+            groups = [group for row, group in plan.groups.items() if row.level == level]
+            for group in groups:
+                if self._is_worth_it(group):
+                    known |= self._run(group)
+            alone = [one for group in groups if not self._is_worth_it(group) for one in group]
+            for operation in (*alone, *plan.others.get(level, ())):
+                operands = [value(one, known) for one in operation.operands]
+                results = evaluate(operation.eqn, operands)
+                known |= dict(zip(operation.results, results, strict=True))
+        out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
+        return out
+
+    def _is_worth_it(self, group: Sequence[Operation]) -> bool:
+        rows = [self._plan.rows[operation] for operation in group]
+        computing = sum(not row.moves for row in rows)
+        return computing >= _LEAST and any(row.product for row in rows)
+
+    def _run(self, group: Sequence[Operation]) -> dict[Slot, Any]:
+        """What a group gives to others, computed in one call."""
+        rows, known, inside = self._plan.rows, self._known, set(group)
+        own = dict.fromkeys(result for operation in group for result in operation.results)
+        given = dict.fromkeys(
+            one for operation in group for one in rows[operation].operands if one not in own
+        )
+        count = rows[group[0]].rows
+        program = self._program([known[one].reshape(count, -1) for one in given])
+        values: dict[Slot, int] = {one: number for number, one in enumerate(given)}
+        for operation in group:
+            row = rows[operation]
+            out = row.add(program, [values[one] for one in row.operands], known)
+            values |= dict(zip(operation.results, out, strict=True))
+        wanted = [result for result in own if self._users[result] - inside]
+        numbers = list(dict.fromkeys(values[result] for result in wanted))
+        arrays = dict(zip(numbers, program.run(numbers), strict=True))
+        return {one: arrays[values[one]].reshape(one.aval.shape) for one in wanted}
 
 
 class _Row(NamedTuple):
@@ -69,103 +137,81 @@ class _Row(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A function's equations, in the order of levels: of each its groups first, then the others.
+    """A function's operations, in the order of levels: of each its groups first, then the others.
 
-    A row operation's level is one above that of every other equation that it depends on, so that
-    none of those can stand between two of the same level.
+    A row operation's level is one above that of whatever it depends on that is not of its group, so
+    that none of that can stand between two of the same level.
     """
 
-    operations: dict[int, RowOperation]  # by the equation's id
-    groups: dict[_Row, list[JaxprEqn]]
-    others: dict[int, list[JaxprEqn]]
+    rows: dict[Operation, RowOperation]
+    groups: dict[_Row, list[Operation]]
+    others: dict[int, list[Operation]]
 
 
-def _evaluate(traced: Any, args: Sequence[Array], table: Table | None) -> list[Array]:
-    jaxpr = traced.jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, args, strict=True))
-    weights = () if table is None else args[: len(table)]
-    told = {id(one): row for row, one in enumerate(weights)}
-    program = partial(cpu.Program, table=table, told=told)
-    plan, users = _planned(jaxpr.eqns), _users(jaxpr.eqns, jaxpr.outvars)
-    for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
-        for row, eqns in plan.groups.items():
-            if row.level == level and _is_worth_it([plan.operations[id(eqn)] for eqn in eqns]):
-                known |= _run(program, eqns, plan.operations, known, users)
-            elif row.level == level:
-                for eqn in eqns:
-                    known |= _evaluate_one(eqn, known)
-        for eqn in plan.others.get(level, ()):
-            known |= _evaluate_one(eqn, known)
-    return [value(atom, known) for atom in jaxpr.outvars]
+def _once(
+    found: Sequence[Operation], outs: Sequence[Operand]
+) -> tuple[list[Operation], list[Operand]]:
+    """The same, with what layers change the shape of alike, as places of tokens, changed once."""
+    kept, same, known = list[Operation](), dict[Any, Operand](), dict[Any, Operation]()
+    for operation in found:
+        operation.operands = tuple(same.get(id(one), one) for one in operation.operands)
+        if operation.name in MOVES:
+            # A literal is the same in each only where it is one object.
+            key = str(operation.eqn.params), *map(id, operation.operands)
+            before = known.setdefault(key, operation)
+            if before is not operation:
+                same |= zip(map(id, operation.results), before.results, strict=True)
+                continue
+        kept.append(operation)
+    return kept, [same.get(id(out), out) for out in outs]
 
 
-def _planned(eqns: Sequence[JaxprEqn]) -> _Plan:
+def _needed(found: Sequence[Operation], outs: Sequence[Operand]) -> list[Operation]:
+    """Those that results depend on: XLA leaves out others, but nothing of a chain."""
+    wanted = {out for out in outs if isinstance(out, Slot)}
+    kept = []
+    for operation in reversed(found):
+        if operation.eqn.effects or not wanted.isdisjoint(operation.results):
+            kept.append(operation)
+            wanted |= {one for one in operation.operands if isinstance(one, Slot)}
+    return kept[::-1]
+
+
+def _planned(found: Sequence[Operation]) -> _Plan:
     plan = _Plan({}, defaultdict(list), defaultdict(list))
-    makers: dict[Any, JaxprEqn] = {}
-    levels: dict[int, int] = {}
-    for eqn in eqns:
-        before = [id(makers[a]) for a in eqn.invars if not isinstance(a, Literal) and a in makers]
-        operation = row_operation(eqn, makers, plan.operations)
-        if operation is None:
-            level = max((levels[maker] for maker in before), default=-1)
-            plan.others[level].append(eqn)
+    makers: dict[Slot, Operation] = {}
+    levels: dict[Operation, int] = {}
+    for operation in found:
+        row = row_operation(operation, makers, plan.rows)
+        level = 0
+        for one in operation.operands:
+            if (maker := maker_of(one, makers)) is None:
+                continue
+            before = plan.rows.get(maker)
+            together = row is None or (
+                before is not None
+                and before.rows == row.rows
+                and any(one is matrix for matrix in row.operands)
+            )
+            level = max(level, levels[maker] + (not together))
+        if row is None:
+            plan.others[level].append(operation)
         else:
-            above = (levels[maker] + (maker not in plan.operations) for maker in before)
-            level = max(above, default=0)
-            plan.operations[id(eqn)] = operation
-            plan.groups[_Row(level, operation.rows)].append(eqn)
-        levels[id(eqn)] = level
-        makers |= dict.fromkeys(eqn.outvars, eqn)
+            plan.rows[operation] = row
+            plan.groups[_Row(level, row.rows)].append(operation)
+        levels[operation] = level
+        makers |= dict.fromkeys(operation.results, operation)
     return plan
 
 
-def _is_worth_it(operations: Sequence[RowOperation]) -> bool:
-    computing = sum(not operation.moves for operation in operations)
-    return computing >= _LEAST and any(operation.product for operation in operations)
-
-
-def _users(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, set[int]]:
-    """The equations, by id, that each variable is given to; 0: it is a result."""
-    users: dict[Any, set[int]] = defaultdict(set)
-    for eqn in eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                users[atom].add(id(eqn))
-    for atom in results:
-        if not isinstance(atom, Literal):
-            users[atom].add(0)
+def _users(found: Sequence[Operation], outs: Sequence[Operand]) -> dict[Slot, set[Any]]:
+    """The operations that each array is given to; None: it is a result."""
+    users: dict[Slot, set[Any]] = defaultdict(set)
+    for operation in found:
+        for one in operation.operands:
+            if isinstance(one, Slot):
+                users[one].add(operation)
+    for out in outs:
+        if isinstance(out, Slot):
+            users[out].add(None)
     return users
-
-
-def _evaluate_one(eqn: JaxprEqn, known: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The equation's results, computed as it says."""
-    out = evaluate(eqn, [value(atom, known) for atom in eqn.invars])
-    return dict(zip(eqn.outvars, out, strict=True))
-
-
-def _run(
-    new: Callable[..., cpu.Program],
-    eqns: Sequence[JaxprEqn],
-    operations: Mapping[int, RowOperation],
-    known: Mapping[Any, Any],
-    users: Mapping[Any, set[int]],
-) -> dict[Any, Any]:
-    """What a group of row operations gives to others, computed in one call."""
-    inside = {id(eqn) for eqn in eqns}
-    own = {var for eqn in eqns for var in eqn.outvars}
-    given = dict.fromkeys(
-        atom for eqn in eqns for atom in operations[id(eqn)].operands if atom not in own
-    )
-    rows = operations[id(eqns[0])].rows
-    program = new([known[var].reshape(rows, -1) for var in given])
-    values: dict[Any, int] = {var: number for number, var in enumerate(given)}
-    for eqn in eqns:
-        operation = operations[id(eqn)]
-        out = operation.add(program, [values[atom] for atom in operation.operands], known)
-        values |= dict(zip(eqn.outvars, out, strict=True))
-    wanted = [var for eqn in eqns for var in eqn.outvars if users[var] - inside]
-    numbers = list(dict.fromkeys(values[var] for var in wanted))
-    arrays = dict(zip(numbers, program.run(numbers), strict=True))
-    shapes: dict[Any, Any] = {var: var.aval for var in wanted}
-    return {var: arrays[values[var]].reshape(shapes[var].shape) for var in wanted}

@@ -1,4 +1,4 @@
-"""Which operations of a traced function compute each row of a matrix by itself."""
+"""Which operations of a traced function a chain can do: of each row by itself, and attentions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+import numpy as np
+from jax.extend.core import Literal
 
-from jinfer.cpu.chain import Program
+from jinfer.cpu.chain import Attending, Program
+from jinfer.ops.equations import Operand, Operation, Slot
 
-type Known = Mapping[Any, Any]  # variable -> its array
+type Known = Mapping[Slot, Any]  # an array's slot -> the array
+type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that gives it
+
+
+# Primitives that only change a shape, where there are as many numbers afterwards.
+MOVES = ("reshape", "squeeze", "broadcast_in_dim")
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class RowOperation:
     """One that a `Program` can do.
 
     Attributes:
-        rows: of its matrices, all axes but the last one counted together.
+        rows: of its matrices: all axes but the last one counted together, or such as have several
+            of those, as tokens have heads.
         operands: those of its operands that are matrices of rows.
         add: puts it into a program, given its operands' values there, and gives its results'.
         product: whether it is worth a call of its own.
@@ -28,57 +36,72 @@ class RowOperation:
     """
 
     rows: int
-    operands: tuple[Any, ...]
+    operands: tuple[Operand, ...]
     add: Callable[[Program, Sequence[int], Known], list[int]]
     product: bool = False
     moves: bool = False
 
 
-def row_operation(
-    eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn], found: Mapping[int, RowOperation]
-) -> RowOperation | None:
-    """What an equation is, if it is one.
+type Found = Mapping[Operation, RowOperation]
+
+
+def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """What an operation is, if it is one.
 
     Args:
-        makers: the equation that gives each variable.
-        found: those before it, by the equation's id.
+        found: those before it.
     """
-    if any(_aval(out).dtype != jnp.float32 for out in eqn.outvars):
+    if operation.results[0].aval.dtype != jnp.float32:
         return None
-    match eqn.primitive.name:
+    match operation.name:
         case "ffi_call":
-            return _custom_call(eqn, makers)
-        case "reshape":
-            return _reshape(eqn, makers, found)
+            return _custom_call(operation, makers, found)
+        case name if name in MOVES:
+            return _reshape(operation, makers, found)
         case "add":
-            return _add(eqn, makers)
+            return _add(operation, makers, found)
         case "mul":
-            return _scale(eqn)
+            return _scale(operation, makers, found)
     return None
 
 
-def _custom_call(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
-    match eqn.params["target_name"]:
+def _rows(rows: int, operands: Sequence[Operand], makers: Makers, found: Found) -> int:
+    """Of what matrices of so many rows are: those of what gives them, if they are parts of such."""
+    makes = [maker for one in operands if (maker := maker_of(one, makers)) is not None]
+    before = {found[maker].rows for maker in makes if maker in found}
+    own = before.pop() if len(before) == 1 else rows
+    return own if rows % own == 0 else rows
+
+
+def maker_of(one: Operand, makers: Makers) -> Operation | None:
+    """What gives an operand, if that is an operation."""
+    return makers.get(one) if isinstance(one, Slot) else None
+
+
+def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    match operation.eqn.params["target_name"]:
         case "jinfer_linear":
-            return _linear(eqn)
+            return _linear(operation)
         case "jinfer_dense":
-            return _dense(eqn)
+            return _dense(operation)
         case "jinfer_norm":
-            return _norm(eqn, makers)
+            return _norm(operation, makers, found)
         case "jinfer_rotate":
-            return _rotate(eqn)
+            return _rotate(operation)
+        case "jinfer_attention":
+            return _attention(operation)
     return None
 
 
-def _linear(eqn: JaxprEqn) -> RowOperation | None:
-    given = _attributes(eqn)
+def _linear(operation: Operation) -> RowOperation | None:
+    given = _attributes(operation)
     if given["select"] != 0:
         return None
-    x, *buffers = eqn.invars
+    x, *buffers = operation.operands
     fixed: dict[str, Any] = {
         "exact": bool(given["exact"]),
         "activation": int(given["activation"]),
-        "outputs": [_aval(var).shape[1] for var in eqn.outvars],
+        "outputs": [out.aval.shape[1] for out in operation.results],
     }
     fields, codebook = given["tensors"].tolist(), given["codebook"].tolist()
 
@@ -86,73 +109,93 @@ def _linear(eqn: JaxprEqn) -> RowOperation | None:
         read = [known[buffer] for buffer in buffers]
         return program.linear(values[0], read, fields, codebook, **fixed)
 
-    return RowOperation(_aval(x).shape[0], (x,), add, product=True)
+    return RowOperation(x.aval.shape[0], (x,), add, product=True)
 
 
-def _dense(eqn: JaxprEqn) -> RowOperation | None:
-    given = _attributes(eqn)
-    x, *weights = eqn.invars
-    if given["select"] != 0 or 0 in _aval(x).shape:
+def _dense(operation: Operation) -> RowOperation | None:
+    given = _attributes(operation)
+    x, *weights = operation.operands
+    if given["select"] != 0 or 0 in x.aval.shape:
         return None
     fixed: dict[str, Any] = {
         **{name: int(given[name]) for name in ("activation", "first", "taken")},
         **{name: bool(given[name]) for name in ("transposed", "rounded")},
-        "outputs": [_aval(var).shape[1] for var in eqn.outvars],
+        "outputs": [out.aval.shape[1] for out in operation.results],
     }
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         return program.dense(values[0], [known[weight] for weight in weights], **fixed)
 
-    return RowOperation(_aval(x).shape[0], (x,), add, product=True)
+    return RowOperation(x.aval.shape[0], (x,), add, product=True)
 
 
-def _norm(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
-    given = _attributes(eqn)
-    x, *vectors = eqn.invars
-    if any(_aval(vector).shape[0] != 1 for vector in vectors):
+def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    given = _attributes(operation)
+    x, *vectors = operation.operands
+    if any(vector.aval.shape[0] != 1 for vector in vectors):
         return None  # rows are heads with weights of their own
     vectors = [_as_stored(vector, makers) for vector in vectors]
     kind = {name: given[name] for name in ("centered", "eps", "offset")}
+    rows, each = x.aval.shape
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         left = iter(vectors)
         weight = known[next(left)] if given["weighted"] else None
         bias = known[next(left)] if given["biased"] else None
-        return [program.norm(values[0], weight, bias, **kind)]
+        return [program.norm(values[0], weight, bias, **kind, each=each)]
 
-    return RowOperation(_aval(x).shape[0], (x,), add)
+    return RowOperation(_rows(rows, (x,), makers, found), (x,), add)
 
 
-def _rotate(eqn: JaxprEqn) -> RowOperation:
-    given = _attributes(eqn)
+def _rotate(operation: Operation) -> RowOperation:
+    given = _attributes(operation)
     size, adjacent = int(given["size"]), bool(given["adjacent"])
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.rotate(*values, size=size, adjacent=adjacent)]
 
-    return RowOperation(_aval(eqn.invars[0]).shape[0], tuple(eqn.invars), add)
+    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
 
 
-def _reshape(
-    eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn], found: Mapping[int, RowOperation]
-) -> RowOperation | None:
-    """Of what such an operation gives, if its rows stay the same."""
-    x, shape = eqn.invars[0], _aval(eqn.outvars[0]).shape
-    maker = found.get(id(makers.get(x)))
-    if maker is None or _aval(x).shape[-1:] != shape[-1:] or not shape:
+def _attention(operation: Operation) -> RowOperation | None:
+    """With its new keys and values, if it has any, where all of it is computed here."""
+    given = _attributes(operation)
+    q, *places = operation.operands[:5]
+    *numbers, distances = operation.operands[5:8]
+    if given["partial"] or distances.aval.size:
         return None
-    return RowOperation(maker.rows, (x,), lambda _, values, __: [values[0]], moves=True)
+    new = (2 - given["shared"]) * given["written"]
+    matrices, pools = operation.operands[8 : 8 + new], operation.operands[8 + new :]
+    kind = Attending(*(_plain(given[name]) for name in Attending._fields))
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
+        return program.attend(values[0], values[1:], where, own, read, kind)
+
+    return RowOperation(q.aval.shape[0], (q, *matrices), add, product=True)
 
 
-def _add(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
-    shape = _aval(eqn.outvars[0]).shape
+def _reshape(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """Of what such an operation gives, if its rows stay whole, perhaps cut into heads."""
+    x, shape = operation.operands[0], operation.results[0].aval.shape
+    maker = maker_of(x, makers)
+    row = None if maker is None else found.get(maker)
+    if row is None or math.prod(shape) != math.prod(x.aval.shape):
+        return None
+    if not shape or math.prod(shape[:-1]) % row.rows:
+        return None
+    return RowOperation(row.rows, (x,), lambda _, values, __: [values[0]], moves=True)
+
+
+def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    shape = operation.results[0].aval.shape
     if len(shape) < 2:
         return None
     rows = math.prod(shape[:-1])
-    a, b = eqn.invars
+    a, b = operation.operands
     for x, other in ((a, b), (b, a)):
         vector = _repeated(other, shape, makers)
-        if vector is not None and _aval(x).shape == shape:
+        if vector is not None and x.aval.shape == shape:
 
             def add_vector(
                 program: Program, values: Sequence[int], known: Known, vector: Any = vector
@@ -160,16 +203,17 @@ def _add(eqn: JaxprEqn, makers: Mapping[Any, JaxprEqn]) -> RowOperation | None:
                 return [program.add_vector(values[0], known[vector])]
 
             return RowOperation(rows, (x,), add_vector)
-    if any(_aval(atom).shape != shape for atom in (a, b)):
+    if any(one.aval.shape != shape for one in (a, b)):
         return None
+    rows = _rows(rows, (a, b), makers, found)
     return RowOperation(rows, (a, b), lambda program, values, _: [program.add(*values)])
 
 
-def _scale(eqn: JaxprEqn) -> RowOperation | None:
+def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
     """Of a matrix by a number that is known."""
-    for x, by in (eqn.invars, eqn.invars[::-1]):
-        shape = _aval(x).shape
-        if isinstance(by, Literal) and _aval(by).shape == () and len(shape) > 1:
+    for x, by in (operation.operands, operation.operands[::-1]):
+        shape = x.aval.shape
+        if isinstance(by, Literal) and np.shape(by.val) == () and len(shape) > 1:
             factor = float(by.val)
 
             def add(
@@ -177,41 +221,43 @@ def _scale(eqn: JaxprEqn) -> RowOperation | None:
             ) -> list[int]:
                 return [program.scale(values[0], factor)]
 
-            return RowOperation(math.prod(shape[:-1]), (x,), add)
+            rows = _rows(math.prod(shape[:-1]), (x,), makers, found)
+            return RowOperation(rows, (x,), add)
     return None
 
 
-def _repeated(atom: Any, shape: tuple[int, ...], makers: Mapping[Any, JaxprEqn]) -> Var | None:
+def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | None:
     """The vector that an operand is in each row of a matrix, if that is what it is."""
-    if isinstance(atom, Literal):
+    if isinstance(one, Literal):
         return None
-    maker, size = makers.get(atom), shape[-1:]
-    if _aval(atom).shape != shape:
-        vector = atom
-    elif maker is not None and maker.primitive.name == "broadcast_in_dim":
-        (vector, *_), axes = maker.invars, maker.params["broadcast_dimensions"]
+    maker, size = maker_of(one, makers), shape[-1:]
+    if one.aval.shape != shape:
+        vector = one
+    elif maker is not None and maker.name == "broadcast_in_dim":
+        (vector, *_), axes = maker.operands, maker.eqn.params["broadcast_dimensions"]
         if isinstance(vector, Literal) or axes[-1:] != (len(shape) - 1,):
             return None
     else:
         return None
-    own = _aval(vector).shape
+    own: tuple[int, ...] = vector.aval.shape
     return vector if own[-1:] == size and math.prod(own) == size[0] else None
 
 
-def _as_stored(vector: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
+def _as_stored(vector: Operand, makers: Makers) -> Operand:
     """What a vector was before it was given an axis of one: a weight, if it is stored like that."""
-    maker = makers.get(vector)
-    if maker is None or maker.primitive.name not in ("reshape", "broadcast_in_dim"):
+    maker = maker_of(vector, makers)
+    if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
         return vector
-    stored = maker.invars[0]
-    same = math.prod(_aval(stored).shape) == math.prod(_aval(vector).shape)
+    stored = maker.operands[0]
+    same = math.prod(stored.aval.shape) == math.prod(vector.aval.shape)
     return stored if same and not isinstance(stored, Literal) else vector
 
 
-def _attributes(eqn: JaxprEqn) -> dict[str, Any]:
-    attributes = dict(eqn.params["attributes"])
+def _attributes(operation: Operation) -> dict[str, Any]:
+    attributes = dict(operation.eqn.params["attributes"])
     return {name: getattr(value, "val", value) for name, value in attributes.items()}
 
 
-def _aval(atom: Any) -> Any:
-    return atom.aval
+def _plain(number: Any) -> Any:
+    """A NumPy number as Python's."""
+    return number.item() if isinstance(number, np.generic) else number

@@ -238,8 +238,9 @@ def call(
     *operands: Any,
     given: int = 1,
     told: list[int] | None = None,
+    more: int = 0,
 ) -> None:
-    out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in results]
+    out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in range(len(results) + more)]
     jax.block_until_ready(
         jax.ffi.ffi_call("jinfer_chain", out)(
             *operands,
@@ -264,6 +265,9 @@ def tell(told: list[int]) -> None:
 
 DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0, 0]
 X = random(2, 64)
+NORM = [int(Operation.NORM), 0, 0, 0, 0, 0, 0]
+# Without new keys and values; what is left is the sizes of keys and values.
+ATTENTION = [int(Operation.ATTENTION), 0, -1, -1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 1, 1]
 LINEAR = [int(Operation.LINEAR), 0, 1, 0, 0, 0]
 MATRIX = coded(matrix(FOUR, 64, 64))
 FIELDS = fields_of(MATRIX)
@@ -328,6 +332,33 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "heads that do not fit": ("such a size", lambda: turn(1, 1, 48)),
     "heads smaller than what is rotated": ("such a size", lambda: turn(1, 1, 4)),
     "heads of nothing": ("such a size", lambda: turn(1, 1, 0)),
+    "norms that do not fit": ("such a size", lambda: call([*NORM, 48], [1], X)),
+    "norms of nothing": ("such a size", lambda: call([*NORM, 0], [1], X)),
+    "attention that is cut off": ("do not fit", lambda: call([*ATTENTION[:9]], [1], X)),
+    "attention without a place": ("out of range", lambda: call([*ATTENTION, 16, 16], [1], X)),
+    "heads of another size": ("heads that do not", lambda: call([*ATTENTION, 48, 16], [1], X)),
+    "heads of no size": ("heads that do not", lambda: call([*ATTENTION, 0, 16], [1], X)),
+    "keys that are not there": (
+        "heads that do not",
+        lambda: call([*ATTENTION[:2], 0, 5, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16], [1], X),
+    ),
+    "pools that are no results": (
+        "out of range",
+        lambda: call(
+            [*ATTENTION[:2], 0, 0, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16],
+            [1],
+            X,
+            *[jnp.zeros(2, jnp.int32)] * 3,
+            jnp.zeros((1, 1), jnp.int32),
+            *[jnp.zeros(0)] * 2,
+            *[jnp.zeros((1, 4, 64, 16))] * 2,
+        ),
+    ),
+    "a result too many": (
+        "wrong number of results",
+        lambda: call([int(Operation.SCALE), 0, 0], [1], X, more=1),
+    ),
+    "an argument that is not there again": ("out of range", lambda: tell([-7])),
     "too short a vector": (
         "does not fit its rows",
         lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, random(63)),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
-from jinfer.ops.addresses import read_by, table, table_of, told
+from jinfer.ops.addresses import Told, read_by, table, told, told_of
 from jinfer.ops.chains import chained
 from tests.ops.test_chains import CASES, W, Weights
 
@@ -31,7 +31,8 @@ def first(function: Callable[[jax.Array, Weights], Any]) -> Callable[[Weights, j
 def test_told_weights_give_the_bits_of_given_ones(name: str) -> None:
     run, w = first(CASES[name][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
-    got = jax.jit(lambda w, x, where: chained(run, where)(w, x))(w, X, where)
+    rows = range(len(where))
+    got = jax.jit(lambda w, x, where: chained(run, Told(where, rows))(w, x))(w, X, where)
     wanted = jax.jit(chained(run))(w, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -41,7 +42,8 @@ def test_a_told_weight_is_not_read() -> None:
     run, w = first(CASES["one after the other"][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
     assert all(read_by(lambda w: chained(run)(w, X), w))
-    assert not any(read_by(lambda w: chained(run, where)(w, X), w))
+    weights = Told(where, range(len(where)))
+    assert not any(read_by(lambda w: chained(run, weights)(w, X), w))
 
 
 def test_what_an_array_is_for_is_found_inside() -> None:
@@ -85,11 +87,15 @@ def test_weights_live_as_long_as_programs_that_were_told() -> None:
 
 
 def test_tables_are_those_of_this_thread_and_moment() -> None:
-    where = table([jnp.ones(3)])
-    assert table_of("decoder.0") is None
-    with told({"decoder.0": where}):
-        assert table_of("decoder.0") is where
-        assert table_of("decoder.1") is None
-        with told({}):
-            assert table_of("decoder.0") is None
-    assert table_of("decoder.0") is None
+    where = table([jnp.ones(3), jnp.ones(4), jnp.ones(5)])
+    assert told_of("decoder.0") is None
+    with told(where, {"decoder.0": slice(7, 9), "decoder.1": slice(2, 3)}):
+        first, second = told_of("decoder.0"), told_of("decoder.1")
+        assert first == (where, range(2))
+        assert second == (where, range(2, 3))
+        assert first + second == (where, range(3))
+        np.testing.assert_array_equal(second.alone(), where[2:])
+        assert told_of("decoder.2") is None
+        with told(None, {"decoder.0": slice(7, 9)}):
+            assert told_of("decoder.0") is None
+    assert told_of("decoder.0") is None

@@ -80,7 +80,7 @@ def norms_after(x: jax.Array, w: Weights) -> jax.Array:
 
 
 def heads(x: jax.Array, w: Weights) -> jax.Array:
-    """Norms of heads are rows of another kind."""
+    """Several norms of a row."""
     q, k = linears(norm(x), [w["q"], w["o"]], [None, None])
     q = normalize(q.reshape(*q.shape[:2], 4, 16), jnp.asarray(SCALE[:16]), eps=1e-5)
     return x + linear(q.reshape(x.shape) * k, w["o"])
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "biases and factors": (with_biases, {"jinfer_chain": 3}),
     "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
     "rotations": (rotations, {"jinfer_chain": 2}),
-    "heads": (heads, {"jinfer_chain": 2, "jinfer_norm": 1}),
+    "heads": (heads, {"jinfer_chain": 2}),
 }
 
 
