@@ -7,15 +7,13 @@
 // threads share it by outputs, and so does what needs a product's result. An attention has stages of
 // its own.
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "attention_checks.h"
-#include "attention_work.h"
+#include "chain_attention.h"
+#include "chain_reader.h"
 #include "dense_product.h"
 #include "linear_product.h"
 #include "operands.h"
@@ -64,40 +62,6 @@ struct Stage {
   std::vector<RowOperation> rows;
   std::vector<const RowProduct*> products;
   std::vector<AttentionStage> attentions;
-};
-
-// An attention, the numbers of its values, and its first stage; k and v: q, where it has none.
-struct Attending {
-  AttentionWork work;
-  Buffers buffers;
-  std::array<int64_t, 3> q_shape, k_shape, v_shape, y_shape;
-  size_t q, k, v, y;
-  int64_t stage;
-};
-
-// Reads the program: operations one after the other, each a kind and its numbers.
-class Reader {
- public:
-  explicit Reader(ffi::Span<const int64_t> program) : at_(program.begin()), end_(program.end()) {}
-
-  bool done() const { return at_ >= end_; }
-  bool has(int64_t count) const { return count >= 0 && end_ - at_ >= count; }
-  int64_t next() { return has(1) ? *at_++ : (failed_ = true, 0); }
-  float real() {
-    const int32_t bits = static_cast<int32_t>(next());
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  }
-  const int64_t* take(int64_t count) {
-    if (!has(count)) return failed_ = true, nullptr;
-    return (at_ += count) - count;
-  }
-  bool failed() const { return failed_; }
-
- private:
-  const int64_t *at_, *end_;
-  bool failed_ = false;
 };
 
 class Chain {
@@ -347,76 +311,25 @@ class Chain {
   }
 
   ffi::Error read_attention(Operands& operands, Reader& reader, size_t q) {
-    const int64_t k = reader.next(), v = reader.next();
-    Call call{};
-    call.rules = {reader.real(), reader.real()};
-    call.rules.window = reader.next(), call.rules.ahead = reader.next();
-    call.rules.lowest = reader.next();
-    call.written = reader.next(), call.shared = reader.next();
-    Codes codes{int(reader.next()), int(reader.next()), int(reader.next())};
-    codes.symmetric = reader.next();
-    call.keys.codes = call.values.codes = codes;
-    const int64_t dim = reader.next(), value_dim = reader.next();
-    const bool has_k = call.written, has_v = call.written && !call.shared;
-    const auto cut = [&](bool there, int64_t value, int64_t size) {
-      return !there || (value >= 0 && size_t(value) < values_.size() && values_[value].size % size == 0);
-    };
-    if (reader.failed() || dim < 1 || value_dim < 1 || !cut(true, q, dim) || !cut(has_k, k, dim) ||
-        !cut(has_v, v, value_dim))
-      return refused("attention to heads that do not fit");
-    call.keys.dim = dim, call.values.dim = value_dim;
     Attending& it = attending_.next();
-    const int64_t heads = values_[q].size / dim;
-    it.q = q, it.k = has_k ? k : q, it.v = has_v ? v : q, it.y = values_.size();
-    it.q_shape = {rows_, heads, dim}, it.y_shape = {rows_, heads, value_dim};
-    it.k_shape = {rows_, values_[it.k].size / dim, dim};
-    it.v_shape = {rows_, values_[it.v].size / value_dim, value_dim};
-    if (ffi::Error e = take_buffers(operands, it, call, has_v); e.failure()) return e;
-    if (ffi::Error e = it.buffers.fill(call, false); e.failure()) return e;
-    const auto planned = plans_.of(call, *pool_);
+    const auto size_of = [this](int64_t value) {
+      return value < 0 || size_t(value) >= values_.size() ? 0 : values_[value].size;
+    };
+    if (!it.read(reader, q, size_of)) return refused("attention to heads that do not fit");
+    ffi::Error error = it.take(operands, rows_, size_of, *rets_, next_kept_);
+    if (error.failure()) return error;
+    const auto planned = plans_.of(it.call, *pool_);
     if (planned.has_error()) return planned.error();
-    it.work = AttentionWork(call, **planned);
+    it.work = AttentionWork(it.call, **planned);
 
-    const int64_t before = std::max({row_stage(it.q), row_stage(it.k), row_stage(it.v)});
-    it.stage = before + 1;
+    it.y = values_.size();
+    it.stage = 1 + std::max({row_stage(it.q), row_stage(it.k), row_stage(it.v)});
     for (int64_t s = 0; s < AttentionWork::kStages; ++s)
       stage_at(it.stage + s).attentions.push_back({&it.work, s});
     for (const size_t value : {it.q, it.k, it.v})
       values_[value].until = std::max(values_[value].until, it.stage + 1);
     const int64_t last = it.stage + AttentionWork::kStages - 1;
-    values_.push_back({heads * value_dim, last, true, last, nullptr, nullptr, 1});
-    return ffi::Error::Success();
-  }
-
-  // In the order of `jinfer_attention`: those that the chain computes have no place yet.
-  ffi::Error take_buffers(Operands& operands, Attending& it, const Call& call, bool has_v) {
-    static constexpr int64_t kNothing[2] = {0, 0};
-    const auto computed = [](const std::array<int64_t, 3>& shape) {
-      return Operand(ffi::DataType::F32, {shape.data(), shape.size()}, nullptr);
-    };
-    std::vector<Operand>& in = it.buffers.in;
-    const auto take = [&](size_t count) {
-      for (; count > 0; --count) {
-        const auto operand = operands.next();
-        if (operand.has_error()) return operand.error();
-        in.push_back(*operand);
-      }
-      return ffi::Error::Success();
-    };
-    it.buffers.clear();
-    in.push_back(computed(it.q_shape));
-    if (ffi::Error e = take(6); e.failure()) return e;  // places, sinks and slopes
-    in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
-    if (call.written) in.push_back(computed(it.k_shape));
-    if (has_v) in.push_back(computed(it.v_shape));
-    const size_t pools = (call.keys.codes.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
-    if (ffi::Error e = take(pools); e.failure()) return e;
-    it.buffers.out.push_back(computed(it.y_shape));
-    for (size_t i = 0; call.written && i < pools; ++i) {
-      const auto pool = rets_->get<ffi::AnyBuffer>(next_kept_++);
-      if (pool.has_error()) return pool.error();
-      it.buffers.out.emplace_back(**pool);
-    }
+    values_.push_back({it.result_size(), last, true, last, nullptr, nullptr, 1});
     return ffi::Error::Success();
   }
 

@@ -352,8 +352,7 @@ class Programs:
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
             parameters = jax.tree.unflatten(tree, leaves[:count])
-            table = next(iter(leaves[count:]), None)
-            with addresses.told(table, self.told):
+            with addresses.told(next(iter(leaves[count:]), None), self.told):
                 return function(self.model, *first, parameters, *rest)
 
         return with_parts

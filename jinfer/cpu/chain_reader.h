@@ -1,0 +1,38 @@
+// The program of a chain, as numbers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+namespace {
+
+// Reads the program: operations one after the other, each a kind and its numbers.
+class Reader {
+ public:
+  explicit Reader(xla::ffi::Span<const int64_t> program) : at_(program.begin()), end_(program.end()) {}
+
+  bool done() const { return at_ >= end_; }
+  bool has(int64_t count) const { return count >= 0 && end_ - at_ >= count; }
+  int64_t next() { return has(1) ? *at_++ : (failed_ = true, 0); }
+  float real() {
+    const int32_t bits = static_cast<int32_t>(next());
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  }
+  const int64_t* take(int64_t count) {
+    if (!has(count)) return failed_ = true, nullptr;
+    return (at_ += count) - count;
+  }
+  bool failed() const { return failed_; }
+
+ private:
+  const int64_t *at_, *end_;
+  bool failed_ = false;
+};
+
+}  // namespace
+}  // namespace jinfer
