@@ -255,8 +255,7 @@ class _Loop:
     def _let_go(self) -> None:
         """Lets the model go, and its memory with it."""
         self.engine.release()
-        # XLA's threads have what a call was given for a moment after its results are there; where
-        # the program ends, it ends with its memory.
+        # XLA's threads hold what a call was given for a moment after its results are there.
         _exiting.wait(self.worked + _LET_GO - time.monotonic())
         # At any collection JAX lets go of what its threads have left, and of the host's arrays that
         # its own were made of. Cycles of a model's own hold next to nothing, and a search of all
