@@ -111,6 +111,10 @@ class Frontend:
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.load_seconds = time.perf_counter() - begun
+        # The file stays mapped as long as somebody knows its tensors; a GGUF file's metadata are a
+        # hundred thousand strings, of which a tokenizer has made its own.
+        file = replace(opened.checkpoint, tensors={}, metadata={})
+        self.opened = replace(opened, checkpoint=file)
         # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
         # would stay too, with the frames of those who called, and so with this.
         gc.collect(0)
@@ -119,9 +123,6 @@ class Frontend:
     def close(self) -> None:
         """As `LLM.close`."""
         self.thread.close()
-        # The file stays mapped as long as somebody knows its tensors.
-        file = replace(self.opened.checkpoint, tensors={}, metadata={})
-        self.opened = replace(self.opened, checkpoint=file)
         self._lift()
 
     def warm_up(self, progress: bool = False) -> None:
