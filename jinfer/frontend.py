@@ -62,7 +62,8 @@ class Frontend:
     """A model, loaded, with a thread that runs it.
 
     Attributes:
-        opened: what was settled before its weights were read.
+        opened: what was settled before its weights were read; the file's tensors and metadata are
+            let go of once they are.
         thread: runs its engine.
         load_seconds: time the weights took.
     """

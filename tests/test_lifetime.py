@@ -17,6 +17,7 @@ from jinfer.cpu import build
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 LLAMA2 = ROOT / "tests" / "goldens" / "llama2"
+GGUF = ROOT / "tests" / "goldens" / "gguf_qwen15" / "model.gguf"
 
 
 def engines() -> int:
@@ -71,6 +72,15 @@ def test_a_model_that_was_never_used_gives_its_weights_back(ids: list[int]) -> N
     engine = llm._engine
     del llm
     assert not engine.leaves
+
+
+def test_a_loaded_model_lets_its_file_go() -> None:
+    with LLM(GGUF) as llm:
+        file = llm.frontend.opened.checkpoint
+        assert (dict(file.tensors), dict(file.metadata)) == ({}, {})
+        assert len(llm.generate([[1, 5, 9]], max_tokens=2)[0].token_ids) == 2
+        maps = Path("/proc/self/maps")
+        assert not maps.exists() or str(GGUF) not in maps.read_text()
 
 
 def test_a_forgotten_model_ends_its_thread(ids: list[int]) -> None:

@@ -47,12 +47,7 @@ struct Buffers {
       if (!buffer) return buffer.error();
       in.emplace_back(*buffer);
     }
-    return take_results(rets, 0);
-  }
-
-  // From result `first` on.
-  ffi::Error take_results(const ffi::RemainingRets& rets, size_t first) {
-    for (size_t i = first; i < rets.size(); ++i) {
+    for (size_t i = 0; i < rets.size(); ++i) {
       auto buffer = rets.get<ffi::AnyBuffer>(i);
       if (!buffer) return buffer.error();
       out.emplace_back(**buffer);

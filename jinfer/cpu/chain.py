@@ -184,11 +184,13 @@ class Program:
         """
         key, value = (*new, -1, -1)[:2]
         result = self._size(q) // kind.dim * kind.value_dim
-        operands, own = [*places, *numbers, *pools], [key, value, *kind.numbers()]
-        out = self._add(Operation.ATTENTION, q, own, operands, [result])
+        own = [key, value, *kind.numbers()]
+        out = self._add(Operation.ATTENTION, q, own, [*places, *numbers], [result])
+        # Each an argument of its own: who else reads a pool sees it as it was.
+        given = [self._give(pool) for pool in pools]
         if kind.written:
             before = len(self._pools)
-            self._pools += [self._arguments[id(pool)] for pool in pools]
+            self._pools += given
             out += [-1 - number for number in range(before, len(self._pools))]
         return out
 
@@ -234,14 +236,20 @@ class Program:
             if row is None:
                 before = None if self.table is None else self._arguments.get(id(operand))
                 if before is None:
-                    self._arguments[id(operand)] = len(self._operands)
-                    self._operands.append(operand)
-                self._told.append(-1 if before is None else -2 - before)
+                    self._arguments[id(operand)] = self._give(operand)
+                else:
+                    self._told.append(-2 - before)
             else:
                 shape = operand.shape
                 self._told += [row, _TYPES[np.dtype(operand.dtype).name], len(shape), *shape]
         self._sizes += sizes
         return list(range(first, first + len(sizes)))
+
+    def _give(self, operand: Array) -> int:
+        """Gives the call one more argument; which of its operands' it is."""
+        self._operands.append(operand)
+        self._told.append(-1)
+        return len(self._operands) - 1
 
 
 # XLA's numbers of the types that weights have.

@@ -12,7 +12,8 @@ namespace {
 // Reads the program: operations one after the other, each a kind and its numbers.
 class Reader {
  public:
-  explicit Reader(xla::ffi::Span<const int64_t> program) : at_(program.begin()), end_(program.end()) {}
+  explicit Reader(xla::ffi::Span<const int64_t> program)
+      : at_(program.begin()), end_(program.end()) {}
 
   bool done() const { return at_ >= end_; }
   bool has(int64_t count) const { return count >= 0 && end_ - at_ >= count; }

@@ -218,7 +218,7 @@ class _Loop:
     cached_tokens: int = 0
     new_tokens: int = 0
     started: bool = False
-    worked: float = 0.0
+    worked: float = 0.0  # when it last did something
 
     def send(self, message: Callable[[_Loop], Any]) -> None:
         """Puts a message into the inbox, and ends the call that runs early for it."""

@@ -24,10 +24,10 @@ from jinfer.nn.position import Rotary
 from jinfer.nn.split import Sum, valued
 from jinfer.nn.step import Step
 from jinfer.nn.tap import Kept
-from jinfer.ops.addresses import Table, Told, told_of
+from jinfer.ops.addresses import Table, Told, together, told_of
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.cache import Cache, Placement
-from jinfer.ops.chains import Chains, chained, chains
+from jinfer.ops.chains import Chains, chained, chains_here
 from jinfer.ops.dense import rounding, rounds
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
@@ -165,20 +165,19 @@ class Stack(nnx.Module):
         step = step.with_cos_sin(self._ropes())
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
         given = x, tokens, step, dict(cache)
-        if chains(given, [layer.own for layer in layers]):
-            own, others = [layer.own for layer in layers], [layer.others for layer in layers]
-            everywhere = [layer.told for layer in layers if layer.told is not None]
-            told = sum(everywhere[1:], everywhere[0]) if everywhere else None
+        own, others = [layer.own for layer in layers], [layer.others for layer in layers]
+        if chains_here(own, others, given):
 
             def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
                 each = zip(layers, own, others, strict=True)
                 parts = [layer._replace(own=a, others=b, told=None) for layer, a, b in each]
                 return self._through(parts, *given, alone=False)
 
-            together = Chains(run, (own, others, *given), told)
+            told = together([layer.told for layer in layers if layer.told is not None])
+            joined = Chains(run, (own, others, *given), told)
             # Else each layer has calls of its own: equal ones are traced and lowered once.
-            if 2 * together.count <= len(layers):
-                return together.results()
+            if 2 * joined.count <= len(layers):
+                return joined.results()
         return self._through(layers, *given, alone=True)
 
     def _through(

@@ -44,11 +44,18 @@ class Told(NamedTuple):
         """The table without the others, as equal layers are to be equal functions."""
         return self.table[self.rows.start : self.rows.stop]
 
-    def __add__(self, after: Any) -> Told:
-        """These weights and those that follow in the same table."""
-        assert after.table is self.table
-        assert after.rows.start == self.rows.stop
-        return Told(self.table, range(self.rows.start, after.rows.stop))
+
+def together(parts: Sequence[Told]) -> Told | None:
+    """Where the weights of all of these are, which follow one another in a table; None: of none."""
+    if not parts:
+        return None
+    first, *others = parts
+    end = first.rows.stop
+    for part in others:
+        assert part.table is first.table
+        assert part.rows.start == end
+        end = part.rows.stop
+    return Told(first.table, range(first.rows.start, end))
 
 
 _TOLD: ContextVar[Mapping[str, Told] | None] = ContextVar("told", default=None)
@@ -62,10 +69,11 @@ def told(table: Table | None, layers: Mapping[str, slice]) -> Iterator[None]:
         table: of the arrays of the first layer, then of the second, ...; None: of none.
         layers: as many arrays as each slice has are the layer's of that name.
     """
-    begin, found = 0, dict[str, Told]()
+    end, found = 0, dict[str, Told]()
     for name, own in layers.items():
+        begin, end = end, end + own.stop - own.start
         if table is not None:
-            found[name] = Told(table, range(begin, begin := begin + own.stop - own.start))
+            found[name] = Told(table, range(begin, end))
     token = _TOLD.set(found)
     try:
         yield

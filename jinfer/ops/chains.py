@@ -45,14 +45,14 @@ def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Calla
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _as_it_is(args, kwargs) and kernels.prepares_rows():
             return prepared(function)(*args, **kwargs)
-        if not chains(args, kwargs):
+        if not chains_here(args, kwargs):
             return function(*args, **kwargs)
         return Chains(partial(function, **kwargs), args, told).results()
 
     return run
 
 
-def chains(*arrays: Any) -> bool:
+def chains_here(*arrays: Any) -> bool:
     """Whether there are custom calls for this, and functions of these are to be changed."""
     return not _as_it_is(*arrays) and backend() == "cpu" and cpu.available()
 

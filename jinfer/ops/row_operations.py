@@ -51,7 +51,8 @@ def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOper
     Args:
         found: those before it.
     """
-    if operation.results[0].aval.dtype != jnp.float32:
+    result = operation.results[0].aval
+    if result.dtype != jnp.float32 or 0 in result.shape:
         return None
     match operation.name:
         case "ffi_call":
@@ -182,7 +183,8 @@ def _reshape(operation: Operation, makers: Makers, found: Found) -> RowOperation
     row = None if maker is None else found.get(maker)
     if row is None or math.prod(shape) != math.prod(x.aval.shape):
         return None
-    if not shape or math.prod(shape[:-1]) % row.rows:
+    turned = operation.name == "reshape" and operation.eqn.params["dimensions"] is not None
+    if turned or not shape or math.prod(shape[:-1]) % row.rows:
         return None
     return RowOperation(row.rows, (x,), lambda _, values, __: [values[0]], moves=True)
 

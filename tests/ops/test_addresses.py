@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
-from jinfer.ops.addresses import Told, read_by, table, told, told_of
+from jinfer.ops.addresses import Told, read_by, table, together, told, told_of
 from jinfer.ops.chains import chained
 from tests.ops.test_chains import CASES, W, Weights
 
@@ -93,7 +93,12 @@ def test_tables_are_those_of_this_thread_and_moment() -> None:
         first, second = told_of("decoder.0"), told_of("decoder.1")
         assert first == (where, range(2))
         assert second == (where, range(2, 3))
-        assert first + second == (where, range(3))
+        assert first is not None
+        assert second is not None
+        assert together([first, second]) == (where, range(3))
+        assert together([]) is None
+        with pytest.raises(AssertionError):
+            together([second, first])
         np.testing.assert_array_equal(second.alone(), where[2:])
         assert told_of("decoder.2") is None
         with told(None, {"decoder.0": slice(7, 9)}):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
+from jinfer.ops.addresses import Told, table
 from jinfer.ops.attention import attend, extend
 from jinfer.ops.cache import LayerCache, Placement
 from jinfer.ops.chains import Chains, chained
@@ -74,7 +75,7 @@ type Caches = tuple[LayerCache, LayerCache]
 
 
 def cache(kind: str, batch: Batch, tables: np.ndarray, seed: int) -> LayerCache:
-    """With all tokens in it but those of the batch, whose places are there."""
+    """With sequences in it; in the places of the batch's tokens stand others."""
     shape = [(length, KV_HEADS, DIM) for length in batch.lengths]
     keys = [random(seed + i, *each) for i, each in enumerate(shape)]
     values = [random(seed + 50 + i, *each) for i, each in enumerate(shape)]
@@ -110,7 +111,10 @@ def given(batch: Batch, kind: str) -> tuple[jax.Array, Caches, Placement]:
 
 
 def assert_same(function: Callable[..., Any], arguments: Any) -> None:
-    got, wanted = jax.jit(chained(function))(*arguments), jax.jit(function)(*arguments)
+    assert_equal(jax.jit(chained(function))(*arguments), jax.jit(function)(*arguments))
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
@@ -166,6 +170,42 @@ def test_keys_of_somebody_else() -> None:
 
     assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_chain": 2}
     assert_same(function, (x, pool))
+
+
+def test_keys_as_they_were() -> None:
+    """Who reads a pool that another attention of the call writes to sees what was there before."""
+    x, (pool, _), at = given(BATCHES["one token each"], "f16")
+    weights = jax.device_put([W["q"], W["o"]])
+    told = Told(table(jax.tree.leaves(weights)), range(len(jax.tree.leaves(weights))))
+
+    def function(w: Any, x: jax.Array, pool: LayerCache) -> tuple[jax.Array, LayerCache]:
+        after, written = layer(x, pool, at, PLAIN)
+        q = linear(norm(x), w[0]).reshape(len(at.rows), HEADS, DIM)
+        out = attend(q, pool.keys, pool.values, at, at.positions, PLAIN)
+        return after + linear(out.reshape(x.shape), w[1]), written
+
+    def rewritten(*given: Any) -> Any:
+        return chained(function, told)(*given)
+
+    assert calls(lambda x: rewritten(weights, x, pool), x) == {"jinfer_chain": 1}
+    for changed in (rewritten, chained(function)):
+        assert_equal(jax.jit(changed)(weights, x, pool), jax.jit(function)(weights, x, pool))
+
+
+def test_no_tokens() -> None:
+    """Nothing is put together where there are no rows."""
+    x = jnp.zeros((1, 0, SIZE), jnp.float32)
+    assert chained(lambda x: x + linear(norm(x), W["o"]))(x).shape == x.shape
+
+
+def test_axes_that_change_places_are_no_rows() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        y = linear(norm(x), W["o"])
+        return x + linear(jax.lax.reshape(y, x.shape, dimensions=(2, 1, 0)), W["o"])
+
+    x = jnp.asarray(random(7, 1, 3, SIZE), jnp.float32)
+    assert calls(chained(function), x) == {"jinfer_chain": 2}
+    assert_same(function, (x,))
 
 
 def test_what_is_not_computed_whole_stays_a_call_of_its_own() -> None:
