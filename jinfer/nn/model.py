@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -111,15 +112,14 @@ class _Split(NamedTuple):
     """A layer and modules that it calls, as what they are and their arrays.
 
     Attributes:
-        own: the layer's arrays.
-        others: those of other modules.
+        name: "decoder.3".
+        state: the arrays, the layer's own first.
         told: where its own are; None: they are given.
     """
 
+    name: str
     definition: Any
-    tree: Any
-    own: list[Any]
-    others: list[Any]
+    state: Any
     told: Told | None
 
 
@@ -165,20 +165,33 @@ class Stack(nnx.Module):
         step = step.with_cos_sin(self._ropes())
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
         given = x, tokens, step, dict(cache)
-        own, others = [layer.own for layer in layers], [layer.others for layer in layers]
-        if chains_here(own, others, given):
-
-            def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
-                each = zip(layers, own, others, strict=True)
-                parts = [layer._replace(own=a, others=b, told=None) for layer, a, b in each]
-                return self._through(parts, *given, alone=False)
-
-            told = together([layer.told for layer in layers if layer.told is not None])
-            joined = Chains(run, (own, others, *given), told)
-            # Else each layer has calls of its own: equal ones are traced and lowered once.
-            if 2 * joined.count <= len(layers):
-                return joined.results()
+        # Where two do not become one call, each has calls of its own: equal layers are then traced
+        # and lowered once.
+        states = [layer.state for layer in layers]
+        if chains_here(states, given) and self._joined(layers[-2:], given).count < 2:
+            return self._joined(layers, given).results()
         return self._through(layers, *given, alone=True)
+
+    def _joined(self, layers: Sequence[_Split], given: Any) -> Chains[tuple[Array, Cache]]:
+        """Layers one after the other, their operations put together."""
+        trees = [jax.tree.structure(layer.state) for layer in layers]
+        own, others = list[list[Any]](), list[list[Any]]()
+        for layer in layers:
+            leaves = jax.tree.leaves(layer.state)
+            count = 0 if layer.told is None else len(layer.told.rows)
+            own.append(leaves[:count])
+            others.append(leaves[count:])
+
+        def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
+            states = map(jax.tree.unflatten, trees, map(add, own, others))
+            parts = [
+                layer._replace(state=state, told=None)
+                for layer, state in zip(layers, states, strict=True)
+            ]
+            return self._through(parts, *given, alone=False)
+
+        told = together([layer.told for layer in layers if layer.told is not None])
+        return Chains(run, (own, others, *given), told)
 
     def _through(
         self,
@@ -192,8 +205,8 @@ class Stack(nnx.Module):
     ) -> tuple[Array, Cache]:
         """Layers one after the other."""
         cache = dict(cache)
-        for i, layer in enumerate(layers):
-            prefix = f"{self.name}.{i}."
+        for layer in layers:
+            prefix = f"{layer.name}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             x, own = self._run(layer, x, tokens, step, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
@@ -208,20 +221,20 @@ class Stack(nnx.Module):
     def _layer(self, number: int, shared: nnx.Dict) -> _Split:
         layer = self.layers[number]
         definition, state = nnx.split((layer, _used(layer, shared)))
-        leaves, tree = jax.tree.flatten(state)
-        count, told = len(jax.tree.leaves(state[0])), told_of(f"{self.name}.{number}")
+        name = f"{self.name}.{number}"
+        told = told_of(name)
         # What is read by its row must be what was written there.
-        assert told is None or len(told.rows) == count
-        return _Split(definition, tree, leaves[:count], leaves[count:], told)
+        assert told is None or len(told.rows) == len(jax.tree.leaves(state[0]))
+        return _Split(name, definition, state, told)
 
     def _run(
         self, layer: _Split, x: Array, tokens: Array, step: Step, cache: Cache, *, alone: bool
     ) -> tuple[Array, Cache]:
-        state = jax.tree.unflatten(layer.tree, [*layer.own, *layer.others])
         table = None if layer.told is None else layer.told.alone()
         with rounding(self.rounded):
             here = backend(), interpreted(), rounds()
-            return _run_layer(here, layer.definition, alone, state, x, tokens, step, cache, table)
+            given = layer.state, x, tokens, step, cache, table
+            return _run_layer(here, layer.definition, alone, *given)
 
     def run_alone(
         self,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Literal
 from jaxtyping import UInt
 
@@ -42,7 +42,7 @@ class Told(NamedTuple):
 
     def alone(self) -> Table:
         """The table without the others, as equal layers are to be equal functions."""
-        return self.table[self.rows.start : self.rows.stop]
+        return lax.slice_in_dim(self.table, self.rows.start, self.rows.stop)
 
 
 def together(parts: Sequence[Told]) -> Told | None:

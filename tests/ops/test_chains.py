@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
-from jinfer.ops.chains import chained
+from jinfer.ops.chains import chained, chains_here
 from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.rotation import rotate
 from jinfer.quant import QuantizedTensor
+from jinfer.quant.calibration import tap
 from jinfer.quant.format import QuantFormat
 from tests.cpu.test_linear import matrix
 
@@ -133,6 +134,11 @@ def test_calls_and_bits(name: str, dtype: Any) -> None:
         assert calls(chained(function), x) == left
         got, wanted = jax.jit(chained(function))(x), jax.jit(function)(x)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
+
+
+def test_where_something_is_recorded_nothing_is_rewritten() -> None:
+    assert chains_here({"w": W["q"]})
+    assert not chains_here({"w": tap(W["q"], "squares")})
 
 
 def test_what_is_no_chain_stays() -> None:
