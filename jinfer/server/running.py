@@ -137,10 +137,12 @@ class Run:
             start()
             while running:
                 batch: list[tuple[int, Chunk]] = []
+                failure: BaseException | None = None
                 for index, piece in await _ready(queue, self.ping):
                     if isinstance(piece, BaseException):
                         running.discard(index)
-                        raise piece
+                        failure = piece
+                        break
                     if isinstance(piece, Usage):
                         running.discard(index)
                         self.usages[index] = piece
@@ -148,6 +150,10 @@ class Run:
                     else:
                         self.watch.piece(index, piece)
                         batch.append((index, piece))
+                if failure is not None:
+                    if batch:  # what came before it, however soon it followed
+                        yield batch
+                    raise failure
                 start()
                 if batch or running:
                     yield batch
