@@ -35,10 +35,11 @@ soak: $(VENV)/installed-dev
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 "$(BIN)/python" -m pytest -m soak --hypothesis-profile random
 
 # The custom calls' own tests, with what finds every access outside of a buffer, on each set of
-# instructions. Python itself has no sanitizer in it, hence the preloading; it never frees all.
+# instructions; AMX's tiles are emulated. Python itself has no sanitizer in it, hence the preloading; it
+# never frees all.
 sanitize: $(VENV)/installed-dev
-	for isa in portable avx2 avxvnni avx512bf16; do \
-	  JINFER_ISA=$$isa JINFER_CXXFLAGS="$(SANITIZERS)" UBSAN_OPTIONS=print_stacktrace=1 \
+	for isa in portable avx2 avxvnni avx512bf16 amx; do \
+	  JINFER_ISA=$$isa JINFER_CXXFLAGS="$(SANITIZERS) -DJINFER_TILES_EMULATED" UBSAN_OPTIONS=print_stacktrace=1 \
 	  ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 	  "$(BIN)/python" -m pytest -n 2 --dist loadfile $(SANITIZED) || exit 1; \

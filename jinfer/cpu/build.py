@@ -8,11 +8,11 @@ neither a compiler nor a folder that can be written to is needed from then on.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
 for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_avx512bf16.cc`
-with AVX-512's, dot products of bfloat16 and VBMI, one in `_neon.cc` only for 64-bit ARM, with dot
-products of bytes; code in it may run only where `isa.h` says so. All others run on any CPU, on ARM
-with the NEON that each has. The library that `python -m jinfer.cpu` makes has all of them and so
-does not depend on the CPU that it was compiled on. The one that is made at first use has those of
-this machine alone, which takes half the time.
+with AVX-512's, dot products of bfloat16 and VBMI, one in `_amx.cc` with these and tiles, one in
+`_neon.cc` only for 64-bit ARM, with dot products of bytes; code in it may run only where `isa.h`
+says so. All others run on any CPU, on ARM with the NEON that each has. The library that
+`python -m jinfer.cpu` makes has all of them and so does not depend on the CPU that it was compiled
+on. The one that is made at first use has those of this machine alone, which takes half the time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from jaxlib.version import __version__ as jaxlib_version
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu.cores import most_threads, usable_cores
 
-type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon"]
+type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"]
 # The numbers of `isa.h`.
-ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "neon")
+ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon")
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
@@ -52,20 +52,28 @@ _FOLDER = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512")
 _ISA_FLAGS = {
     "_avx2": _AVX2,
     "_avxvnni": _AVX2,
     "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
-    "_avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"),
+    "_avx512bf16": _BF16,
+    "_amx": (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "_neon": ("-march=armv8.2-a+dotprod",),
 }
 # Whose kernels a family has where it has none for these instructions.
-_LOWER_ISA: dict[Isa, Isa] = {"avxvnni": "avx2", "avx512bf16": "avx512", "neon": "portable"}
+_LOWER_ISA: dict[Isa, Isa] = {
+    "avxvnni": "avx2",
+    "avx512bf16": "avx512",
+    "amx": "avx512",
+    "neon": "portable",
+}
 _SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for one machine
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 _BF16_FLAGS = _AVX512_FLAGS | {"avx512_bf16", "avx512vbmi"}
+_AMX_FLAGS = _BF16_FLAGS | {"amx_tile", "amx_int8", "amx_bf16"}
 _DOT_FLAG = "asimddp"
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
@@ -160,9 +168,19 @@ def _own_isa() -> Isa | None:
         return "neon" if _DOT_FLAG in flags else "portable"
     if not flags >= _AVX2_FLAGS:
         return "portable"
+    if flags >= _AMX_FLAGS and _may_use_tiles():
+        return "amx"
     if flags >= _AVX512_FLAGS:
         return "avx512bf16" if flags >= _BF16_FLAGS else "avx512"
     return "avxvnni" if "avx_vnni" in flags else "avx2"
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux, as each process has to: a thread's tiles are 8 KiB more that are to be saved."""
+    if platform.system() != "Linux" or not _is_x86():
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -240,7 +258,7 @@ def _is_arm() -> bool:
 def _isas() -> tuple[Isa, ...]:
     """What the compiler of such a machine knows."""
     if _is_x86():
-        return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16")
+        return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
     return ("portable", "neon") if _is_arm() else ("portable",)
 
 
@@ -280,15 +298,17 @@ def key(only: Isa | None = None) -> str:
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
     common = [*_FLAGS, *_extra()]
-    knows = _is_x86() and _knows(compiler, _ISA_FLAGS["_avx512bf16"])
-    if only == "avx512bf16" and not knows:
-        only = "avx512"
-    sources = [path for path in _sources(only) if knows or not path.stem.endswith("_avx512bf16")]
+    newer = ("avx512bf16", "amx") if _is_x86() else ()
+    unknown = [isa for isa in newer if not _knows(compiler, _ISA_FLAGS[f"_{isa}"])]
+    while only in unknown:
+        only = "avx512bf16" if only == "amx" else "avx512"
+    sources = [p for p in _sources(only) if not p.stem.endswith(tuple(f"_{i}" for i in unknown))]
     if only:
         lower = _LOWER_ISA.get(only, only)
         common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
-    if any(source.stem.endswith("_avx512bf16") for source in sources):
-        common.append("-DJINFER_BF16")
+    for isa, name in (("avx512bf16", "JINFER_BF16"), ("amx", "JINFER_AMX")):
+        if any(source.stem.endswith(f"_{isa}") for source in sources):
+            common.append(f"-D{name}")
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
 
     def compile_one(source: Path) -> str:
@@ -303,7 +323,7 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
 
 
 def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Whether a compiler takes them; those of 2019 do not know AVX-512 BF16."""
+    """Whether a compiler takes them; those of 2019 know neither AVX-512 BF16 nor AMX."""
     command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

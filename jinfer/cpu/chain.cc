@@ -290,7 +290,7 @@ class Chain {
       return refused("a program that ends too early");
     LinearProduct& product = linear_.next();
     ffi::Error error = product.read(operands, reader.take(count * kFields), count, codebook, codes,
-                                    values_[a].size, exact != 0, activation);
+                                    values_[a].size, exact != 0, activation, rows_);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
       if (tensor.count != 1) return refused("stacks of matrices");

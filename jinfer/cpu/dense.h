@@ -18,6 +18,7 @@ struct Dense {
   bool transposed;
   int64_t apart;  // numbers from one matrix of a stack to the next
   bool pairs;     // whether it is multiplied as `DensePairs` do
+  bool tiles;     // or as `DenseTiles` do
 };
 
 // Two ways to the same bits: y[m * stride + n] for outputs begin .. end - 1 and all rows m of x.
@@ -47,6 +48,18 @@ struct DensePairs {
   void (*round)(const float* x, int64_t inputs, float* pairs);
 };
 
+// The same in tiles, for any number of rows and of inputs.
+struct DenseTiles {
+  int64_t outputs;  // that are computed together
+  // Of an arranged row, in units of 32 bits.
+  int64_t (*arranged)(int64_t inputs);
+  // Rounds row `row` of `rows`, and puts it where it belongs among them.
+  void (*arrange)(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all);
+  // y[m * stride + n] for outputs begin .. end - 1 and `count` rows from row `first` on, which is y's first.
+  void (*multiply)(const Dense& weight, const float* all, int64_t rows, int64_t first, int64_t count,
+                   int64_t begin, int64_t end, float* y, int64_t stride);
+};
+
 const DenseKernels& dense_portable();
 const DenseKernels& dense_avx2();
 const DenseKernels& dense_avx512();
@@ -55,5 +68,7 @@ inline const DenseKernels& dense_kernels() { return JINFER_PICK(dense); }
 // Null where the processor has no such instructions.
 const DensePairs* dense_pairs_avx512bf16();
 inline const DensePairs* dense_pairs() { return JINFER_PICK_PAIRS(dense_pairs); }
+const DenseTiles* dense_tiles_amx();
+inline const DenseTiles* dense_tiles() { return JINFER_PICK_TILES(dense_tiles); }
 
 }  // namespace jinfer

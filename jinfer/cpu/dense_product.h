@@ -33,8 +33,8 @@ struct DenseKind {
 // Rows times plain matrices; with an activation rows times gate and up, of which one result is made.
 class DenseProduct : public RowProduct {
  public:
-  // Rows as they are, those for panels, and both as pairs.
-  enum Form { kPlain, kArranged, kPairs, kArrangedPairs, kForms };
+  // Rows as they are, those for panels, both as pairs, and those for tiles.
+  enum Form { kPlain, kArranged, kPairs, kArrangedPairs, kTiles, kForms };
 
   // Reads `count` matrices.
   ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseKind& kind) {
@@ -68,6 +68,8 @@ class DenseProduct : public RowProduct {
         work += weights_[t].outputs * inputs_ * bytes_of(weights_[t].kind) * (gated_ ? 2 : 1) *
                 ((s->end - s->begin + 7) / 8);
     threads = threads_for(work, pool);
+    rows_ = 0;
+    for (const Segment* s = segments; s < segments + count; ++s) rows_ = std::max(rows_, s->end);
     std::fill(wanted_, wanted_ + kForms, false);
     for (const Segment* s = segments; s < segments + count; ++s)
       for (size_t t = 0; t < results(); ++t) add_part(k, t, *s);
@@ -85,6 +87,8 @@ class DenseProduct : public RowProduct {
     float* plain = rows_of(kPlain, row);
     if (wanted_[kPlain] && plain != x) std::memcpy(plain, x, 4 * inputs_);
     if (wanted_[kArranged]) dense_kernels().arrange(x, inputs_, rows_of(kArranged, row));
+    if (wanted_[kTiles] && row < rows_)
+      dense_tiles()->arrange(x, inputs_, row, rows_, rows_of(kTiles, 0));
     if (!wanted_[kPairs] && !wanted_[kArrangedPairs]) return;
     const DensePairs& k = *dense_pairs();
     static thread_local std::vector<float> room;
@@ -135,7 +139,7 @@ class DenseProduct : public RowProduct {
     if ((kind.transposed ? taken : columns) != inputs_)
       return invalid_dense("a weight's shape does not fit");
     Dense weight{nullptr,  Kind::f32, kind.transposed ? columns : taken, inputs_, kind.transposed,
-                 shape[lead] * columns, false};
+                 shape[lead] * columns, false, false};
     switch (array.element_type()) {
       case ffi::DataType::F32: weight.kind = Kind::f32; break;
       case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
@@ -144,8 +148,9 @@ class DenseProduct : public RowProduct {
     }
     weight.data = static_cast<const char*>(array.untyped_data()) +
                   kind.first * columns * bytes_of(weight.kind);
-    weight.pairs = kind.rounded && weight.kind == Kind::bf16 && inputs_ % 2 == 0 &&
-                   !kind.transposed && dense_pairs();
+    const bool rounded = kind.rounded && weight.kind == Kind::bf16 && !kind.transposed;
+    weight.tiles = rounded && dense_tiles();
+    weight.pairs = rounded && !weight.tiles && inputs_ % 2 == 0 && dense_pairs();
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);
     weights_.push_back(weight);
@@ -157,15 +162,17 @@ class DenseProduct : public RowProduct {
   }
 
   // That a weight is multiplied with.
-  static Form form(bool few, bool pairs) {
-    return few ? (pairs ? kPairs : kPlain) : (pairs ? kArrangedPairs : kArranged);
+  static Form form(bool few, const Dense& weight) {
+    if (weight.tiles) return kTiles;
+    return few ? (weight.pairs ? kPairs : kPlain) : (weight.pairs ? kArrangedPairs : kArranged);
   }
 
   void add_part(const DenseKernels& k, size_t t, const Segment& s) {
     const int64_t count = s.end - s.begin, outputs = weights_[t].outputs;
-    // A panel of a narrow matrix would be mostly empty.
-    const bool few = transposed_ || count < k.many_rows || outputs < k.many_outputs;
-    const int64_t tile = few ? k.few_outputs : k.many_outputs;
+    // A panel of a narrow matrix would be mostly empty; tiles take weights as they stand.
+    const bool in_tiles = weights_[t].tiles;
+    const bool few = in_tiles || transposed_ || count < k.many_rows || outputs < k.many_outputs;
+    const int64_t tile = in_tiles ? dense_tiles()->outputs : few ? k.few_outputs : k.many_outputs;
     const int64_t tiles = (outputs + tile - 1) / tile;
     int64_t blocks = few ? 1 : (count + kMostRows - 1) / kMostRows;
     while (threads > 1 && !few && blocks * tiles < 4 * threads &&
@@ -173,8 +180,8 @@ class DenseProduct : public RowProduct {
       blocks *= 2;
     parts_.push_back({t, s, few, tile, blocks, units_, tiles * blocks});
     units_ += tiles * blocks;
-    wanted_[form(few, weights_[t].pairs)] = true;
-    if (gated_) wanted_[form(few, weights_[1].pairs)] = true;
+    wanted_[form(few, weights_[t])] = true;
+    if (gated_) wanted_[form(few, weights_[1])] = true;
   }
 
   float* rows_of(Form form, int64_t row) const {
@@ -183,6 +190,7 @@ class DenseProduct : public RowProduct {
 
   // Of a row in floats, or in pairs.
   int64_t row_size(size_t form) const {
+    if (form == kTiles) return dense_tiles()->arranged(inputs_);
     const int64_t size = form == kPairs || form == kArrangedPairs ? inputs_ / 2 : inputs_;
     return form == kPlain || form == kPairs ? size : dense_kernels().arranged(size);
   }
@@ -199,9 +207,12 @@ class DenseProduct : public RowProduct {
       Dense weight = weights_[t];
       weight.data = static_cast<const char*>(weight.data) +
                     part.segment.index * weight.apart * bytes_of(weight.kind);
+      if (weight.tiles)
+        return dense_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin, end,
+                                       to, stride);
       const DenseKernels& k = kernels(weight.pairs);
       if (weight.pairs) weight.inputs /= 2;
-      const float* x = rows_of(form(part.few, weight.pairs), first);
+      const float* x = rows_of(form(part.few, weight), first);
       (part.few ? k.few : k.many)(weight, x, count, begin, end, to, stride);
     };
     multiply(part.result, y, outputs);
@@ -218,6 +229,7 @@ class DenseProduct : public RowProduct {
   std::vector<float*> y_;
   std::vector<Part> parts_;
   int64_t inputs_ = 0, count_ = 0, units_ = 0;  // units: of all parts
+  int64_t rows_ = 0;                            // up to the last that counts
   bool transposed_ = false, gated_ = false, wanted_[kForms] = {};
   Activation activation_{};
 };

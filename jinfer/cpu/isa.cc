@@ -5,6 +5,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -27,6 +31,22 @@ bool has_bf16_and_vbmi() {
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1);
 }
+
+// Whether there are tiles of bytes and of bfloat16, and the system lets this process use them, which has
+// to be asked for: a thread's tiles are 8 KiB that are to be saved.
+bool may_use_tiles() {
+#if defined(JINFER_TILES_EMULATED)
+  return true;
+#elif defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & wanted) != wanted) return false;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 #if defined(__aarch64__)
@@ -45,7 +65,7 @@ bool has_dot_products() {
 
 int detect() {
 #if defined(JINFER_ONLY)
-  return static_cast<int>(Isa::JINFER_ONLY_DOT);
+  return static_cast<int>(Isa::JINFER_ONLY_DOT);  // for tiles build.py has asked
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -55,6 +75,9 @@ int detect() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni")) {
+#if defined(JINFER_AMX)
+    if (has_bf16_and_vbmi() && may_use_tiles()) return static_cast<int>(Isa::amx);
+#endif
 #if defined(JINFER_BF16)
     if (has_bf16_and_vbmi()) return static_cast<int>(Isa::avx512bf16);
 #endif

@@ -9,7 +9,8 @@ enum class Isa : int {
   avxvnni = 2,     // these and AVX-VNNI: dot products of bytes
   avx512 = 3,      // AVX-512 F, BW, VL, DQ, VNNI; not all that have it have AVX-VNNI
   avx512bf16 = 4,  // these and AVX-512 BF16 and VBMI: dot products of pairs, tables of bytes
-  neon = 5,        // ARM's dot products of bytes; NEON alone is part of `portable` there
+  amx = 5,         // these and AMX: tiles of bytes and of bfloat16
+  neon = 6,        // ARM's dot products of bytes; NEON alone is part of `portable` there
 };
 
 // The best of this CPU that is not above the limit set by tests; of a library that was compiled for
@@ -27,17 +28,26 @@ constexpr bool fetches_by_itself() { return false; }
 }  // namespace jinfer
 
 // family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_PICK_DOT: of a family that
-// has kernels of its own for AVX-VNNI, AVX-512 BF16 and ARM's dot products; JINFER_PICK_PAIRS: of one
-// that has them for AVX-512 BF16 alone, null elsewhere. JINFER_BF16: the compiler knows AVX-512 BF16,
-// without which its kernels are not there (JINFER_PICK_512).
+// has kernels of its own for AVX-VNNI, AVX-512 BF16, AMX and ARM's dot products; JINFER_PICK_PAIRS and
+// JINFER_PICK_TILES: of one that has them for AVX-512 BF16 or AMX alone, null elsewhere. JINFER_BF16 and
+// JINFER_AMX: the compiler knows these, without which their kernels are not there (JINFER_PICK_512).
 #if defined(JINFER_BF16)
 #define JINFER_PICK_PAIRS(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : nullptr)
-#define JINFER_PICK_512(family) \
+#define JINFER_PICK_BF16(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : JINFER_PICK(family))
 #else
 #define JINFER_PICK_PAIRS(family) nullptr
-#define JINFER_PICK_512(family) JINFER_PICK(family)
+#define JINFER_PICK_BF16(family) JINFER_PICK(family)
+#endif
+#if defined(JINFER_AMX)
+#define JINFER_PICK_TILES(family) \
+  (::jinfer::isa() == ::jinfer::Isa::amx ? family##_amx() : nullptr)
+#define JINFER_PICK_512(family) \
+  (::jinfer::isa() == ::jinfer::Isa::amx ? family##_amx() : JINFER_PICK_BF16(family))
+#else
+#define JINFER_PICK_TILES(family) nullptr
+#define JINFER_PICK_512(family) JINFER_PICK_BF16(family)
 #endif
 #define JINFER_JOINED(family, isa) family##_##isa
 #define JINFER_JOIN(family, isa) JINFER_JOINED(family, isa)

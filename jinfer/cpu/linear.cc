@@ -1,4 +1,5 @@
 // The handler of `jinfer_linear`: rows times matrices, or times some of stacks of them.
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -42,7 +43,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   Operands operands(args, next);
   LinearProduct product;
   auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
-                            codebook.size(), inputs, exact != 0, activation);
+                            codebook.size(), inputs, exact != 0, activation,
+                            rows / std::max<int64_t>(segments.size(), 1));
   if (error.failure()) return error;
   for (const Tensor& tensor : product.tensors)
     for (const Segment& segment : segments)

@@ -38,19 +38,26 @@ struct Matrix {
 //                            the sum of the values
 //
 // or, exact, float values[8][4][G] instead of codes and scales.
+//
+// In tiles a row has the same numbers one kind after the other: int8 codes[columns][32], float
+// scales[columns], int32 sums[parts][columns].
 struct Form {
   int64_t columns;  // padded
   int group;        // G
   int zero;         // of a symmetric matrix; -1 where there are bases
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
   bool exact;       // float32 instead of int8
+  bool tiles;       // as LinearKernels::tile_rows says
 
   bool operator==(const Form& o) const {
     return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
-           exact == o.exact;
+           exact == o.exact && tiles == o.tiles;
   }
   int64_t column_bytes() const { return (exact ? 128 : 36) + 4 * parts; }
-  int64_t row_bytes() const { return columns * column_bytes(); }
+  int64_t row_bytes() const {
+    const int64_t bytes = columns * column_bytes();
+    return tiles ? (bytes + 63) / 64 * 64 : bytes;
+  }
 };
 
 // Rows in a form, one after the other.
@@ -71,13 +78,19 @@ struct LinearKernels {
                    int64_t end, float* y, int64_t stride);
   // y[n] = activation(y[n]) * up[n].
   void (*gate)(Activation activation, int64_t count, const float* up, float* y);
+  // From so many rows on they are multiplied in tiles, to the same bits; 0: there are none.
+  int64_t tile_rows;
 };
+
+// Whether a matrix can be multiplied in tiles: its codes less that of 0 are signed bytes.
+inline bool fits_tiles(const Matrix& m) { return m.affine() || m.bits < 8 || m.zero == 128; }
 
 const LinearKernels& linear_portable();
 const LinearKernels& linear_avx2();
 const LinearKernels& linear_avxvnni();
 const LinearKernels& linear_avx512();
 const LinearKernels& linear_avx512bf16();
+const LinearKernels& linear_amx();
 const LinearKernels& linear_neon();
 inline const LinearKernels& linear_kernels() { return JINFER_PICK_DOT(linear); }
 

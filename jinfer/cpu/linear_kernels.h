@@ -347,20 +347,28 @@ void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
     alignas(64) int8_t rounded[32] = {};
     int32_t total[2] = {0, 0};
     if (some) Vector::round32(from, 127.0f / most, rounded, total);
-    for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, rounded + 4 * s, 4);
-    reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
+    int64_t apart = g;  // from one part's sum to the next
+    if (form.tiles) {
+      apart = form.columns;
+      std::memcpy(row + 32 * column, rounded, 32);
+      float* scales = reinterpret_cast<float*>(row + 32 * form.columns) + column;
+      *scales = scale, sums = scales + form.columns;
+    } else {
+      for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, rounded + 4 * s, 4);
+      reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
+    }
     if (form.parts == 1) total[0] += total[1];
     for (int part = 0; part < form.parts; ++part) {
       if (form.zero >= 0) {
         const int32_t sum = -form.zero * total[part];
-        std::memcpy(sums + part * g, &sum, 4);
+        std::memcpy(sums + part * apart, &sum, 4);
       } else {
-        sums[part * g] = scale * static_cast<float>(total[part]);
+        sums[part * apart] = scale * static_cast<float>(total[part]);
       }
     }
   }
 }
 
-const jinfer::LinearKernels kernels{prepare, multiply, jinfer::gate};
+const jinfer::LinearKernels kernels{prepare, multiply, jinfer::gate, 0};
 
 }  // namespace

@@ -104,8 +104,11 @@ inline bool are_alike(const Matrix& a, const Matrix& b) {
          a.outputs == b.outputs;
 }
 
-inline Form form_of(const Matrix& m, bool exact) {
-  return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
+// `rows`: that a matrix is multiplied with, on average.
+inline Form form_of(const Matrix& m, bool exact, int64_t rows) {
+  const int64_t tile_rows = linear_kernels().tile_rows;
+  const bool tiles = tile_rows && rows >= tile_rows && !exact && fits_tiles(m);
+  return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact, tiles};
 }
 
 // The tiles of one tensor for one segment.
@@ -122,9 +125,10 @@ class LinearProduct : public RowProduct {
   std::vector<Tensor> tensors;
   std::vector<Form> forms;  // that rows of activations are wanted in
 
-  // Reads the matrices, kFields numbers of `fields` for each.
+  // Reads the matrices, kFields numbers of `fields` for each. `rows_each`: of activations, of a segment
+  // on average.
   ffi::Error read(Operands& operands, const int64_t* fields, size_t count, const int64_t* codebook,
-                  size_t codes, int64_t inputs, bool exact, int64_t activation) {
+                  size_t codes, int64_t inputs, bool exact, int64_t activation, int64_t rows_each) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
     exact_ = exact, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
@@ -133,7 +137,7 @@ class LinearProduct : public RowProduct {
     for (size_t t = 0; t < count; ++t) {
       auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
       if (error.failure()) return error;
-      const Form form = form_of(tensors[t].matrix, exact);
+      const Form form = form_of(tensors[t].matrix, exact, rows_each);
       const auto at = std::find(forms.begin(), forms.end(), form);
       form_of_[t] = at - forms.begin();
       if (at == forms.end()) forms.push_back(form);

@@ -6,6 +6,8 @@ import numpy as np
 
 from jinfer.cpu import build
 
+BF16: tuple[build.Isa, ...] = ("avx512bf16", "amx")  # that multiply bfloat16 with bfloat16
+
 
 def isas() -> list[build.Isa]:
     """What this machine can run; of AVX-512 the better of two, as most kernels are the same."""

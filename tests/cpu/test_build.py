@@ -199,10 +199,12 @@ def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> 
     older.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexit 0\n')
     older.chmod(0o755)
     assert not build._knows([str(older)], build._ISA_FLAGS["_avx512bf16"])
+    assert not build._knows([str(older)], build._ISA_FLAGS["_amx"])
     assert build._knows([str(older)], build._ISA_FLAGS["_avx512"])
 
 
 _AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
+_BF16 = f"{_AVX512} avx512_vnni avx512_bf16 avx512vbmi"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,8 @@ _AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
         ("x86_64", f"flags: {_AVX512} avx512_vnni avx512_bf16", "avx512"),
         ("x86_64", f"flags: {_AVX512} avx512_vnni avx512_bf16 avx512vbmi", "avx512bf16"),
         ("x86_64", f"flags: {_AVX512} avx512_bf16 avx512vbmi", "avx2"),
+        ("x86_64", f"flags: {_BF16} amx_tile amx_bf16 amx_int8", "amx"),
+        ("x86_64", f"flags: {_BF16} amx_tile amx_int8", "avx512bf16"),
         ("x86_64", None, None),
         ("aarch64", "Features: fp asimd fphp asimdhp asimddp", "neon"),
         ("aarch64", "Features: fp asimd", "portable"),
@@ -234,15 +238,31 @@ def test_the_instructions_of_a_machine(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\n{flags}\n")
     assert build._own_isa() == isa
 
 
+def test_a_process_that_may_not_use_tiles_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    (tmp_path / "cpuinfo").write_text(f"flags: {_BF16} amx_tile amx_bf16 amx_int8\n")
+    assert build._own_isa() == "avx512bf16"
+
+
+def test_where_there_are_no_tiles_nobody_may_use_them() -> None:
+    known = build._CPU.read_text() if build._CPU.exists() else ""
+    assert build._may_use_tiles() <= ("amx_tile" in known)
+
+
 @pytest.mark.parametrize(
     ("machine", "isas"),
     [
-        ("x86_64", {"portable", "avx2", "avxvnni", "avx512", "avx512bf16"}),
+        ("x86_64", {"portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx"}),
         ("aarch64", {"portable", "neon"}),
         ("riscv64", {"portable"}),
     ],
@@ -253,8 +273,9 @@ def test_a_machine_compiles_its_own_kernels(
     monkeypatch.setattr(platform, "machine", lambda: machine)
     linear = [path.stem for path in build._sources() if path.stem.startswith("linear_")]
     assert sorted(linear) == sorted(f"linear_{isa}" for isa in isas)
-    pairs = [path.stem for path in build._sources() if path.stem.startswith("dense_pairs_")]
-    assert pairs == (["dense_pairs_avx512bf16"] if machine == "x86_64" else [])
+    bf16 = [path.stem for path in build._sources() if path.stem.startswith(("dense_p", "dense_t"))]
+    own = ["dense_pairs_avx512bf16", "dense_portable", "dense_tiles_amx"]
+    assert bf16 == (own if machine == "x86_64" else ["dense_portable"])
 
 
 @built
@@ -273,6 +294,9 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     stems = {path.stem for path in build._sources("avx512bf16")}
     assert stems > {"linear_avx512bf16", "dense_avx512", "dense_pairs_avx512bf16"}
     assert "linear_avx512" not in stems
+    stems = {path.stem for path in build._sources("amx")}
+    assert stems > {"linear_amx", "dense_avx512", "dense_tiles_amx"}
+    assert not stems & {"linear_avx512bf16", "dense_pairs_avx512bf16"}
     stems = {path.stem for path in build._sources("neon")}
     assert stems > {"linear_neon", "rows_portable"}
     assert "linear_portable" not in stems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from jinfer.cpu import build
 from jinfer.cpu.dense import dense_linear
 from jinfer.ops.dense import by_head, by_head_reference, products_reference
-from tests.cpu.helpers import FUNCTIONS, isas
+from tests.cpu.helpers import BF16, FUNCTIONS, isas
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
@@ -88,11 +89,11 @@ def as_bfloat16(x: np.ndarray) -> np.ndarray:
 @settings(max_examples=24)
 @any_shape
 def test_rounded_to_the_weights_type(type: str, rows: int, inputs: int, outputs: int) -> None:
-    """Where the processor multiplies bfloat16; odd numbers of inputs and other types are exact."""
+    """Where the processor multiplies bfloat16; other types are exact, and what is no pair."""
     x, weight = matrix("float32", rows, inputs, seed=1), matrix(type, outputs, inputs)
     stack = within_nan(weight)
     for isa in isas():
-        rounds = isa == "avx512bf16" and type == "bfloat16" and inputs % 2 == 0
+        rounds = isa in BF16 and type == "bfloat16" and (isa == "amx" or inputs % 2 == 0)
         with build.lowered_isa(isa):
             (got,) = run(x, [stack], index=1, rounded=True)
             check(got, as_bfloat16(x) if rounds else x, weight)
@@ -108,7 +109,7 @@ def test_types_beside_one_another_are_rounded_or_not(rows: int) -> None:
         with build.lowered_isa(isa):
             exact, rounded = (run(x, weights, rounded=rounded) for rounded in (False, True))
             for type, one, other in zip(TYPES, exact, rounded, strict=True):
-                same = isa != "avx512bf16" or type != "bfloat16"
+                same = isa not in BF16 or type != "bfloat16"
                 assert (one == other).all() == same
             (got,) = run(x, weights[:2], "silu", rounded=True)
             gate, up = rounded[:2]
@@ -237,6 +238,24 @@ def test_matrix_of_a_stack(type: str, rows: int) -> None:
     x, stack = matrix("float32", rows, 33, seed=1), matrix(type, 4, 70, 33)
     for index in range(4):
         on_all(partial(lambda i: check(run(x, [stack], index=i)[0], x, stack[i]), index))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("offsets", [(0, 0, 1, 12, 12, 13, 30), (0, 3, 3, 120, 121, 140, 230)])
+@pytest.mark.parametrize("type", TYPES)
+def test_rows_sorted_by_matrix(type: str, offsets: tuple[int, ...], rounded: bool) -> None:
+    """Each row is the same alone; rows that belong to no matrix are not computed."""
+    x, stack = matrix("float32", offsets[-1] + 7, 70, seed=1), matrix(type, 6, 90, 70)
+    product = jax.jit(partial(dense_linear, rounded=rounded))
+
+    def check_one() -> None:
+        (got,) = map(np.asarray, product(x, [stack], offsets=np.array(offsets, np.int32)))
+        for index, (begin, end) in enumerate(pairwise(offsets)):
+            for row in range(begin, end):
+                (alone,) = run(x[row : row + 1], [stack], index=index, rounded=rounded)
+                np.testing.assert_array_equal(got[row], alone[0])
+
+    on_all(check_one)
 
 
 def test_index_outside_the_stack_is_refused() -> None:

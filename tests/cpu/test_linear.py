@@ -243,16 +243,18 @@ def test_matrix_of_a_stack() -> None:
         assert_product(got, rounded(x), tensor[index], 2e-6)
 
 
-def test_rows_sorted_by_matrix() -> None:
+@pytest.mark.parametrize("offsets", [(0, 0, 1, 12, 12, 13, 30), (0, 0, 3, 120, 121, 140, 230)])
+def test_rows_sorted_by_matrix(offsets: tuple[int, ...]) -> None:
     stack = [matrix(QuantFormat(width), 40, 256, stack=(6,)) for width in ("4", "8")]
-    offsets = np.array([0, 0, 1, 12, 12, 13, 30], np.int32)
-    x = activations(30, 256)
-    for got, tensor in zip(run(x, stack, offsets=offsets), stack, strict=True):
-        for index, (begin, end) in enumerate(pairwise(offsets)):
-            rows = slice(begin, end)
-            if begin == end:
-                continue
-            assert_product(got[rows], rounded(x[rows]), tensor[index], 2e-6)
+    x = activations(offsets[-1], 256)
+    for isa in isas():
+        with build.lowered_isa(isa):
+            results = run(x, stack, offsets=np.array(offsets, np.int32))
+        for got, tensor in zip(results, stack, strict=True):
+            for index, (begin, end) in enumerate(pairwise(offsets)):
+                rows = slice(begin, end)
+                if begin < end:
+                    assert_product(got[rows], rounded(x[rows]), tensor[index], 2e-6)
 
 
 def test_index_outside_the_stack_is_refused() -> None:

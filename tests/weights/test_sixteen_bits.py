@@ -18,6 +18,7 @@ from jinfer.quant import QuantizedTensor
 from jinfer.spec.quantization import QuantizationSpec
 from jinfer.weights.load import find_origins, load
 from jinfer.weights.storage import in_types, kept_types
+from tests.cpu.helpers import BF16
 from tests.weights import loading
 from tests.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
 from tools.quantize import main as quantize
@@ -73,7 +74,7 @@ def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
     wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
     difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
-    pairs = isa() == "avx512bf16" and name != "llama2"  # which has float16
+    pairs = isa() in BF16 and name != "llama2"  # which has float16
     assert (difference > 0) == pairs
     assert difference < 0.02 * np.abs(wanted).max()
     if pairs:

@@ -1,0 +1,24 @@
+"""Kernels that use AMX's tiles, where plain code does what these instructions do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jinfer.cpu import build
+
+TESTED = ("test_linear.py", "test_dense.py", "test_chain.py", "test_company.py")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(build._own_isa() not in ("avx512bf16", "amx"), reason="needs AVX-512 BF16")
+def test_kernels_in_emulated_tiles() -> None:
+    """The tests of products, with a library of its own."""
+    here = os.path.dirname(__file__)
+    env = os.environ | {build.LOWER: "amx", build.FLAGS: "-DJINFER_TILES_EMULATED"}
+    shown = "from jinfer.cpu import build; print(build.isa())"
+    said = subprocess.check_output([sys.executable, "-c", shown], env=env, text=True)
+    assert said.strip() == "amx"
+    tests = [os.path.join(here, name) for name in TESTED]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=env, check=True)
