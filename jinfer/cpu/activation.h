@@ -1,9 +1,21 @@
-// Activation functions of feed-forwards with a gate, by number; gate.h computes them.
+// Activation functions of feed-forwards, by number; gate.h computes them.
 #pragma once
 
 namespace jinfer {
 
-// The numbers are those of ACTIVATIONS in linear.py.
-enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, relu = 3 };
+// The numbers are those of ACTIVATIONS in linear.py. A gate has one up to `relu`.
+enum class Activation : int {
+  none = 0,
+  silu = 1,
+  gelu_tanh = 2,
+  relu = 3,
+  gelu = 4,
+  quick_gelu = 5,
+  relu2 = 6,
+};
+
+inline bool is_activation(long long number) {
+  return number > 0 && number <= static_cast<long long>(Activation::relu2);
+}
 
 }  // namespace jinfer

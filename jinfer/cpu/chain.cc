@@ -27,7 +27,18 @@ ffi::Error refused(const std::string& what) {
 }
 
 // The numbers are those of `Operation` in chain.py.
-enum Operation : int64_t { kNorm, kLinear, kAdd, kAddVector, kScale, kDense, kRotate, kAttention };
+enum Operation : int64_t {
+  kNorm,
+  kLinear,
+  kAdd,
+  kAddVector,
+  kScale,
+  kDense,
+  kRotate,
+  kAttention,
+  kActivate,
+  kMultiply
+};
 
 // A matrix [rows, size] that an operation gives or the call is given.
 struct Value {
@@ -50,6 +61,7 @@ struct RowOperation {
   Rotation rotation;
   const RowProduct* product;  // that the row is prepared for, which is then all that is done
   int64_t each;               // numbers of a norm: of the row, or of each of its heads
+  Activation activation;
 };
 
 // A stage of an attention.
@@ -244,10 +256,17 @@ class Chain {
         return read_dense(operands, reader, a);
       case kAttention:
         return read_attention(operands, reader, a);
-      case kAdd: {
+      case kActivate: {
+        const int64_t activation = reader.next();
+        if (!is_activation(activation)) return refused("no such activation");
+        operation.activation = static_cast<Activation>(activation);
+        break;
+      }
+      case kAdd:
+      case kMultiply: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
-          return refused("no such value to add");
+          return refused("no such value to add or to multiply by");
         operation.b = b;
         break;
       }
@@ -380,6 +399,9 @@ class Chain {
       return row_kernels().rotate(a, cos, sin, size, o.rotation, y);
     }
     if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
+    if (o.kind == kActivate) return row_kernels().activate(a, o.activation, size, y);
+    if (o.kind == kMultiply)
+      return row_kernels().multiply(a, values_[o.b].x + row * size, size, y);
     row_kernels().add(a, o.kind == kAdd ? values_[o.b].x + row * size : o.vector, size, y);
   }
 

@@ -1,4 +1,4 @@
-"""Norms, products with matrices, rotations, sums of rows and attentions, as one custom call.
+"""Norms, products with matrices, rotations, activations, sums and attentions, as one custom call.
 
 A `Program` is written operation by operation; each gives one or more values, which stand for
 matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
@@ -31,6 +31,8 @@ class Operation(IntEnum):
     DENSE = 5
     ROTATE = 6
     ATTENTION = 7
+    ACTIVATE = 8
+    MULTIPLY = 9
 
 
 def available() -> bool:
@@ -151,6 +153,14 @@ class Program:
     def add_vector(self, x: int, vector: Float[Array, "*one size"]) -> int:
         """x + vector, the same for all rows."""
         return self._add(Operation.ADD_VECTOR, x, [], [vector], [self._size(x)])[0]
+
+    def multiply(self, x: int, y: int) -> int:
+        """x * y, number by number."""
+        return self._add(Operation.MULTIPLY, x, [y], [], [self._size(x)])[0]
+
+    def activate(self, x: int, activation: int) -> int:
+        """As `jinfer.cpu.rows.activate`, of the function with this number."""
+        return self._add(Operation.ACTIVATE, x, [activation], [], [self._size(x)])[0]
 
     def scale(self, x: int, factor: float) -> int:
         """x * factor."""

@@ -20,7 +20,8 @@ from jaxtyping import Float, Int
 from jinfer.cpu import build
 
 type Mode = Literal["int8", "float"]
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu")  # the numbers of `Activation` in linear.h
+# The numbers of `Activation` in activation.h; products take those up to relu.
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
 _CODEBOOK = 16  # most values
 _COLUMNS = (2, 4, 8)  # of superblocks
 

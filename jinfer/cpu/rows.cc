@@ -1,5 +1,5 @@
-// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_scores` and `jinfer_argmax`: what is computed
-// of each row by itself.
+// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_scores`, `jinfer_activate` and `jinfer_argmax`:
+// what is computed of each row by itself.
 #include "rows.h"
 
 #include <algorithm>
@@ -95,6 +95,20 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   return ffi::Error::Success();
 }
 
+ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
+                    int64_t activation) {
+  if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
+    return ffi::Error::InvalidArgument("jinfer_activate: x and the result are not alike matrices");
+  if (!is_activation(activation))
+    return ffi::Error::InvalidArgument("jinfer_activate: no such activation");
+  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
+  for_rows(pool, rows, size, [&](int64_t row) {
+    row_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation), size,
+                           y->typed_data() + row * size);
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> y) {
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0]}))
     return ffi::Error::InvalidArgument("jinfer_argmax: the result is not a number for each row");
@@ -136,6 +150,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_scores, jinfer::scores,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("softmax"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_activate, jinfer::activate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("activation"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_argmax, jinfer::argmax,
                               ffi::Ffi::Bind()

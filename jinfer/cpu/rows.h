@@ -1,9 +1,11 @@
-// What is computed of each row by itself: norms, rotations, softmax, sigmoid, sums, and where its
-// greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's sums over the last axis.
+// What is computed of each row by itself: norms, rotations, softmax, sigmoid, activation functions, sums,
+// and where its greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's
+// sums over the last axis.
 #pragma once
 
 #include <cstdint>
 
+#include "activation.h"
 #include "isa.h"
 
 namespace jinfer {
@@ -35,7 +37,9 @@ struct RowKernels {
                  const Rotation& rotation, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);
+  void (*activate)(const float* x, Activation activation, int64_t size, float* y);
   void (*add)(const float* a, const float* b, int64_t size, float* y);
+  void (*multiply)(const float* a, const float* b, int64_t size, float* y);
   void (*scale)(const float* x, float factor, int64_t size, float* y);
   Greatest (*greatest)(const float* x, int64_t size);  // size > 0
 };

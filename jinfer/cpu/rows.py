@@ -1,4 +1,4 @@
-"""Norms, rotations, softmax, sigmoid and argmax of rows as custom calls.
+"""Norms, rotations, softmax, sigmoid, activation functions and argmax of rows as custom calls.
 
 A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
 axis are cut into other parts from some thousand numbers on.
@@ -12,11 +12,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jinfer.cpu import build
+from jinfer.cpu.linear import ACTIVATIONS
+
+_CALLS = ("norm", "rotate", "scores", "activate", "argmax")
 
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build.register("jinfer_norm", "jinfer_rotate", "jinfer_scores", "jinfer_argmax")
+    return build.register(*(f"jinfer_{name}" for name in _CALLS))
 
 
 def norm(
@@ -71,6 +74,16 @@ def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Of each number, in float32."""
     return _scores(x, False)
+
+
+def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:
+    """Of each number, in float32.
+
+    Args:
+        function: one of `jinfer.cpu.linear.ACTIVATIONS`.
+    """
+    call = jax.ffi.ffi_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, activation=np.int64(ACTIVATIONS.index(function)))
 
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:

@@ -121,9 +121,21 @@ void sigmoid(const float* x, int64_t size, float* y) {
   });
 }
 
+void activate(const float* x, Activation activation, int64_t size, float* y) {
+  with(activation, [=](auto f) {
+    each_vector(size, [=](int64_t at, int64_t count) { put(y + at, f(some(x + at, count)), count); });
+  });
+}
+
 void add(const float* a, const float* b, int64_t size, float* y) {
   each_vector(size, [&](int64_t at, int64_t count) {
     put(y + at, some(a + at, count) + some(b + at, count), count);
+  });
+}
+
+void multiply(const float* a, const float* b, int64_t size, float* y) {
+  each_vector(size, [&](int64_t at, int64_t count) {
+    put(y + at, some(a + at, count) * some(b + at, count), count);
   });
 }
 
@@ -165,7 +177,8 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kernels = {norm, rotate, softmax, sigmoid, add, scale, greatest};
+const RowKernels kernels = {norm, rotate,   softmax, sigmoid, activate,
+                            add,  multiply, scale,   greatest};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,8 +1,7 @@
-"""Feed-forward blocks and activation functions."""
+"""Feed-forward blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,24 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jinfer.nn.linear import Linear, project
+from jinfer.ops.activation import activate
 from jinfer.ops.linear import gated_linear
 from jinfer.spec import blocks
-
-_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-}
-
-
-def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """An activation function by its name in `jinfer.spec.blocks.Activation`, in float32."""
-    return _FUNCTIONS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclass(frozen=True)

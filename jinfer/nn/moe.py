@@ -7,10 +7,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jinfer.nn.ffn import Gating, activate
+from jinfer.nn.ffn import Gating
 from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
+from jinfer.ops.activation import activate
 from jinfer.ops.quantized import FUSED
 from jinfer.spec import blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,17 +12,14 @@ from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
 from jinfer.ops import kernels, switches
+from jinfer.ops.activation import FUNCTIONS
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.tensor import MOST_COLUMNS
 
 # Activation functions that the product with a gate can apply, so that nothing is written between.
-FUSED: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
 
 
 def products(

@@ -62,7 +62,7 @@ def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOper
         case "add":
             return _add(operation, makers, found)
         case "mul":
-            return _scale(operation, makers, found)
+            return _scale(operation, makers, found) or _multiply(operation, makers, found)
     return None
 
 
@@ -89,6 +89,8 @@ def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOpera
             return _norm(operation, makers, found)
         case "jinfer_rotate":
             return _rotate(operation)
+        case "jinfer_activate":
+            return _activate(operation, makers, found)
         case "jinfer_attention":
             return _attention(operation)
     return None
@@ -156,6 +158,15 @@ def _rotate(operation: Operation) -> RowOperation:
         return [program.rotate(*values, size=size, adjacent=adjacent)]
 
     return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+
+
+def _activate(operation: Operation, makers: Makers, found: Found) -> RowOperation:
+    x, number = operation.operands[0], int(_attributes(operation)["activation"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.activate(values[0], number)]
+
+    return RowOperation(_rows(x.aval.shape[0], (x,), makers, found), (x,), add)
 
 
 def _attention(operation: Operation) -> RowOperation | None:
@@ -226,6 +237,19 @@ def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation |
             rows = _rows(math.prod(shape[:-1]), (x,), makers, found)
             return RowOperation(rows, (x,), add)
     return None
+
+
+def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """Of two matrices, number by number."""
+    shape = operation.results[0].aval.shape
+    if len(shape) < 2 or any(one.aval.shape != shape for one in operation.operands):
+        return None
+    if any(isinstance(one, Literal) for one in operation.operands):
+        return None
+    rows = _rows(math.prod(shape[:-1]), operation.operands, makers, found)
+    return RowOperation(
+        rows, operation.operands, lambda program, values, _: [program.multiply(*values)]
+    )
 
 
 def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | None:

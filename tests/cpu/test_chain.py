@@ -273,7 +273,7 @@ MATRIX = coded(matrix(FOUR, 64, 64))
 FIELDS = fields_of(MATRIX)
 STACK = coded(matrix(FOUR, 64, 64, stack=(3,)))
 REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
-    "no operation": ("no such operation", lambda: call([9, 0], [1], X)),
+    "no operation": ("no such operation", lambda: call([len(Operation), 0], [1], X)),
     "no value": ("no such value", lambda: call([int(Operation.SCALE), 3, 0], [1], X)),
     "a value to come": ("no such value", lambda: call([int(Operation.ADD), 0, 1], [1], X)),
     "cut off": ("ends too early", lambda: call([int(Operation.NORM), 0, 0], [1], X)),
@@ -357,6 +357,19 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "a result too many": (
         "wrong number of results",
         lambda: call([int(Operation.SCALE), 0, 0], [1], X, more=1),
+    ),
+    "no such function": (
+        "no such activation",
+        lambda: call([int(Operation.ACTIVATE), 0, len(ACTIVATIONS)], [1], X),
+    ),
+    "no function": ("no such activation", lambda: call([int(Operation.ACTIVATE), 0, 0], [1], X)),
+    "a factor that is not there": (
+        "no such value",
+        lambda: call([int(Operation.MULTIPLY), 0, 3], [1], X),
+    ),
+    "a factor of another size": (
+        "no such value",
+        lambda: call([int(Operation.MULTIPLY), 0, 1], [2], X, random(2, 32), given=2),
     ),
     "an argument that is not there again": ("out of range", lambda: tell([-7])),
     "too short a vector": (

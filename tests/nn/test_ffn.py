@@ -1,6 +1,7 @@
 """Activation functions and feed-forward blocks against NumPy."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.nn.ffn import MLP, Activation, GatedMLP, Gating, activate
+from jinfer.cpu import build
+from jinfer.nn.ffn import MLP, Activation, GatedMLP, Gating
 from jinfer.nn.linear import Linear
+from jinfer.ops.activation import activate
 from jinfer.spec import blocks
+from tests.cpu.helpers import isas
 from tests.reference import numpy_blocks
 from tests.reference.numpy_blocks import Floats
 
@@ -35,9 +39,23 @@ def test_every_activation_has_a_definition() -> None:
 def test_activation(name: str) -> None:
     x = jnp.asarray(VALUES, jnp.float32)
     wanted = DEFINITIONS[name](np.asarray(x, np.float64))
-    assert_allclose(activate(name, x), wanted, rtol=1e-5, atol=2e-6)
+    for isa in isas() or ["portable"]:
+        with build.lowered_isa(isa) if isas() else nullcontext():
+            got = np.asarray(activate(name, x))
+        assert_allclose(got, wanted, rtol=1e-5, atol=2e-6)
+        assert_allclose(got[np.abs(VALUES) < 4], wanted[np.abs(VALUES) < 4], rtol=2e-5, atol=2e-8)
     block = blocks.ActivationBlock(kind="activation", function=name)  # type: ignore[arg-type]
     assert np.array_equal(Activation(block, jnp.float32)(x), activate(name, x))
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_what_is_no_number_stays_one_of_its_own(name: str) -> None:
+    x = np.linspace(-3, 3, 101, dtype=np.float32)
+    x[[0, 40, 100]] = np.nan
+    for isa in isas() or ["portable"]:
+        with build.lowered_isa(isa) if isas() else nullcontext():
+            got = np.asarray(activate(name, jnp.asarray(x)))
+        assert np.array_equal(np.isnan(got), np.isnan(x))
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

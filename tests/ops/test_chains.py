@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
+from jinfer.ops.activation import activate
 from jinfer.ops.chains import chained, chains_here
 from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
@@ -75,6 +76,18 @@ def with_biases(x: jax.Array, w: Weights) -> jax.Array:
     return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), w["q"])), w["o"], jnp.asarray(BIAS))
 
 
+def without_a_gate(x: jax.Array, w: Weights) -> jax.Array:
+    for name in ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu"):
+        x = x + linear(activate(name, linear(norm(x), w["up"])), w["down"], jnp.asarray(BIAS))
+    return x
+
+
+def a_gate_of_its_own(x: jax.Array, w: Weights) -> jax.Array:
+    """That the product cannot apply."""
+    gate, up = linears(norm(x), [w["gate"], w["up"]], [None, None])
+    return x + linear(activate("gelu", gate) * up, w["down"])
+
+
 def norms_after(x: jax.Array, w: Weights) -> jax.Array:
     x = norm(x + linear(mixed(linear(x, w["q"])), w["o"]) * 2.0)
     return norm(x + feed_forward(x, w))
@@ -108,7 +121,9 @@ CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "biases and factors": (with_biases, {"jinfer_chain": 3}),
     "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
     "rotations": (rotations, {"jinfer_chain": 2}),
-    "heads": (heads, {"jinfer_chain": 2}),
+    "heads": (heads, {"jinfer_chain": 1}),
+    "without a gate": (without_a_gate, {"jinfer_chain": 1}),
+    "a gate of its own": (a_gate_of_its_own, {"jinfer_chain": 1}),
 }
 
 

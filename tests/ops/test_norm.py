@@ -1,5 +1,6 @@
 """The custom calls of rows give what their definitions give, and each row by itself."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build
 from jinfer.cpu import rows as cpu
+from jinfer.ops.activation import activate
 from jinfer.ops.norm import normalize, normalize_reference, sigmoid, softmax
 from tests.cpu.helpers import isas
 
@@ -84,7 +86,7 @@ def test_what_is_no_number_shows() -> None:
 def test_a_row_is_the_same_in_any_company(size: int) -> None:
     """XLA's own sums over the last axis are not, from some thousand numbers on."""
     x = random(600, size)
-    functions = [jax.jit(softmax), jax.jit(sigmoid)] + [
+    functions = [jax.jit(softmax), jax.jit(sigmoid), jax.jit(partial(activate, "gelu"))] + [
         jax.jit(lambda v, c=centered: normalize(v, None, eps=1e-5, centered=c))
         for centered in (False, True)
     ]

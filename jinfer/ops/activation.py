@@ -1,0 +1,35 @@
+"""Activation functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jinfer.cpu import rows as cpu
+from jinfer.cpu.linear import ACTIVATIONS
+from jinfer.ops.backend import backend
+
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}
+
+
+def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """An activation function by its name in `jinfer.spec.blocks.Activation`, in float32."""
+    wide = x.astype(jnp.float32)
+    if name in ACTIVATIONS and x.ndim and backend() == "cpu" and cpu.available():
+        y = cpu.activate(wide.reshape(-1, x.shape[-1]), name).reshape(x.shape)
+    else:
+        y = FUNCTIONS[name](wide)
+    return y.astype(x.dtype)
