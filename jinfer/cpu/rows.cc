@@ -6,26 +6,14 @@
 #include <string>
 
 #include "buffers.h"
+#include "for_rows.h"
 #include "greatest.h"
-#include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jinfer {
 namespace {
-
-constexpr int64_t CHUNK = 1 << 15;  // numbers that are worth another thread
-
-template <class Work>
-void for_rows(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
-  const int64_t each = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, size));
-  const int64_t chunks = (rows + each - 1) / each;
-  parallel(pool, chunks, chunks, [&](int64_t chunk) {
-    const int64_t end = std::min(rows, (chunk + 1) * each);
-    for (int64_t row = chunk * each; row < end; ++row) work(row);
-  });
-}
 
 // Weights and biases are [groups, size]: those of row i are number i % groups.
 ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,

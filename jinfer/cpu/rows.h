@@ -40,6 +40,9 @@ struct RowKernels {
   void (*activate)(const float* x, Activation activation, int64_t size, float* y);
   void (*add)(const float* a, const float* b, int64_t size, float* y);
   void (*multiply)(const float* a, const float* b, int64_t size, float* y);
+  // The sum of rows `places` of x times their weights, each product rounded before it is added.
+  void (*weighted_sum)(const float* x, const int32_t* places, const float* weights, int64_t count,
+                       int64_t size, float* y);
   void (*scale)(const float* x, float factor, int64_t size, float* y);
   Greatest (*greatest)(const float* x, int64_t size);  // size > 0
 };

@@ -144,6 +144,18 @@ void scale(const float* x, float factor, int64_t size, float* y) {
               [&](int64_t at, int64_t count) { put(y + at, some(x + at, count) * factor, count); });
 }
 
+void weighted_sum(const float* x, const int32_t* places, const float* weights, int64_t count,
+                  int64_t size, float* y) {
+  each_vector(size, [&](int64_t at, int64_t width) {
+    Floats sum = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const Floats part = rounded(some(x + places[k] * size + at, width) * weights[k]);
+      sum = k ? sum + part : part;
+    }
+    put(y + at, sum, width);
+  });
+}
+
 // Each lane keeps the greatest of its numbers and where it stands first.
 Greatest greatest(const float* x, int64_t size) {
   Floats most[SIDE], odd = {};
@@ -177,8 +189,8 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kernels = {norm, rotate,   softmax, sigmoid, activate,
-                            add,  multiply, scale,   greatest};
+const RowKernels kernels = {norm, rotate,   softmax,      sigmoid, activate,
+                            add,  multiply, weighted_sum, scale,   greatest};
 
 }  // namespace
 }  // namespace jinfer

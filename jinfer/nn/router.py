@@ -10,7 +10,9 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jinfer.cpu import experts as cpu
 from jinfer.nn.parameter import parameter
+from jinfer.ops.backend import backend
 from jinfer.ops.linear import linear
 from jinfer.ops.norm import sigmoid, softmax
 from jinfer.spec import blocks
@@ -50,6 +52,25 @@ def route(
     Args:
         correction: added to the scores for the choice only.
     """
+    whole = block.scoring != "sparsemixer" and block.groups == block.top_k_groups
+    if whole and backend() == "cpu" and cpu.available():
+        return cpu.route(
+            logits,
+            correction,
+            block.top_k,
+            softmax=block.scoring == "softmax",
+            renormalize=block.renormalize,
+            scale=block.scale,
+        )
+    return route_reference(logits, correction, block)
+
+
+def route_reference(
+    logits: Float[Array, "rows experts"],
+    correction: Float[Array, " experts"] | None,
+    block: blocks.MixtureOfExperts,
+) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
+    """The same in XLA's operations."""
     if block.scoring == "sparsemixer":
         chosen, weights = _sparsemixer(logits, block)
     else:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from jinfer.cpu import experts as cpu
+from jinfer.ops.backend import backend
 from jinfer.ops.linear import Weight, fuses, linear_of, linears_sorted, sorts_rows
 
 # Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is
@@ -77,29 +79,46 @@ def mixture(
     """
     rows, top_k = chosen.shape
     taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
-    run = _sorted if all(sorts_rows(each.weight) for each in taken) else _in_blocks
-    y = run(x, chosen, experts).reshape(rows, top_k, -1).astype(jnp.float32)
+    if all(sorts_rows(each.weight) for each in taken):
+        order = _by_expert(chosen, experts.up.weight.shape[0])
+        out = _sorted(x, order, experts)
+        if _has_calls():
+            return cpu.of_experts(out.astype(jnp.float32), order.place_of, weights).astype(x.dtype)
+        y = out[order.place_of]
+    else:
+        y = _in_blocks(x, chosen, experts)
+    y = y.reshape(rows, top_k, -1).astype(jnp.float32)
     # One after the other: a row is added up in the same order whatever rows there are.
     parts = (y[:, k] * weights[:, k : k + 1] for k in range(top_k))
     return reduce(add, parts).astype(x.dtype)
 
 
-def _sorted(
-    x: Float[Array, "rows hidden"], chosen: Int[Array, "rows top_k"], experts: Experts
-) -> Float[Array, "pairs hidden"]:
-    """What each pair of row and expert gives, by products with rows sorted by expert."""
+def _has_calls() -> bool:
+    return backend() == "cpu" and cpu.available()
+
+
+def _by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
+    if _has_calls():
+        return cpu.by_expert(chosen.astype(jnp.int32), count)
     expert_of, top_k = chosen.reshape(-1), chosen.shape[1]
     order = jnp.argsort(expert_of, stable=True)
-    sizes = _sizes(expert_of, experts.up.weight.shape[0])
+    sizes = _sizes(expert_of, count)
     offsets = jnp.pad(jnp.cumsum(sizes, dtype=jnp.int32), (1, 0))
-    of_expert = expert_of[order]
+    return cpu.Sorted(order // top_k, expert_of[order], offsets, jnp.argsort(order))
+
+
+def _sorted(
+    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: Experts
+) -> Float[Array, "pairs hidden"]:
+    """What each of the sorted pairs gives, by products with rows sorted by expert."""
+    offsets = order.offsets
 
     def finished(y: Array, projection: Projection) -> Array:
         if projection.bias is not None:
-            y = y + projection.bias[of_expert].astype(jnp.float32)
+            y = y + projection.bias[order.expert_of].astype(jnp.float32)
         return y.astype(x.dtype)
 
-    rows, gate, up = x[order // top_k], experts.gate, experts.up
+    rows, gate, up = x[order.row_of], experts.gate, experts.up
     plain = gate is not None and gate.bias is None and up.bias is None
     if gate is not None and plain and fuses(gate.weight, up.weight, experts.fused):
         (y,) = linears_sorted(rows, [gate.weight, up.weight], offsets, experts.fused)
@@ -109,8 +128,7 @@ def _sorted(
         each = (linears_sorted(rows, [one.weight], offsets)[0] for one in both)
         done = [finished(y, one) for y, one in zip(each, both, strict=True)]
         inner = experts.activation(done[0] if gate is not None else None, done[-1])
-    out = finished(linears_sorted(inner, [experts.down.weight], offsets)[0], experts.down)
-    return out[jnp.argsort(order)]
+    return finished(linears_sorted(inner, [experts.down.weight], offsets)[0], experts.down)
 
 
 def _in_blocks(
