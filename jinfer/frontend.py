@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jinfer.assembly import all_shapes, assemble, first_shapes, load
 from jinfer.distributed.group import lead
+from jinfer.engine import forked
 from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
 from jinfer.engine.contrastive import Contrastive
@@ -78,8 +79,10 @@ class Frontend:
         first: Callable[[Frontend], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
-        if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS):
-            raise RequestError(f"threads is {threads}; give how many cores may compute, from 1")
+        cores = isinstance(threads, int) and not isinstance(threads, bool)
+        if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
+            raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
+        forked.opens()
         # Words that switches do not know are said before anything is read.
         turned_off()
         asked_for()
@@ -337,7 +340,8 @@ class Frontend:
             needed = -(-request.limit // BLOCK)
             if rows > 1:  # they share the prompt, and at worst nothing else
                 prompt = len(request.prompt) // BLOCK
-                needed = prompt + rows * (needed - prompt + 1)
+                begun = len(request.prompt) % BLOCK > 0  # a block that all copy
+                needed = prompt + begun + rows * (needed - prompt + 1)
             if pool.window is None and needed > pool.count:
                 raise RequestError(
                     f"{rows} sequences of {request.limit} tokens do not fit into a cache of "

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,10 +238,41 @@ def test_the_least_bound_on_threads_counts_while_its_model_is_open() -> None:
         assert limit() == before
 
 
-@pytest.mark.parametrize("threads", [0, -1, True, 2**40])
-def test_a_wrong_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("threads", [0, -1, True, 2**40, "a", 1.5])
+def test_a_wrong_number_of_threads(threads: Any) -> None:
     with pytest.raises(RequestError, match=r"; give how many cores may compute, from 1$"):
         LLM(LLAMA2, threads=threads)
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from jinfer import LLM
+from jinfer.errors import USER_ERRORS
+
+llm = LLM(sys.argv[1])
+llm.generate([1, 5, 9], max_tokens=2)
+uses = (
+    lambda: llm.generate([1, 5], max_tokens=2),
+    lambda: llm.logits([[1, 5]]),
+    lambda: LLM(sys.argv[1]),
+)
+for use in uses:
+    if not (child := os.fork()):
+        try:
+            use()
+        except USER_ERRORS as error:
+            os._exit(7 if "was forked" in str(error) else 8)
+        os._exit(9)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(len(llm.generate([1, 5, 9], max_tokens=2)[0].token_ids))
+"""
+
+
+def test_a_forked_process_says_so_and_does_not_wait() -> None:
+    command = [sys.executable, "-c", FORKED, str(LLAMA2)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.split() == ["7", "7", "7", "2"], done.stderr
 
 
 THREADS = """

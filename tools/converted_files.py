@@ -124,7 +124,7 @@ def write_specification(
         tables.append({**over, "family": ""})
     known = families()
     by_path = {str(path): name for name, path in known.items()}
-    head = f"# Converted by tools.quantize from {source.weights.name}.\n"
+    head = f"# Converted by jinfer quantize from {source.weights.name}.\n"
     name = SPEC_FILE
     replaced: dict[str, Any] = {"weights": ".", **settings}
     for number, table in enumerate(reversed(tables), start=1):

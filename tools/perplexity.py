@@ -19,7 +19,7 @@ from jinfer import LLM
 from jinfer.commands.program import program
 from jinfer.spec.files import parse_override
 
-from .command import run
+from .command import check_places, run
 
 Definition = Literal["halves", "whole"]
 
@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_places(options.json)
     if options.length < 4 or (options.stride is not None and options.stride < 1):
         print("error: --length must be at least 4 and --stride at least 1", file=sys.stderr)
         return 2

@@ -28,7 +28,7 @@ from jinfer.commands.program import program
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize import Method
 
-from .command import run
+from .command import check_places, run
 from .llama_peer import ask
 from .perplexity import Window, perplexity, summary, text_windows
 
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", default=[], choices=METHODS,
         help="default: nearest, search")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
-        help="also what tools.quantize wrote; the folder's name is the row's")  # fmt: skip
+        help="also what `jinfer quantize` wrote; the folder's name is the row's")  # fmt: skip
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
     add("--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then")
     add("--peer-type", action="append", default=[], metavar="TYPE", help="such as Q4_K_M")
@@ -249,6 +249,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.svg and find_spec("matplotlib") is None:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
+    check_places(options.json, options.svg)
     text = Path(options.text).read_text(encoding="utf-8")
     first = LLM(options.source, **{"engine.context": options.length})
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]

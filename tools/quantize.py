@@ -48,7 +48,7 @@ from jinfer.weights.texts import TOKENS, usual_texts
 from jinfer.weights.writing import SHARD_BYTES, Writer
 
 from .calibration import text_windows
-from .command import run
+from .command import check_places, run
 from .converted_files import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
@@ -312,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_places(options.json)
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))

@@ -21,6 +21,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.commands.program import program
 from jinfer.opening.recognize import open_source
+from jinfer.opening.sources import SourceError
 
 from .bench_models import add_tensor, copy_metadata, finish
 from .command import run
@@ -121,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.out.exists():
+        raise SourceError(f"{options.out}: is there already; name another file, or remove it")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     write(open_source(options.source, {}).checkpoint, options.out, options.seed, options.type)
     return 0
 

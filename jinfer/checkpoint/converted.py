@@ -31,7 +31,7 @@ from jinfer.checkpoint.base import Checkpoint, CheckpointError, Format, Tensor
 FORMAT, VERSION = "jinfer", 1
 ALIGNMENT = 64
 PADDING = ".padding"
-AGAIN = "convert the source again with tools.quantize"
+AGAIN = "convert the source again with jinfer quantize"
 
 
 @dataclass(frozen=True)

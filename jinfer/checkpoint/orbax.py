@@ -95,7 +95,7 @@ def open_orbax(path: Path) -> OrbaxCheckpoint:
     if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
         raise CheckpointError(path, f"__metadata__ is not a table of strings: {AGAIN}")
     if said.get("format") != FORMAT:
-        raise CheckpointError(path, f"does not describe what tools.quantize wrote: {AGAIN}")
+        raise CheckpointError(path, f"does not describe what jinfer quantize wrote: {AGAIN}")
     check_version(path, said)
     arrays, folder = _table(path, described, "arrays"), path.parent / FOLDER
     _check_files(path, folder, _table(path, described, "files"))

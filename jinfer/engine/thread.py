@@ -1,7 +1,6 @@
 """The thread that owns an engine and its device; everything else talks to it by queues.
 
-Requests, cancellations and jobs go in through one queue; pieces of answers come out through the
-sink that a request brought along. So any number of threads, or an event loop, can use one model.
+Requests go in through one queue, pieces of answers come out through a sink that each brought along.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from jinfer.engine import forked
 from jinfer.engine.driver import Driver
 from jinfer.engine.engine import Engine
 from jinfer.engine.forward import Passes, Pause
@@ -39,8 +39,7 @@ from jinfer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
 
-# What it returns, or the value of the generator that it returns.
-type Job = Callable[[Engine], Any]
+type Job = Callable[[Engine], Any]  # gives its result, or a generator whose value that is
 _CLOSED = "the model was closed; open it again"
 _LOOK = 0.01  # seconds between two looks for a program that a job waits for
 _LET_GO = 0.05  # seconds until XLA has let go of what a call was given, on a busy machine
@@ -134,6 +133,7 @@ class EngineThread:
             thread.join()
 
     def _send(self, message: Callable[[_Loop], Any]) -> None:
+        forked.check()
         if not self._stop.alive:
             raise ClosedError(_CLOSED)
         if self._thread is None:

@@ -17,6 +17,8 @@ from jinfer.tokenizer.base import MARK
 
 Message = Mapping[str, Any]
 CONTINUE = "continue_final"
+# That all templates are told of; others are known to the template that names them.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
 _WORDS = "jinferasksforthis"  # what a user could say, and no template changes but to capitals
 _LOST = "what the user says would be lost"
@@ -86,6 +88,7 @@ class Conversation:
                 the user says.
         """
         messages = self._with_system(messages)
+        self._check_roles(messages)
         if self.prompt.template:
             return PromptTemplate.parse(self.prompt.template).encode_chat(
                 tokenizer, messages, special=special
@@ -108,9 +111,19 @@ class Conversation:
             return tokenizer.decode(ids, skip_special=False)
         return self._render(tokenizer, self._with_system(messages), variables)
 
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Templates write any role into the prompt, a misspelled one too."""
+        for number, message in enumerate(messages):
+            role = message.get("role")
+            if role not in _ROLES and not (isinstance(role, str) and self.reads(role)):
+                raise TemplateError(
+                    f"message {number} has the role {role!r}, which is none of "
+                    f"{', '.join(_ROLES)}, nor named by the chat template"
+                )
+
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         system = self.prompt.system
-        if system and not (messages and messages[0].get("role") == "system"):
+        if system is not None and not (messages and messages[0].get("role") == "system"):
             return [{"role": "system", "content": system}, *messages]
         return messages
 

@@ -137,7 +137,7 @@ def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | 
     x, *vectors = operation.operands
     if any(vector.aval.shape[0] != 1 for vector in vectors):
         return None  # rows are heads with weights of their own
-    vectors = [_as_stored(vector, makers) for vector in vectors]
+    vectors = [_as_stored(vector, makers, found) for vector in vectors]
     kind = {name: given[name] for name in ("centered", "eps", "offset")}
     rows, each = x.aval.shape
 
@@ -208,7 +208,9 @@ def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | N
     a, b = operation.operands
     for x, other in ((a, b), (b, a)):
         vector = _repeated(other, shape, makers)
-        if vector is not None and x.aval.shape == shape:
+        # What such an operation gives stays within the call: with one row it looks like a vector.
+        own = vector is not None and maker_of(vector, makers) in found
+        if vector is not None and not own and x.aval.shape == shape:
 
             def add_vector(
                 program: Program, values: Sequence[int], known: Known, vector: Any = vector
@@ -269,14 +271,16 @@ def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | No
     return vector if own[-1:] == size and math.prod(own) == size[0] else None
 
 
-def _as_stored(vector: Operand, makers: Makers) -> Operand:
+def _as_stored(vector: Operand, makers: Makers, found: Found) -> Operand:
     """What a vector was before it was given an axis of one: a weight, if it is stored like that."""
     maker = maker_of(vector, makers)
     if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
         return vector
     stored = maker.operands[0]
     same = math.prod(stored.aval.shape) == math.prod(vector.aval.shape)
-    return stored if same and not isinstance(stored, Literal) else vector
+    if not same or isinstance(stored, Literal) or maker_of(stored, makers) in found:
+        return vector
+    return stored
 
 
 def _attributes(operation: Operation) -> dict[str, Any]:

@@ -203,6 +203,10 @@ class SamplingParams:
         plain["bad_words_ids"] = _each(
             "bad_words_ids", "lists of token ids", tuple, self.bad_words_ids
         )
+        for name in RANGES:  # NumPy's numbers are no Python ones
+            value = getattr(self, name)
+            if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0:
+                plain[name] = value.item()
         bias: Any = () if self.logit_bias is None else self.logit_bias
         pairs = bias.items() if isinstance(bias, Mapping) else bias
         plain["logit_bias"] = _each("logit_bias", "id -> number", _pair, pairs)

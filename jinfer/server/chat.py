@@ -40,7 +40,7 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
     refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported("they are not streamed", "prompt_logprobs")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("it needs logprobs: true", "top_logprobs")
     if body.stream:
         return Stream(_streamed(call))

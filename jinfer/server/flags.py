@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -52,23 +52,37 @@ class Flag:
 
 
 def _seconds(text: str) -> float | None:
-    value = float(text)
-    if value < 0:
-        raise ValueError("it must be at least 0")
+    value = _number(float, text, "a number of seconds")
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value or None
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = _number(int, text, "a whole number")
     if value < 1:
-        raise ValueError("it must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value
+
+
+def _port(text: str) -> int:
+    value = _number(int, text, "a whole number")
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
+    return value
+
+
+def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
 
 
 # llama-server's and vLLM's names stand beside ours.
 FLAGS: tuple[Flag, ...] = (
     Flag(("--host",), "address to listen at", default="127.0.0.1"),
-    Flag(("--port",), "port to listen at; 0: any that is free", int, 8080),
+    Flag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
     Flag(("--uds",), "path of a unix socket to listen at instead"),
     Flag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
     Flag(("--model", "-m"), "a SOURCE, as llama-server names it"),
@@ -209,7 +223,7 @@ def _value(flag: Flag, text: str) -> Any:
         raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
     try:
         return flag.kind(text)
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         raise SourceError(f"{where}: {error}") from None
 
 

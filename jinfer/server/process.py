@@ -118,10 +118,19 @@ def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
         listener = _unix(Path(path)) if path else _tcp(found["host"], found["port"])
     except (OSError, OverflowError) as error:
         raise SourceError(f"cannot listen at {where}: {error}") from None
+    own = _identity(Path(path)) if path else None
     with listener:
         yield listener
-    if path:
+    if path and own == _identity(Path(path)):  # not one that somebody has put there since
         Path(path).unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file there is."""
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _tcp(host: str, port: int) -> socket.socket:
@@ -140,7 +149,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 def _unix(path: Path) -> socket.socket:
     """A socket that this user and group may use; one that a former process left is replaced."""
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(path.stat().st_mode):
+        if stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
             path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o117)
@@ -155,6 +164,16 @@ def _unix(path: Path) -> socket.socket:
     return listener
 
 
+def _answers(path: Path) -> bool:
+    """Whether somebody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        try:
+            trial.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
 def _where(listener: socket.socket, tls: bool) -> str:
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
@@ -166,9 +185,16 @@ def _where(listener: socket.socket, tls: bool) -> str:
 @contextlib.contextmanager
 def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
     """Raises `SourceError` for certificates and keys that cannot be used."""
+    if found["ssl_certfile"] is None:
+        for key in ("ssl_keyfile", "ssl_ca_certs"):
+            if found[key] is not None:
+                raise SourceError(f"--{key.replace('_', '-')} needs --ssl-certfile beside it")
+    for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if found[key] is not None and not Path(found[key]).is_file():
+            raise SourceError(f"--{key.replace('_', '-')} {found[key]}: there is no such file")
     try:
         yield
-    except ssl.SSLError as error:
+    except OSError as error:  # of which SSL's are a kind
         named = [found[key] for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")]
         files = ", ".join(filter(None, named))
         raise SourceError(f"{files}: {error}") from None

@@ -43,7 +43,7 @@ async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
         raise invalid("it needs stream: true", "stream_options")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise unsupported("events are not padded", "stream_options.include_obfuscation")
-    if body.top_logprobs is not None and not body.include:
+    if body.top_logprobs and not body.include:
         raise invalid("it needs include: [message.output_text.logprobs]", "top_logprobs")
     if body.stream:
         return Stream(_streamed(call), failed=_failed)

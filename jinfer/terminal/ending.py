@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -19,8 +20,19 @@ def status_of(command: Callable[[], int]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has gone; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _print_no_more()
+        where = error.filename or "standard output"
+        print(f"error: {where}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _print_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(status: int) -> NoReturn:

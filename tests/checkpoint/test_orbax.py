@@ -431,7 +431,7 @@ def test_what_only_orbax_finds(converted: Path, monkeypatch: pytest.MonkeyPatch)
             leaves(converted)
     assert str(caught.value) == (
         f"{converted / FOLDER}: cannot be restored: DATA_LOSS: bad block; "
-        "convert the source again with tools.quantize"
+        "convert the source again with jinfer quantize"
     )
     monkeypatch.setattr(api, "metadata", lambda path: Nothing())
     with pytest.raises(CheckpointError, match=r"has no array embed\.weight"):

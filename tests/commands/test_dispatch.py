@@ -99,6 +99,15 @@ def test_words_reach_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no chat template" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_one_line() -> None:
+    command = [sys.executable, "-m", "jinfer", "list"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: No space left on device\n"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
 def test_ends_without_a_traceback(error: type[BaseException], tmp_path: Path) -> None:
     """Ctrl-C while a program is imported, or a reader that has gone."""

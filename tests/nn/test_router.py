@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.nn.router import Router, route
+from jinfer.nn.router import Router
+from jinfer.ops.routing import route
 from jinfer.spec.blocks import MixtureOfExperts
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, sigmoid, softmax

@@ -11,6 +11,7 @@ import pytest
 from jinfer.opening.conversation import Conversation
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import with_families
+from jinfer.spec.model import PromptSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.template import PromptTemplate, TemplateError
 from jinfer.tokenizer import Tokenizer, load_tokenizer
@@ -204,6 +205,27 @@ def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
             messages = expected["conversations"][case["conversation"]]
             ids = spoken[case["template"]].encode(found, messages, **given)
             assert ids == found.encode(case["expected"], special=False)
+
+
+def test_roles_that_nobody_knows_are_refused() -> None:
+    """A template would write any word there, a misspelled one too."""
+    found = tokenizer()
+    jinja = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    talk = Conversation(PromptSpec(), jinja)
+    assert talk.encode(found, [{"role": "user", "content": "a"}])
+    with pytest.raises(TemplateError, match="message 1 has the role"):
+        talk.encode(found, [{"role": r, "content": "a"} for r in ("user", "asistant")])
+    named = Conversation(PromptSpec(), jinja + "{% if 'critic' in messages %}{% endif %}")
+    assert named.encode(found, [{"role": "critic", "content": "a"}])
+
+
+def test_an_empty_system_message_is_one() -> None:
+    found = tokenizer()
+    jinja = "{% for m in messages %}[{{ m.role }}]{% endfor %}{{ messages[-1].content }}"
+    user = [{"role": "user", "content": "a"}]
+    without, empty = (Conversation(PromptSpec(system=s), jinja) for s in (None, ""))
+    assert without.text(found, user) == "[user]a"
+    assert empty.text(found, user) == "[system][user]a"
 
 
 def test_a_prompt_template_has_the_same_switch() -> None:

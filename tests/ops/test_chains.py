@@ -88,6 +88,12 @@ def a_gate_of_its_own(x: jax.Array, w: Weights) -> jax.Array:
     return x + linear(activate("gelu", gate) * up, w["down"])
 
 
+def a_row_of_its_own(x: jax.Array, w: Weights) -> jax.Array:
+    """With one row, what a call gives looks like a vector that is added to all rows."""
+    y = linear(norm(x), w["q"])
+    return linear((y[0] + x[0])[None] + x, w["o"])
+
+
 def norms_after(x: jax.Array, w: Weights) -> jax.Array:
     x = norm(x + linear(mixed(linear(x, w["q"])), w["o"]) * 2.0)
     return norm(x + feed_forward(x, w))
@@ -122,6 +128,7 @@ CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
     "rotations": (rotations, {"jinfer_chain": 2}),
     "heads": (heads, {"jinfer_chain": 1}),
+    "a row of its own": (a_row_of_its_own, {"jinfer_chain": 1}),
     "without a gate": (without_a_gate, {"jinfer_chain": 1}),
     "a gate of its own": (a_gate_of_its_own, {"jinfer_chain": 1}),
 }

@@ -119,6 +119,15 @@ def test_the_ends_of_the_ranges_reach_the_device(fields: dict[str, Any]) -> None
     assert all(part.shape[0] == 1 and np.isfinite(part).all() for part in row)
 
 
+def test_numpys_numbers_are_pythons() -> None:
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "max_tokens": np.int64(3)}
+    given = SamplingParams(**numbers, seed=5)
+    assert given == SamplingParams(temperature=0.5, max_tokens=3, seed=5)
+    assert type(given.max_tokens) is int
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(**{**numbers, "temperature": np.float32("nan")})
+
+
 def test_stop_is_a_tuple_however_it_is_given() -> None:
     assert params(stop="END").stop == ("END",)
     assert params(stop=["a", "b"]).stop == ("a", "b")

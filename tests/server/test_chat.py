@@ -28,6 +28,21 @@ def test_an_answer(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == 41
 
 
+def test_an_answer_given_back_as_it_came(smol: Running) -> None:
+    """With what OpenAI's answers have beside their text."""
+    answered: dict[str, object] = {
+        "role": "assistant",
+        "content": ANSWER,
+        "refusal": None,
+        "annotations": [],
+    }
+    body = {"messages": [*HELLO, answered, *HELLO], "max_tokens": 1, "top_logprobs": 0}
+    with smol.client() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        body["messages"] = [{**answered, "annotations": [{"type": "url_citation"}]}]
+        assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
 def test_a_stream(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(

@@ -18,6 +18,7 @@ import pytest
 
 from jinfer import serve
 from jinfer.opening.sources import SourceError
+from jinfer.server import process
 from jinfer.server.flags import FLAGS, options, plain_name, settings_of, sources_of
 from jinfer.spec.errors import SpecError
 from tests.server.running import GOLDENS, ROOT
@@ -162,6 +163,59 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_unix_socket_at_which_somebody_listens(tmp_path: Path) -> None:
+    """It is theirs; what is left of a process that is gone is replaced."""
+    path = tmp_path / "jinfer.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with process._listener({"uds": str(path)}):
+        assert listens(path)
+        with pytest.raises(SourceError, match="Address already in use"):
+            process._listener({"uds": str(path)}).__enter__()
+        assert listens(path)
+    assert not path.exists()
+
+
+def test_only_its_own_unix_socket_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "jinfer.sock"
+    with process._listener({"uds": str(path)}):
+        path.unlink()
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(str(path))
+        other.listen()
+    with other:
+        assert listens(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--ssl-certfile", "/nope"], "--ssl-certfile /nope: there is no such file"),
+        (["--ssl-keyfile", "/nope"], "--ssl-keyfile needs --ssl-certfile beside it"),
+        (["--ssl-ca-certs", "/nope"], "--ssl-ca-certs needs --ssl-certfile beside it"),
+    ],
+)
+def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
+    assert serve.main([LLAMA, "--port", str(free_port()), *flags]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {told}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--port", "99999"], "argument --port: 99999 is not from 0 to 65535"),
+        (["--port", "x"], "argument --port: 'x' is not a whole number"),
+        (["--max-body", "0"], "argument --max-body: 0 is below 1"),
+        (["--timeout", "-1"], "argument --timeout: -1 is below 0"),
+        (["--timeout", "nan"], "argument --timeout: nan is below 0"),
+    ],
+)
+def test_numbers_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        options(["m", *flags], {})
+    assert told in capsys.readouterr().err
+
+
 def test_tls(tmp_path: Path) -> None:
     make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     files = {name: str(tmp_path / name) for name in ("key.pem", "cert.pem")}
@@ -182,7 +236,7 @@ def test_tls(tmp_path: Path) -> None:
 
 def test_a_certificate_that_is_none(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "cert.pem").write_text("nothing")
-    tls = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "no.pem")]
+    tls = ["--ssl-certfile", str(tmp_path / "cert.pem")]
     assert serve.main([LLAMA, "--port", str(free_port()), *tls]) == 2
     assert "cert.pem" in capsys.readouterr().err
 
@@ -228,7 +282,7 @@ def test_flags_of_other_servers() -> None:
         ([], {}, "there is no SOURCE"),
         (["a/m.gguf", "b/m.gguf"], {}, "two models are called m"),
         (["m", "--set", "nothing"], {}, "is not key=value"),
-        (["m"], {"JINFER_PORT": "x"}, "JINFER_PORT='x': invalid literal"),
+        (["m"], {"JINFER_PORT": "x"}, "JINFER_PORT='x': 'x' is not a whole number"),
         (["m"], {"JINFER_WARM_UP": "x"}, "JINFER_WARM_UP='x': allowed: background"),
         (["m"], {"JINFER_LOG_PROMPTS": "x"}, "JINFER_LOG_PROMPTS='x': write true or false"),
         (["m", "--api-key-file", "/nowhere/keys"], {}, "write one key a line"),

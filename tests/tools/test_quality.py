@@ -65,6 +65,8 @@ def test_what_is_refused(
         (tmp_path / "no.gguf", "--text", text): "there is no such file or folder",
         (MODEL, "--text", text, *SMALL, "--weights", "q7"): "no quantization format",
         (MODEL, "--text", text, "--svg", tmp_path / "a.svg"): "pip install 'jinfer[plots]'",
+        (MODEL, "--text", text, "--json", tmp_path / "no" / "a.json"): "there is no folder",
+        (MODEL, "--text", text, "--json", tmp_path): "is a folder",
     }
     for arguments, words in cases.items():
         assert main([str(each) for each in arguments]) == 2

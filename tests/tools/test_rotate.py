@@ -37,6 +37,15 @@ def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is no tensor of a model with RMS norms" in capsys.readouterr().err
 
 
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "model.gguf"
+    own.write_bytes(SOURCE.read_bytes())
+    assert main([str(own), str(own)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert own.read_bytes() == SOURCE.read_bytes()
+    assert main([str(own), str(tmp_path / "new" / "out.gguf")]) == 0
+
+
 def test_made_up_and_converted_models_load(tmp_path: Path) -> None:
     made, converted = tmp_path / "made.gguf", tmp_path / "converted.gguf"
     make_up(LlamaShape(2, 64, 4, 2, 96), SOURCE, made, "Q4_0")

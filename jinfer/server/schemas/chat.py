@@ -49,6 +49,8 @@ class Message(Strict):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # OpenAI's answers have them, mostly none.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class Function(Strict):
