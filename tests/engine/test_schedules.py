@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -99,6 +101,25 @@ def request(
     return Asked((begin + own)[: most - 61], params, cancel_after=cancel)
 
 
+@contextmanager
+def held(llm: LLM) -> Iterator[None]:
+    """The engine begins with what came meanwhile at the end, however slowly it came."""
+    begun, end = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> None:
+        begun.set()
+        end.wait(300)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.frontend.thread.run, wait)
+        begun.wait(300)
+        try:
+            yield
+        finally:
+            end.set()
+            waiting.result()
+
+
 def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[float]) -> None:
     """Requests that arrive over time, a pause after each other; some callers leave before their
     answer is complete.
@@ -116,12 +137,13 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[floa
                 break
         done.release()
 
-    for one in asked:
-        (prepared,) = llm.frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
-        pieces: SimpleQueue[Any] = SimpleQueue()
-        llm.frontend.submit(prepared, pieces.put)
-        threading.Thread(target=consume, args=(one, prepared, pieces)).start()
-        time.sleep(rng.choice(pauses))
+    with nullcontext() if any(pauses) else held(llm):
+        for one in asked:
+            (prepared,) = llm.frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
+            pieces: SimpleQueue[Any] = SimpleQueue()
+            llm.frontend.submit(prepared, pieces.put)
+            threading.Thread(target=consume, args=(one, prepared, pieces)).start()
+            time.sleep(rng.choice(pauses))
     for _ in asked:
         assert done.acquire(timeout=300)
 
