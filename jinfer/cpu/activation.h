@@ -1,6 +1,8 @@
 // Activation functions of feed-forwards, by number; gate.h computes them.
 #pragma once
 
+#include <cstdint>
+
 namespace jinfer {
 
 // The numbers are those of ACTIVATIONS in linear.py. A gate has one up to `relu`.
@@ -14,8 +16,8 @@ enum class Activation : int {
   relu2 = 6,
 };
 
-inline bool is_activation(long long number) {
-  return number > 0 && number <= static_cast<long long>(Activation::relu2);
+inline bool is_activation(int64_t number) {
+  return number > 0 && number <= static_cast<int64_t>(Activation::relu2);
 }
 
 }  // namespace jinfer

@@ -10,10 +10,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "dense.h"
 #include "lanes.h"
+#include "scratch.h"
 
 namespace jinfer {
 namespace {
@@ -21,21 +21,6 @@ namespace {
 constexpr int WIDTH = WIDE * LANES;  // outputs of a panel
 // Rows from which a panel is worth making: measured on one core, equal at about so many.
 constexpr int MANY = LANES == 16 ? 96 : 48;
-
-// Memory of a thread, kept between calls.
-struct Room {
-  float* data = nullptr;
-  int64_t size = 0;
-  ~Room() { std::free(data); }
-  float* get(int64_t count) {
-    if (count > size) {
-      std::free(data);
-      size = (count + 1023) / 1024 * 1024;
-      data = static_cast<float*>(std::aligned_alloc(64, 4 * size));
-    }
-    return data;
-  }
-};
 
 // What numbers of type T are multiplied with, and how they are added up.
 template <class T>
@@ -262,8 +247,8 @@ template <class T>
 void many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
           int64_t stride) {
   const int64_t each = steps(w.inputs), row = LANES * each;
-  static thread_local Room room;
-  float* panel = room.get(LANES * panel_stride(each));
+  static thread_local Scratch scratch;
+  float* panel = scratch.of(LANES * panel_stride(each));
   for (int64_t n = begin; n < end; n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, end - n);
     to_panel<T>(w, n, count, panel);

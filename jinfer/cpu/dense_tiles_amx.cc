@@ -6,6 +6,7 @@
 
 #include "dense.h"
 #include "lanes.h"
+#include "scratch.h"
 #include "tiles.h"
 
 namespace jinfer {
@@ -48,24 +49,12 @@ struct Weights {
   int64_t stride;  // bytes
 };
 
-struct Room {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Room() { std::free(data); }
-  char* get(size_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + 4095) / 4096 * 4096;
-      data = static_cast<char*>(std::aligned_alloc(64, size));
-    }
-    return data;
-  }
-};
-
-Weights weights_at(const Dense& w, int64_t output, char* copy) {
+// `room`: for a copy, in pairs.
+Weights weights_at(const Dense& w, int64_t output, float* room) {
   const char* from = static_cast<const char*>(w.data) + 2 * output * w.inputs;
   if (output + OUTPUTS <= w.outputs && w.inputs % DEPTH == 0) return {from, 2 * w.inputs};
   const int64_t stride = 4 * pairs_of(w.inputs), count = std::min(OUTPUTS, w.outputs - output);
+  char* copy = reinterpret_cast<char*>(room);
   memset(copy, 0, OUTPUTS * stride);
   for (int64_t n = 0; n < count; ++n)
     memcpy(copy + n * stride, from + 2 * n * w.inputs, 2 * w.inputs);
@@ -119,9 +108,9 @@ void put(const float (*sums)[ROWS], int64_t from, int64_t to, int64_t count, flo
 
 void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64_t count,
               int64_t begin, int64_t end, float* y, int64_t stride) {
-  static thread_local Room room;
-  const int64_t pairs = pairs_of(w.inputs), copy_bytes = OUTPUTS * 4 * pairs, last = first + count;
-  char* copies = room.get(TOGETHER / OUTPUTS * copy_bytes);
+  static thread_local Scratch scratch;
+  const int64_t pairs = pairs_of(w.inputs), last = first + count;
+  float* copies = scratch.of(TOGETHER * pairs);
   alignas(64) float sums[4][OUTPUTS][ROWS];
   const auto tiles_of = [&](int64_t width) {
     TileShapes shapes;
@@ -133,7 +122,7 @@ void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64
     Weights weights[TOGETHER / OUTPUTS];
     const int64_t tiles = (std::min(TOGETHER, end - some) + OUTPUTS - 1) / OUTPUTS;
     for (int64_t o = 0; o < tiles; ++o)
-      weights[o] = weights_at(w, some + o * OUTPUTS, copies + o * copy_bytes);
+      weights[o] = weights_at(w, some + o * OUTPUTS, copies + o * OUTPUTS * pairs);
     for (int64_t row = first / ROWS * ROWS; row < last;) {
       const int64_t width = width_of(row, rows);
       const Tiles held(tiles_of(width));

@@ -15,9 +15,8 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-// The best of `ranked`, the first of such as are equal, which are then taken out. All are found, even
-// where none is a number.
-void take_best(float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
+// The best of `ranked`, the first of such as are equal. There are `count`, even where none is a number.
+void take_best(const float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
   const int64_t experts = taken.size();
   std::fill(taken.begin(), taken.end(), 0);
   for (int64_t k = 0; k < count; ++k) {
@@ -52,19 +51,15 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
   }
   const RowKernels& k = row_kernels();
   for_rows(pool, rows, experts, [&](int64_t row) {
-    static thread_local std::vector<float> scores, ranked;
+    static thread_local std::vector<float> scores, corrected;
     static thread_local std::vector<char> taken;
-    scores.resize(experts), ranked.resize(experts), taken.resize(experts);
+    scores.resize(experts), corrected.resize(experts), taken.resize(experts);
     const float* from = logits.typed_data() + row * experts;
     (softmax ? k.softmax : k.sigmoid)(from, experts, scores.data());
-    if (correction) {
-      k.add(scores.data(), correction, experts, ranked.data());
-    } else {
-      ranked = scores;
-    }
+    if (correction) k.add(scores.data(), correction, experts, corrected.data());
     int32_t* own = chosen->typed_data() + row * count;
     float* to = weights->typed_data() + row * count;
-    take_best(ranked.data(), taken, count, own);
+    take_best(correction ? corrected.data() : scores.data(), taken, count, own);
     float total = 0;
     for (int64_t i = 0; i < count; ++i) {
       to[i] = scores[own[i]];

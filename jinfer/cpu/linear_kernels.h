@@ -293,6 +293,16 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   }
 }
 
+// f(std::integral_constant<int, g>) for superblocks of so many columns; see has_kernels().
+template <class F>
+void with_columns(int columns, F f) {
+  switch (columns) {
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 8: return f(std::integral_constant<int, 8>{});
+  }
+}
+
 void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
               float* y, int64_t stride) {
   static thread_local Scratch scratch;
@@ -301,14 +311,9 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
   begin *= groups_of_tile;
   end *= groups_of_tile;
   if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
-  switch (matrix.G) {
-    case 2:
-      return multiply_groups<2>(plan, x, rows, begin, end, y, stride, scratch);
-    case 4:
-      return multiply_groups<4>(plan, x, rows, begin, end, y, stride, scratch);
-    case 8:
-      return multiply_groups<8>(plan, x, rows, begin, end, y, stride, scratch);
-  }
+  with_columns(matrix.G, [&](auto g) {
+    multiply_groups<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
+  });
 }
 
 // ---- activations ------------------------------------------------------------------------------

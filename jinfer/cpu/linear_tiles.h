@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear_panel.h"
+#include "linear_kernels.h"
 #include "tiles.h"
 
 namespace {
@@ -264,14 +264,9 @@ void multiply_or_in_tiles(const Matrix& matrix, const Activations& x, int64_t ro
   if (!x.form.tiles) return multiply(matrix, x, rows, begin, end, y, stride);
   static thread_local Scratch scratch;
   const Plan& plan = plan_of(matrix);
-  switch (matrix.G) {
-    case 2:
-      return multiply_in_tiles<2>(plan, x, rows, begin, end, y, stride, scratch);
-    case 4:
-      return multiply_in_tiles<4>(plan, x, rows, begin, end, y, stride, scratch);
-    case 8:
-      return multiply_in_tiles<8>(plan, x, rows, begin, end, y, stride, scratch);
-  }
+  with_columns(matrix.G, [&](auto g) {
+    multiply_in_tiles<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
+  });
 }
 
 const jinfer::LinearKernels kernels_and_tiles{prepare, multiply_or_in_tiles, jinfer::gate, kManyRows};

@@ -87,8 +87,7 @@ class Conversation:
             TemplateError: there is no template, it refuses the conversation, or it leaves out what
                 the user says.
         """
-        messages = self._with_system(messages)
-        self._check_roles(messages)
+        messages = self._checked(messages)
         if self.prompt.template:
             return PromptTemplate.parse(self.prompt.template).encode_chat(
                 tokenizer, messages, special=special
@@ -109,10 +108,10 @@ class Conversation:
         if self.prompt.template:
             ids = self.encode(tokenizer, messages, **variables)
             return tokenizer.decode(ids, skip_special=False)
-        return self._render(tokenizer, self._with_system(messages), variables)
+        return self._render(tokenizer, self._checked(messages), variables)
 
-    def _check_roles(self, messages: Sequence[Message]) -> None:
-        """Templates write any role into the prompt, a misspelled one too."""
+    def _checked(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """With the system message; a template would write any role into a prompt, misspelled ones."""
         for number, message in enumerate(messages):
             role = message.get("role")
             if role not in _ROLES and not (isinstance(role, str) and self.reads(role)):
@@ -120,8 +119,6 @@ class Conversation:
                     f"message {number} has the role {role!r}, which is none of "
                     f"{', '.join(_ROLES)}, nor named by the chat template"
                 )
-
-    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         system = self.prompt.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
             return [{"role": "system", "content": system}, *messages]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
-from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,35 +12,13 @@ from jaxtyping import Float, Int
 from jinfer.cpu import experts as cpu
 from jinfer.ops.backend import backend
 from jinfer.ops.norm import sigmoid, softmax
-
-
-class Rule(Protocol):
-    """What `jinfer.spec.blocks.MixtureOfExperts` says of its choice, by the same names."""
-
-    @property
-    def scoring(self) -> str: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def top_k_groups(self) -> int: ...
-    @property
-    def group_score(self) -> str: ...
-    @property
-    def renormalize(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def jitter_eps(self) -> float: ...
+from jinfer.spec.blocks import MixtureOfExperts
 
 
 def route(
     logits: Float[Array, "rows experts"],
     correction: Float[Array, " experts"] | None,
-    rule: Rule,
+    rule: MixtureOfExperts,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """Chooses `rule.top_k` experts of each row, by the rule that `rule` describes.
 
@@ -64,7 +41,7 @@ def route(
 def route_reference(
     logits: Float[Array, "rows experts"],
     correction: Float[Array, " experts"] | None,
-    rule: Rule,
+    rule: MixtureOfExperts,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """The same in XLA's operations."""
     if rule.scoring == "sparsemixer":
@@ -82,7 +59,7 @@ def route_reference(
 
 
 def _of_best_groups(
-    scores: Float[Array, "rows experts"], rule: Rule
+    scores: Float[Array, "rows experts"], rule: MixtureOfExperts
 ) -> Float[Array, "rows experts"]:
     """The scores, -inf where an expert's group is not among the best (arXiv 2405.04434)."""
     if rule.groups == rule.top_k_groups:
@@ -95,7 +72,7 @@ def _of_best_groups(
 
 
 def _sparsemixer(
-    logits: Float[Array, "rows experts"], rule: Rule
+    logits: Float[Array, "rows experts"], rule: MixtureOfExperts
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """One arg-max after the other, each with a softmax of its own (arXiv 2409.12136).
 

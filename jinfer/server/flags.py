@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class Flag:
 
 def _seconds(text: str) -> float | None:
     value = _number(float, text, "a number of seconds")
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 on")
     return value or None
 
 

@@ -26,6 +26,7 @@ from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
+_TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
 _TELLING = 3  # seconds in which clients are told that their answers end
 # Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
 # twenty for the event loop beside the engine and three workers.
@@ -47,7 +48,8 @@ def serve(found: Mapping[str, Any]) -> int:
         failures.append(error)
         server.should_exit = True
 
-    with _listener(found) as listener, _tls_errors(found):
+    _check_tls(found)
+    with _listener(found) as listener:
         config = uvicorn.Config(
             build_app(sources, settings, failed=failed, made=services.append),
             access_log=False,
@@ -60,7 +62,8 @@ def serve(found: Mapping[str, Any]) -> int:
             ssl_cert_reqs=ssl.CERT_REQUIRED if found["ssl_ca_certs"] else ssl.CERT_NONE,
             lifespan="on",
         )
-        config.load()
+        with _tls_errors(found):
+            config.load()
         server = _Server(config, services[0], found["stop_timeout"])
         log = logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
         where = _where(listener, config.is_ssl)
@@ -182,19 +185,21 @@ def _where(listener: socket.socket, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{shown}:{port}"
 
 
+def _check_tls(found: Mapping[str, Any]) -> None:
+    """Raises `SourceError` for files that are missing, or given without a certificate."""
+    for key in _TLS:
+        flag = f"--{key.replace('_', '-')}"
+        if found[key] is not None and found[_TLS[0]] is None:
+            raise SourceError(f"{flag} needs --ssl-certfile beside it")
+        if found[key] is not None and not Path(found[key]).is_file():
+            raise SourceError(f"{flag} {found[key]}: there is no such file")
+
+
 @contextlib.contextmanager
 def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
     """Raises `SourceError` for certificates and keys that cannot be used."""
-    if found["ssl_certfile"] is None:
-        for key in ("ssl_keyfile", "ssl_ca_certs"):
-            if found[key] is not None:
-                raise SourceError(f"--{key.replace('_', '-')} needs --ssl-certfile beside it")
-    for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        if found[key] is not None and not Path(found[key]).is_file():
-            raise SourceError(f"--{key.replace('_', '-')} {found[key]}: there is no such file")
     try:
         yield
     except OSError as error:  # of which SSL's are a kind
-        named = [found[key] for key in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")]
-        files = ", ".join(filter(None, named))
+        files = ", ".join(found[key] for key in _TLS if found[key])
         raise SourceError(f"{files}: {error}") from None

@@ -215,6 +215,8 @@ def test_roles_that_nobody_knows_are_refused() -> None:
     assert talk.encode(found, [{"role": "user", "content": "a"}])
     with pytest.raises(TemplateError, match="message 1 has the role"):
         talk.encode(found, [{"role": r, "content": "a"} for r in ("user", "asistant")])
+    with pytest.raises(TemplateError, match="message 0 has the role 'x'"):
+        talk.text(found, [{"role": "x", "content": "a"}])
     named = Conversation(PromptSpec(), jinja + "{% if 'critic' in messages %}{% endif %}")
     assert named.encode(found, [{"role": "critic", "content": "a"}])
 

@@ -206,8 +206,9 @@ def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> N
         (["--port", "99999"], "argument --port: 99999 is not from 0 to 65535"),
         (["--port", "x"], "argument --port: 'x' is not a whole number"),
         (["--max-body", "0"], "argument --max-body: 0 is below 1"),
-        (["--timeout", "-1"], "argument --timeout: -1 is below 0"),
-        (["--timeout", "nan"], "argument --timeout: nan is below 0"),
+        (["--timeout", "-1"], "argument --timeout: -1 is not from 0 on"),
+        (["--timeout", "nan"], "argument --timeout: nan is not from 0 on"),
+        (["--timeout", "inf"], "argument --timeout: inf is not from 0 on"),
     ],
 )
 def test_numbers_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
