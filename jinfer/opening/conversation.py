@@ -111,7 +111,7 @@ class Conversation:
         return self._render(tokenizer, self._checked(messages), variables)
 
     def _checked(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """With the system message; a template would write any role into a prompt, misspelled ones."""
+        """With the system message. Templates write any role into a prompt, a misspelled one too."""
         for number, message in enumerate(messages):
             role = message.get("role")
             if role not in _ROLES and not (isinstance(role, str) and self.reads(role)):
