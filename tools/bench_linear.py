@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--formats", type=_list(_format), default="q4,q8,q3.5", help="such as q4,q3.5_b64_sym")
     add("--shapes", type=_list(_shape), default=_SHAPES, help="outputs x inputs")
     add("--rows", type=_list(_count), default="1,8,512", help="of the other factor")
-    add("--mode", default="int8", choices=["int8", "float"], help="of the other factor")
+    add("--mode", default="int8", choices=["int8", "int16", "float"], help="of the other factor")
     add("--seconds", type=float, default=0.5, help="of each measurement")
     add("--most", type=_count, default=64, help="matrices of a shape")
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON too")

@@ -301,7 +301,7 @@ class Chain {
   }
 
   ffi::Error read_linear(Operands& operands, Reader& reader, size_t a) {
-    const int64_t count = reader.next(), exact = reader.next(), activation = reader.next();
+    const int64_t count = reader.next(), digits = reader.next(), activation = reader.next();
     const int64_t codes = reader.next();
     if (!reader.has(codes)) return refused("a program that ends too early");
     const int64_t* codebook = reader.take(codes);
@@ -309,7 +309,7 @@ class Chain {
       return refused("a program that ends too early");
     LinearProduct& product = linear_.next();
     ffi::Error error = product.read(operands, reader.take(count * kFields), count, codebook, codes,
-                                    values_[a].size, exact != 0, activation, rows_);
+                                    values_[a].size, digits, activation, rows_);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
       if (tensor.count != 1) return refused("stacks of matrices");

@@ -111,18 +111,18 @@ class Program:
         fields: Sequence[int],
         codebook: Sequence[int],
         *,
-        exact: bool,
+        digits: int,
         activation: int,
         outputs: Sequence[int],
     ) -> list[int]:
         """As `jinfer.cpu.linear.coded_linear`.
 
         Args:
-            buffers, fields, codebook, exact, activation: what it gives to its call.
+            buffers, fields, codebook, digits, activation: what it gives to its call.
             outputs: sizes of its results.
         """
         count = len(fields) // FIELDS
-        numbers = [count, int(exact), activation, len(codebook), *codebook, *fields]
+        numbers = [count, digits, activation, len(codebook), *codebook, *fields]
         return self._add(Operation.LINEAR, x, numbers, buffers, outputs)
 
     def dense(

@@ -92,11 +92,16 @@ int detect() {
 }
 
 #if defined(__x86_64__)
+bool is_amd() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx &&
+         d == signature_AMD_edx;
+}
+
 bool is_zen4() {
   unsigned a, b, c, d;
-  if (!__get_cpuid(0, &a, &b, &c, &d)) return false;
-  if (b != signature_AMD_ebx || c != signature_AMD_ecx || d != signature_AMD_edx) return false;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || (a >> 8 & 15) + (a >> 20 & 255) != 0x19) return false;
+  if (!is_amd() || !__get_cpuid(1, &a, &b, &c, &d) || (a >> 8 & 15) + (a >> 20 & 255) != 0x19)
+    return false;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 16 & 1);  // a Zen 3 has no AVX-512
 }
 #endif
@@ -107,6 +112,11 @@ bool is_zen4() {
 bool fetches_by_itself() {
   static const bool zen4 = is_zen4();
   return zen4;
+}
+
+bool multiplies_in_pairs() {
+  static const bool amd = is_amd();
+  return amd || isa_limit.load(std::memory_order_relaxed) == static_cast<int>(Isa::avx512bf16);
 }
 #endif
 

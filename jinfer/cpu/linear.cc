@@ -29,7 +29,7 @@ struct Prepared {
 
 ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                   ffi::RemainingRets rets, ffi::Span<const int64_t> fields,
-                  ffi::Span<const int64_t> codebook, int64_t exact, int64_t activation,
+                  ffi::Span<const int64_t> codebook, int64_t digits, int64_t activation,
                   int64_t select) {
   if (x.dimensions().size() != 2) return invalid("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
@@ -43,7 +43,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   Operands operands(args, next);
   LinearProduct product;
   auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
-                            codebook.size(), inputs, exact != 0, activation,
+                            codebook.size(), inputs, digits, activation,
                             rows / std::max<int64_t>(segments.size(), 1));
   if (error.failure()) return error;
   for (const Tensor& tensor : product.tensors)
@@ -81,6 +81,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_linear, jinfer::linear,
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("tensors")
                                   .Attr<xla::ffi::Span<const int64_t>>("codebook")
-                                  .Attr<int64_t>("exact")
+                                  .Attr<int64_t>("digits")
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("select"));

@@ -37,27 +37,29 @@ struct Matrix {
 //   int32 sums[parts][G]     -zero * sum of codes where the matrix is symmetric, else as float32
 //                            the sum of the values
 //
-// or, exact, float values[8][4][G] instead of codes and scales.
-//
 // In tiles a row has the same numbers one kind after the other: int8 codes[columns][32], float
 // scales[columns], int32 sums[parts][columns].
+//
+// A row may have several digits, the first of which counts most: each is a row of its own to the
+// kernels, whose scales are kBase (linear_kernels.h) times those of the next one, and their products are added up.
 struct Form {
   int64_t columns;  // padded
   int group;        // G
   int zero;         // of a symmetric matrix; -1 where there are bases
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
-  bool exact;       // float32 instead of int8
+  int digits;
   bool tiles;       // as LinearKernels::tile_rows says
 
   bool operator==(const Form& o) const {
     return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
-           exact == o.exact && tiles == o.tiles;
+           digits == o.digits && tiles == o.tiles;
   }
-  int64_t column_bytes() const { return (exact ? 128 : 36) + 4 * parts; }
-  int64_t row_bytes() const {
+  int64_t column_bytes() const { return 36 + 4 * parts; }
+  int64_t digit_bytes() const {
     const int64_t bytes = columns * column_bytes();
     return tiles ? (bytes + 63) / 64 * 64 : bytes;
   }
+  int64_t row_bytes() const { return digits * digit_bytes(); }
 };
 
 // Rows in a form, one after the other.

@@ -1,9 +1,12 @@
 """Products with quantized matrices as one custom call.
 
 The matrices are `QuantizedTensor`s taken apart: their arrays as they are, and what their format
-says. Activations are float32 rows; in mode "int8" they are rounded to 8 bits in blocks of 32, with
-scale = largest magnitude / 127 (a block with a number that is not finite makes its products NaN),
-in mode "float" they stay as they are.
+says. Activations are float32 rows, which are rounded to whole numbers in blocks of 32; a block with
+a number that is not finite makes its products NaN. In mode "int8" a whole number is one digit, -127
+.. 127, with scale = largest magnitude / 127, in mode "int16" it has two in base 253. In mode
+"float" it has three, of which the last counts 1.2e-7 of the block's largest magnitude, as much as
+its last bit does in float32. Products with digits are sums of integers; those of each digit are
+scaled and added up in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from jaxtyping import Float, Int
 
 from jinfer.cpu import build
 
-type Mode = Literal["int8", "float"]
+type Mode = Literal["int8", "int16", "float"]
+_DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits
 # The numbers of `Activation` in activation.h; products take those up to relu.
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
 _CODEBOOK = 16  # most values
@@ -105,7 +109,7 @@ def coded_linear(
         *operands,
         tensors=np.array([fields_of(matrix) for matrix in matrices], np.int64).reshape(-1),
         codebook=np.array(codebook, np.int64),
-        exact=np.int64(mode == "float"),
+        digits=np.int64(_DIGITS[mode]),
         activation=np.int64(ACTIVATIONS.index(activation)),
         select=np.int64(select),
     )

@@ -41,12 +41,11 @@ inline void fetch(const uint32_t* line, bool alone) {
   }
 }
 
-// Rows of activations, and results: y[row * stride + output].
+// Rows of activations.
 struct FewRows {
   const char* const* x;  // the last one again where there are fewer than a kernel takes
   int count;
-  float* y;
-  int64_t stride;
+  Results results;
 };
 
 // A vector that is loaded here: compilers read memory a second time for other halves of bytes.
@@ -223,17 +222,8 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       if (levels) steps_at += m.R * m.numbers;
     }
     for (int v = 0; v < whole; ++v) {
-      const int64_t output = (group + v) * height, left = m.outputs - output;
-      for (int r = 0; r < rows.count; ++r) {
-        float* y = rows.y + r * rows.stride + output;
-        if (left >= height) {
-          Vector::sum_runs<g>(total[v][r], y);
-        } else if (left > 0) {
-          float all[height];
-          Vector::sum_runs<g>(total[v][r], all);
-          std::memcpy(y, all, left * sizeof(float));
-        }
-      }
+      for (int r = 0; r < rows.count; ++r)
+        put<g>(total[v][r], rows.results.of[r], (group + v) * height, m.outputs);
     }
   }
 }
@@ -308,7 +298,7 @@ bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t 
   // panel, 16 as fast (AVX-512).
   const bool fours = plan.matrix->halves == 2 && Vector::kRows == 8;
   const int64_t most = fours ? 4 : Vector::kRows;
-  if (x.form.exact || rows > (fours ? 12 : kDirectRows)) return false;
+  if (rows > (fours ? 12 : kDirectRows)) return false;
   const int64_t left = rows % most ? rows % most : most;
   const Direct full = direct_for(plan, std::min(rows, most)), last = direct_for(plan, left);
   if (!full || !last) return false;
@@ -322,8 +312,9 @@ bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t 
       const int64_t count = std::min(most, rows - row);
       const char* of[Vector::kRows];
       for (int64_t r = 0; r < Vector::kRows; ++r)
-        of[r] = x.data + (row + std::min(r, count - 1)) * x.form.row_bytes();
-      const FewRows some{of, static_cast<int>(count), y + row * stride, stride};
+        of[r] = x.data + (row + std::min(r, count - 1)) * x.form.digit_bytes();
+      const int few = static_cast<int>(count);
+      const FewRows some{of, few, Results(y, stride, x.form.digits, row, few)};
       (count < most ? last : full)(plan, some, first, std::min(end, first + groups), room);
     }
   }

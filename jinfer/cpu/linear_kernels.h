@@ -30,9 +30,6 @@ struct Operands {
   int64_t all_units;      // of a group in the panel
   const char* x;          // the record of the first row that belongs to the groups' first units
   int64_t x_stride;       // bytes to the next row's
-  float zero;             // the code of 0, or 0 where there are bases
-  bool affine;
-  int parts;
   bool add;               // to the sums that are there
   const char* ahead;      // memory that is wanted soon, of which each group's product fetches some
   int64_t fetch;          // bytes, 0 where there is nothing
@@ -123,54 +120,6 @@ void multiply_int8(const Operands& o) {
   }
 }
 
-// The same with float32 activations.
-template <int g, int count>
-void multiply_float(const Operands& o) {
-  const int parts = o.parts, steps = 8 / parts;
-  const int64_t stride = o.x_stride, record = (128 + 4 * parts) * g;
-  for (int64_t group = 0; group < o.groups; ++group) {
-    const uint8_t* panel_codes = o.panel.codes + group * o.all_units * 32 * L;
-    const float* scales = o.panel.scales + group * o.all_units * parts * L;
-    const float* bases = o.panel.bases + group * o.all_units * parts * L;
-    float* sums = o.sums + group * o.sums_stride;
-    const char* x = o.x;
-    if (!o.add) std::memset(sums, 0, count * L * sizeof(float));
-    for (int64_t u = 0; u < o.units; ++u, x += record) {
-      for (int part = 0; part < parts; ++part) {
-        Vector::F within[count];
-        UNROLL
-        for (int m = 0; m < count; ++m) within[m] = Vector::zero_f();
-        for (int s = part * steps; s < (part + 1) * steps; ++s) {
-          Vector::I codes = Vector::load(panel_codes + s * 4 * L);
-          for (int i = 0; i < 4; ++i) {
-            const Vector::F code = Vector::to_float(Vector::mask(codes, 255));
-            const Vector::F q = Vector::sub(code, Vector::set_f(o.zero));
-            UNROLL
-            for (int m = 0; m < count; ++m) {
-              const char* at = x + m * stride + (s * 4 + i) * 4 * g;
-              within[m] = Vector::fma(q, Vector::repeat_f<g>(at), within[m]);
-            }
-            codes = Vector::right<8>(codes);
-          }
-        }
-        UNROLL
-        for (int m = 0; m < count; ++m) {
-          Vector::F total = Vector::load_f(sums + m * L);
-          total = Vector::fma(within[m], Vector::load_f(scales), total);
-          if (o.affine) {
-            const char* sum = x + m * stride + (128 + 4 * part) * g;
-            total = Vector::fma(Vector::load_f(bases), Vector::repeat_f<g>(sum), total);
-          }
-          Vector::store_f(sums + m * L, total);
-        }
-        scales += L;
-        bases += L;
-      }
-      panel_codes += 32 * L;
-    }
-  }
-}
-
 using Product = void (*)(const Operands&);
 
 template <int g, int count, int most>
@@ -183,8 +132,7 @@ Product product_int8(const Plan& plan) {
 }
 
 template <int g, int count>
-Product product(const Plan& plan, bool exact) {
-  if (exact) return multiply_float<g, count>;
+Product product(const Plan& plan) {
   // A single row is rarely multiplied here: one product for all codes of 7 bits at most.
   constexpr int few = Vector::alike(count == 1 ? 127 : 15);
   constexpr int some = Vector::alike(count == 1 ? 127 : 63), all = Vector::alike(255);
@@ -194,22 +142,14 @@ Product product(const Plan& plan, bool exact) {
                         : product_int8<g, count, all>(plan);
 }
 
-// Sums over the lanes of each row, written where they belong. `o`: what the product was given.
+// Sums over the lanes of each row, where they belong. `o`: what the product was given.
 template <int g, int count>
-void finish(const Plan& plan, const Operands& o, int64_t group, float* y, int64_t stride) {
-  constexpr int rows = L / g;
+void finish(const Plan& plan, const Operands& o, int64_t group, const Results& results) {
   for (int64_t i = 0; i < o.groups; ++i) {
-    const int64_t begin = (group + i) * rows, left = plan.matrix->outputs - begin;
+    const int64_t output = (group + i) * (L / g);
     for (int m = 0; m < count; ++m) {
-      const Vector::F v = Vector::load_f(o.sums + i * o.sums_stride + m * L);
-      float* to = y + m * stride + begin;
-      if (left >= rows) {
-        Vector::sum_runs<g>(v, to);
-      } else if (left > 0) {
-        float all[rows];
-        Vector::sum_runs<g>(v, all);
-        std::memcpy(to, all, left * sizeof(float));
-      }
+      const Vector::F sums = Vector::load_f(o.sums + i * o.sums_stride + m * L);
+      put<g>(sums, results.of[m], output, plan.matrix->outputs);
     }
   }
 }
@@ -236,11 +176,11 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
                     reinterpret_cast<float*>(memory + groups * code_bytes),
                     reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
   float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
-  const bool exact = x.form.exact;
-  const int64_t row_bytes = x.form.row_bytes();
-  const Product many_rows = product<g, most>(plan, exact),
-                some_rows = product<g, most / 2>(plan, exact), one_row = product<g, 1>(plan, exact);
+  const int64_t row_bytes = x.form.digit_bytes();
+  const Product many_rows = product<g, most>(plan), some_rows = product<g, most / 2>(plan),
+                one_row = product<g, 1>(plan);
 
+  int64_t done = 0;  // rows
   // Of words. Groups follow one another where each is a tile; else nearly.
   const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
   for (int64_t first = begin; first < end; first += groups) {
@@ -257,9 +197,6 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
       o.groups = here;
       o.all_units = plan.units;
       o.x_stride = row_bytes;
-      o.zero = m.affine() ? 0.0f : static_cast<float>(m.zero);
-      o.affine = m.affine();
-      o.parts = plan.parts;
       o.sums = sums;
       o.sums_stride = count * L;
       for (int64_t from = 0; from < plan.units; from += piece) {
@@ -272,9 +209,11 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
         ahead += here * fetch;
         multiply(o);
       }
-      finish<g, count>(plan, o, first, y + row * stride, stride);
+      finish<g, count>(plan, o, first, Results(y, stride, x.form.digits, row, count, done));
+      done = row + count;
     };
     // At the end some rows once more: cheaper than one by one.
+    done = 0;
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row;
       if (left > most / 2 && rows >= most) {
@@ -306,6 +245,7 @@ void with_columns(int columns, F f) {
 void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
               float* y, int64_t stride) {
   static thread_local Scratch scratch;
+  rows *= x.form.digits;
   const Plan& plan = plan_of(matrix);
   const int64_t groups_of_tile = matrix.R / plan.rows;
   begin *= groups_of_tile;
@@ -318,12 +258,33 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
 
 // ---- activations ------------------------------------------------------------------------------
 
+// Of digits, which are -127 .. 127. Less than 255, so that a quotient need not be rounded exactly.
+constexpr float kBase = 253;
+
+// What a block's largest magnitude becomes: with three digits it has 23 bits.
+constexpr float largest(int digits) { return digits == 1 ? 127 : kBase * largest(digits - 1); }
+
+// 32 whole numbers.
+struct Whole {
+  Vector::I v[32 / L];
+
+  // Takes the lowest digit off.
+  Whole take_digit() {
+    Whole digit;
+    for (int i = 0; i < 32 / L; ++i) {
+      const Vector::F all = Vector::to_float(v[i]);
+      v[i] = Vector::rounded(Vector::mul(all, Vector::set_f(1 / kBase)));
+      digit.v[i] = Vector::rounded(Vector::fma(Vector::to_float(v[i]), Vector::set_f(-kBase), all));
+    }
+    return digit;
+  }
+};
+
 void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
   const int g = form.group;
-  const int64_t record = g * form.column_bytes();
+  const int64_t record = g * form.column_bytes(), digit_bytes = form.digit_bytes();
   for (int64_t column = 0; column < form.columns; ++column) {
     const int64_t lane = column % g, left = inputs - column * 32;
-    char* to = row + column / g * record;
     const float* from = x + column * 32;
     alignas(64) float padded[32];
     if (left < 32) {
@@ -331,44 +292,42 @@ void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
       if (left > 0) std::memcpy(padded, from, left * sizeof(float));
       from = padded;
     }
-    float* sums = reinterpret_cast<float*>(to + (form.exact ? 128 : 36) * g) + lane;
-    if (form.exact) {
-      float* values = reinterpret_cast<float*>(to) + lane;
-      float total[2] = {0, 0};
-      for (int i = 0; i < 32; ++i) {
-        values[i * g] = from[i];
-        total[i / 16] += from[i];
-      }
-      if (form.parts == 1) total[0] += total[1];
-      for (int part = 0; part < form.parts; ++part) sums[part * g] = total[part];
-      continue;
-    }
     // A block with a number that is not finite becomes NaN; one below 1e-30 becomes 0.
     const uint32_t bits = Vector::magnitude(from);
     float most;
     std::memcpy(&most, &bits, 4);
     const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
-    const float scale = finite ? (some ? most / 127.0f : 0.0f) : NAN;
-    alignas(64) int8_t rounded[32] = {};
-    int32_t total[2] = {0, 0};
-    if (some) Vector::round32(from, 127.0f / most, rounded, total);
-    int64_t apart = g;  // from one part's sum to the next
-    if (form.tiles) {
-      apart = form.columns;
-      std::memcpy(row + 32 * column, rounded, 32);
-      float* scales = reinterpret_cast<float*>(row + 32 * form.columns) + column;
-      *scales = scale, sums = scales + form.columns;
-    } else {
-      for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, rounded + 4 * s, 4);
-      reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
-    }
-    if (form.parts == 1) total[0] += total[1];
-    for (int part = 0; part < form.parts; ++part) {
-      if (form.zero >= 0) {
-        const int32_t sum = -form.zero * total[part];
-        std::memcpy(sums + part * apart, &sum, 4);
+    const float limit = largest(form.digits);
+    float scale = finite ? (some ? most / limit : 0.0f) : NAN;
+    Whole whole = {};
+    for (int i = 0; some && i < 32 / L; ++i)
+      whole.v[i] = Vector::rounded(
+          Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
+    for (int digit = form.digits - 1; digit >= 0; --digit, scale *= kBase) {
+      alignas(64) int8_t codes[32];
+      int32_t total[2];
+      Vector::to_bytes(digit ? whole.take_digit().v : whole.v, codes, total);
+      char* of_digit = row + digit * digit_bytes;
+      char* to = of_digit + column / g * record;
+      float* sums = reinterpret_cast<float*>(to + 36 * g) + lane;
+      int64_t apart = g;  // from one part's sum to the next
+      if (form.tiles) {
+        apart = form.columns;
+        std::memcpy(of_digit + 32 * column, codes, 32);
+        float* scales = reinterpret_cast<float*>(of_digit + 32 * form.columns) + column;
+        *scales = scale, sums = scales + form.columns;
       } else {
-        sums[part * apart] = scale * static_cast<float>(total[part]);
+        for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, codes + 4 * s, 4);
+        reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
+      }
+      if (form.parts == 1) total[0] += total[1];
+      for (int part = 0; part < form.parts; ++part) {
+        if (form.zero >= 0) {
+          const int32_t sum = -form.zero * total[part];
+          std::memcpy(sums + part * apart, &sum, 4);
+        } else {
+          sums[part * apart] = scale * static_cast<float>(total[part]);
+        }
       }
     }
   }

@@ -40,6 +40,36 @@ struct Scratch {
   }
 };
 
+// Where the products of some rows of digits belong. Those of a row's digits are added up in order.
+struct Results {
+  struct Row {
+    float* y;  // null: it is there already
+    bool add;
+  };
+  static constexpr int kMost = 16;
+  Row of[kMost];
+
+  // Of rows `first` .. `first` + `count` - 1, of which those before `done` are there.
+  Results(float* y, int64_t stride, int digits, int64_t first, int count, int64_t done = 0) {
+    for (int r = 0; r < count; ++r) {
+      const int64_t row = first + r;
+      of[r] = {row < done ? nullptr : y + row / digits * stride, row % digits != 0};
+    }
+  }
+};
+
+// Sums over runs of g lanes, which are a row's outputs `output` ..
+template <int g>
+inline void put(Vector::F v, const Results::Row& row, int64_t output, int64_t outputs) {
+  constexpr int many = L / g;
+  if (!row.y) return;
+  if (output + many <= outputs && !row.add) return Vector::sum_runs<g>(v, row.y + output);
+  float all[many];
+  Vector::sum_runs<g>(v, all);
+  for (int i = 0; i < many && output + i < outputs; ++i)
+    row.y[output + i] = row.add ? row.y[output + i] + all[i] : all[i];
+}
+
 // ---- codes ------------------------------------------------------------------------------------
 
 struct Piece {  // see PIECES in jinfer/quant/pack.py

@@ -104,11 +104,14 @@ inline bool are_alike(const Matrix& a, const Matrix& b) {
          a.outputs == b.outputs;
 }
 
+// Of activations: three are as exact as float32.
+constexpr int kMostDigits = 3;
+
 // `rows`: that a matrix is multiplied with, on average.
-inline Form form_of(const Matrix& m, bool exact, int64_t rows) {
+inline Form form_of(const Matrix& m, int digits, int64_t rows) {
   const int64_t tile_rows = linear_kernels().tile_rows;
-  const bool tiles = tile_rows && rows >= tile_rows && !exact && fits_tiles(m);
-  return {m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact, tiles};
+  const bool tiles = tile_rows && rows * digits >= tile_rows && fits_tiles(m);
+  return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, tiles};
 }
 
 // The tiles of one tensor for one segment.
@@ -128,16 +131,18 @@ class LinearProduct : public RowProduct {
   // Reads the matrices, kFields numbers of `fields` for each. `rows_each`: of activations, of a segment
   // on average.
   ffi::Error read(Operands& operands, const int64_t* fields, size_t count, const int64_t* codebook,
-                  size_t codes, int64_t inputs, bool exact, int64_t activation, int64_t rows_each) {
+                  size_t codes, int64_t inputs, int64_t digits, int64_t activation,
+                  int64_t rows_each) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
-    exact_ = exact, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
+    digits_ = digits, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
+    if (digits < 1 || digits > kMostDigits) return invalid("no such number of digits");
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
       return invalid("no such activation");
     tensors.resize(count), form_of_.resize(count), forms.clear(), parts_.clear(), total_ = 0;
     for (size_t t = 0; t < count; ++t) {
       auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
       if (error.failure()) return error;
-      const Form form = form_of(tensors[t].matrix, exact, rows_each);
+      const Form form = form_of(tensors[t].matrix, digits_, rows_each);
       const auto at = std::find(forms.begin(), forms.end(), form);
       form_of_[t] = at - forms.begin();
       if (at == forms.end()) forms.push_back(form);
@@ -163,7 +168,7 @@ class LinearProduct : public RowProduct {
         parts_.push_back({t, segment, total_, tiles});
         total_ += tiles;
         // About 8 rows take as long as reading the weights does.
-        const int64_t many = segment.end - segment.begin, times = exact_ ? many : (many + 7) / 8;
+        const int64_t many = (segment.end - segment.begin) * digits_, times = (many + 7) / 8;
         many_rows |= many > 2;
         work += (gated_ ? 2 : 1) * tiles * m.R * m.columns() * 4 * m.bits * times;
       }
@@ -214,7 +219,8 @@ class LinearProduct : public RowProduct {
   }
 
   uint8_t table_[16] = {};
-  bool exact_ = false, gated_ = false;
+  int digits_ = 1;
+  bool gated_ = false;
   Activation activation_{};
   std::vector<size_t> form_of_;
   std::vector<Part> parts_;

@@ -148,7 +148,7 @@ template <int g, bool affine, int parts>
 void multiply_block(const Block& block, const Form& form, int64_t units, const char* x,
                     Vector::F* to) {
   constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
-  const int64_t stride = form.row_bytes();
+  const int64_t stride = form.digit_bytes();
   const uint8_t* codes = block.codes;
   const float* scales = block.scales;
   const float* bases = block.bases;
@@ -214,7 +214,7 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
       m.affine() ? (plan.parts == 2 ? multiply_block<g, true, 2> : multiply_block<g, true, 1>)
                  : (plan.parts == 2 ? multiply_block<g, false, 2> : multiply_block<g, false, 1>);
   const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
-  const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.form.row_bytes();
+  const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.form.digit_bytes();
   const int64_t blocks = (end - begin + g - 1) / g;
   const int64_t together = std::clamp<int64_t>(kPanelOfTiles / block_bytes, 1, blocks);
   // Fewer rows than a tile has are copied, and what is beside them is of no use.
@@ -243,16 +243,24 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
     const int64_t here = std::min(together, blocks - first);
     for (int64_t i = 0; i < here; ++i)
       fill_block<g>(plan, begin + (first + i) * g, end, block_at(i), room);
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-      row = std::max<int64_t>(0, std::min(row, rows - kTileRows));  // at the end some once more
+    for (int64_t next = 0, done = 0; next < rows; next += kTileRows, done = next) {
+      // At the end some once more.
+      const int64_t row = std::max<int64_t>(0, std::min(next, rows - kTileRows));
+      const int here_rows = std::min<int64_t>(kTileRows, rows);
+      const Results results(y, stride, x.form.digits, row, here_rows, done);
       for (int64_t i = 0; i < here; ++i) {
         Vector::F sums[kTileRows];
         multiply(block_at(i), x.form, plan.units, from + row * row_bytes, sums);
         const int64_t group = begin + (first + i) * g, output = group * (L / g);
         const int64_t left = std::min(std::min<int64_t>(g, end - group) * (L / g), m.outputs - output);
         const __mmask16 mask = left >= L ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
-        for (int64_t r = 0; r < std::min<int64_t>(kTileRows, rows); ++r)
-          _mm512_mask_storeu_ps(y + (row + r) * stride + output, mask, in_order<g>(sums[r]));
+        for (int r = 0; r < here_rows; ++r) {
+          const auto [to, add] = results.of[r];
+          if (!to) continue;
+          Vector::F sum = in_order<g>(sums[r]);
+          if (add) sum = _mm512_maskz_loadu_ps(mask, to + output) + sum;
+          _mm512_mask_storeu_ps(to + output, mask, sum);
+        }
       }
     }
   }
@@ -262,6 +270,7 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
 void multiply_or_in_tiles(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
                           int64_t end, float* y, int64_t stride) {
   if (!x.form.tiles) return multiply(matrix, x, rows, begin, end, y, stride);
+  rows *= x.form.digits;
   static thread_local Scratch scratch;
   const Plan& plan = plan_of(matrix);
   with_columns(matrix.G, [&](auto g) {

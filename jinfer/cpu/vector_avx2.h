@@ -197,11 +197,10 @@ struct Vector {
     half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
   }
-  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
-    const F by = _mm256_set1_ps(inverse);
-    for (int part = 0; part < 2; ++part, x += 16, codes += 16) {
-      const I a = _mm256_cvtps_epi32(_mm256_mul_ps(load_f(x), by));
-      const I b = _mm256_cvtps_epi32(_mm256_mul_ps(load_f(x + 8), by));
+  static I rounded(F v) { return _mm256_cvtps_epi32(v); }
+  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+    for (int part = 0; part < 2; ++part, codes += 16) {
+      const I a = v[2 * part], b = v[2 * part + 1];
       const I words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
       const __m128i bytes =
           _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

@@ -228,15 +228,13 @@ struct Vector {
     I b = _mm512_and_si512(_mm512_loadu_si512(x + 16), sign);
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
   }
-  // 32 values times `inverse`, rounded; the sums of each 16.
-  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
-    F by = _mm512_set1_ps(inverse);
-    I a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), by));
-    I b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), by));
-    _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(a));
-    _mm_storeu_si128((__m128i*)(codes + 16), _mm512_cvtepi32_epi8(b));
-    sums[0] = _mm512_reduce_add_epi32(a);
-    sums[1] = _mm512_reduce_add_epi32(b);
+  static I rounded(F v) { return _mm512_cvtps_epi32(v); }
+  // 32 whole numbers of a byte each; the sums of each 16.
+  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+    for (int part = 0; part < 2; ++part) {
+      _mm_storeu_si128((__m128i*)(codes + 16 * part), _mm512_cvtepi32_epi8(v[part]));
+      sums[part] = _mm512_reduce_add_epi32(v[part]);
+    }
   }
 };
 

@@ -207,10 +207,17 @@ struct Vector {
     for (int i = 0; i < 32; i += 4) most = vmaxq_u32(most, vandq_u32(bytes_at(x + i), rest));
     return vmaxvq_u32(most);
   }
-  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
-    for (int part = 0; part < 2; ++part, x += 16, codes += 16) {
+  static I rounded(F v) {
+    return {vreinterpretq_u32_s32(vcvtnq_s32_f32(v.low)),
+            vreinterpretq_u32_s32(vcvtnq_s32_f32(v.high))};
+  }
+  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+    for (int part = 0; part < 2; ++part, codes += 16) {
       int32x4_t q[4];
-      for (int i = 0; i < 4; ++i) q[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 4 * i), inverse));
+      for (int i = 0; i < 4; ++i) {
+        const I& eight = v[2 * part + i / 2];
+        q[i] = vreinterpretq_s32_u32(i % 2 ? eight.high : eight.low);
+      }
       const int16x8_t low = vmovn_high_s32(vmovn_s32(q[0]), q[1]);
       const int16x8_t high = vmovn_high_s32(vmovn_s32(q[2]), q[3]);
       vst1q_s8(codes, vmovn_high_s16(vmovn_s16(low), high));

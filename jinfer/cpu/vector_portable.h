@@ -107,9 +107,15 @@ struct Vector {
     }
     return most;
   }
-  static void round32(const float* x, float inverse, int8_t* codes, int32_t* sums) {
+  static I rounded(F v) {
+    int32_t values[L];
+    for (int i = 0; i < L; ++i) values[i] = static_cast<int32_t>(std::nearbyintf(v[i]));
+    return load(values);
+  }
+  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+    sums[0] = sums[1] = 0;
     for (int i = 0; i < 32; ++i) {
-      codes[i] = static_cast<int8_t>(std::nearbyintf(x[i] * inverse));
+      codes[i] = static_cast<int8_t>(v[i / L][i % L]);
       sums[i / 16] += codes[i];
     }
   }

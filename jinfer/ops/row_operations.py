@@ -102,7 +102,7 @@ def _linear(operation: Operation) -> RowOperation | None:
         return None
     x, *buffers = operation.operands
     fixed: dict[str, Any] = {
-        "exact": bool(given["exact"]),
+        "digits": int(given["digits"]),
         "activation": int(given["activation"]),
         "outputs": [out.aval.shape[1] for out in operation.results],
     }

@@ -18,7 +18,7 @@ from jinfer.quant.pack import pack, unpack
 
 LANES = 16  # words of a CPU's widest vector
 MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read
-type Activations = Literal["int8", "float"]
+type Activations = Literal["int8", "int16", "float"]
 
 SUPER = 256  # weights that share the second-level numbers of a two-level format
 ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
@@ -53,8 +53,8 @@ class QuantizedTensor:
             where the format is two-level.
         format: what codes and numbers mean.
         outputs, inputs: without padding.
-        activations: what products on a CPU do with the other factor: "int8" rounds it to 8 bits in
-            blocks of 32, "float" leaves it.
+        activations: what products on a CPU do with the other factor: "int8" and "int16" round it to
+            so many bits in blocks of 32, "float" leaves float32's 24.
     """
 
     words: Any

@@ -60,8 +60,9 @@ class QuantizationSpec:
             "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
             "auto": "feedback" for what writes text, where it takes some minutes at most.
         activations: of products on a CPU: with quantized weights "int8" rounds them to 8 bits in
-            blocks of 32, with bfloat16 ones to bfloat16 where the processor has AVX-512 BF16, and
-            "float" does not; "auto": "float" where `dtype` is float32, else "int8".
+            blocks of 32, with bfloat16 ones to bfloat16 where that is the processor's faster way;
+            "int16" rounds to 16 bits with quantized weights alone, and "float" to float32's 24;
+            "auto": "float" where `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
             the computation, on a CPU "f16" where `dtype` is "auto" too.
     """
@@ -73,7 +74,7 @@ class QuantizationSpec:
     threshold: Count = 4096
     outliers: NotNegative = 0.0
     method: Literal["auto", "search", "nearest", "feedback"] = "auto"
-    activations: Literal["auto", "int8", "float"] = "auto"
+    activations: Literal["auto", "int8", "int16", "float"] = "auto"
     kv_cache: str = AUTO
 
     def check(self) -> tuple[str, str] | None:

@@ -98,4 +98,4 @@ def _typed(
     """The model with matrices as the checkpoint has them, where products read them so."""
     if not reads_as_stored():
         return model
-    return replace(in_types(model, types), rounded=activations != "float")
+    return replace(in_types(model, types), rounded=activations == "int8")

@@ -49,7 +49,7 @@ def product(
         buffers,
         fields,
         codebook,
-        exact=False,
+        digits=1,
         activation=ACTIVATIONS.index(activation),
         outputs=[m.outputs for m in results],
     )
@@ -268,7 +268,7 @@ X = random(2, 64)
 NORM = [int(Operation.NORM), 0, 0, 0, 0, 0, 0]
 # Without new keys and values; what is left is the sizes of keys and values.
 ATTENTION = [int(Operation.ATTENTION), 0, -1, -1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 1, 1]
-LINEAR = [int(Operation.LINEAR), 0, 1, 0, 0, 0]
+LINEAR = [int(Operation.LINEAR), 0, 1, 1, 0, 0]
 MATRIX = coded(matrix(FOUR, 64, 64))
 FIELDS = fields_of(MATRIX)
 STACK = coded(matrix(FOUR, 64, 64, stack=(3,)))
@@ -278,15 +278,21 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "a value to come": ("no such value", lambda: call([int(Operation.ADD), 0, 1], [1], X)),
     "cut off": ("ends too early", lambda: call([int(Operation.NORM), 0, 0], [1], X)),
     "cut off in a matrix": ("ends too early", lambda: call([*LINEAR, *FIELDS[:5]], [1], X)),
-    "no matrices": ("ends too early", lambda: call([int(Operation.LINEAR), 0, 0, 0, 0, 0], [1], X)),
+    "no matrices": ("ends too early", lambda: call([int(Operation.LINEAR), 0, 0, 1, 0, 0], [1], X)),
     "endless codebook": (
         "ends too early",
-        lambda: call([int(Operation.LINEAR), 0, 1, 0, 0, 1 << 60], [1], X),
+        lambda: call([int(Operation.LINEAR), 0, 1, 1, 0, 1 << 60], [1], X),
+    ),
+    "no digits": (
+        "no such number of digits",
+        lambda: call(
+            [int(Operation.LINEAR), 0, 1, 0, 0, 0, *FIELDS], [1], X, MATRIX.words, MATRIX.scales
+        ),
     ),
     "no activation": (
         "no such activation",
         lambda: call(
-            [int(Operation.LINEAR), 0, 1, 0, 9, 0, *FIELDS], [1], X, MATRIX.words, MATRIX.scales
+            [int(Operation.LINEAR), 0, 1, 1, 9, 0, *FIELDS], [1], X, MATRIX.words, MATRIX.scales
         ),
     ),
     "a stack": (

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax import Array
 
 from jinfer.cpu import build
+from jinfer.cpu.linear import Mode
 from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.moe import Experts, Projection, mixture
 from jinfer.quant.format import QuantFormat, Width
@@ -73,7 +74,7 @@ counts_of_rows = st.tuples(
 @given(
     format=st.sampled_from(FORMATS),
     columns=st.sampled_from((None, 2, 4, 8)),
-    exact=st.booleans(),
+    mode=st.sampled_from(("int8", "int16", "float")),
     gated=st.sampled_from(["none", "silu", "gelu_tanh"]),
     outputs=st.integers(1, 90),
     inputs=st.integers(1, 1200),
@@ -82,7 +83,7 @@ counts_of_rows = st.tuples(
 def test_quantized(
     format: QuantFormat,
     columns: int | None,
-    exact: bool,
+    mode: Mode,
     gated: str,
     outputs: int,
     inputs: int,
@@ -92,8 +93,7 @@ def test_quantized(
         unit = 256 if format.two_level else format.block
         columns = max(columns, unit // (32 * format.per_code))
     weights = [matrix(format, outputs, inputs, columns=columns, seed=seed) for seed in (1, 2)]
-    if exact:
-        weights = [replace(weight, activations="float") for weight in weights]
+    weights = [replace(weight, activations=mode) for weight in weights]
 
     def function(x: Any) -> Array:
         if gated == "none":

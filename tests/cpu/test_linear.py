@@ -86,12 +86,13 @@ def run(
     return tuple(np.asarray(result) for result in _run(x, tensors, mode, activation, which))
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """The 8-bit rounding of mode "int8", as linear.py defines it."""
+def rounded(x: np.ndarray, mode: Mode = "int8") -> np.ndarray:
+    """The rounding of a mode, as linear.py defines it."""
+    largest = np.float32(127 * 253 ** ("int8", "int16", "float").index(mode))
     blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
     most = np.abs(blocks).max(axis=-1, keepdims=True)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most >= 1e-30)
-    values = np.rint(blocks * inverse) * (most / np.float32(127))
+    inverse = np.divide(largest, most, out=np.zeros_like(most), where=most >= 1e-30)
+    values = np.rint(blocks * inverse) * (most / largest)
     return values.reshape(len(x), -1)[:, : x.shape[1]]
 
 
@@ -120,8 +121,10 @@ def check(tensor: QuantizedTensor, rows: int) -> None:
     for isa in every_isa():
         with build.lowered_isa(isa):
             (got,) = run(x, [tensor])
+            (finer,) = run(x, [tensor], mode="int16")
             (exact,) = run(x, [tensor], mode="float")
         assert_product(got, rounded(x), tensor, 2e-6)
+        assert_product(finer, rounded(x, "int16"), tensor, 2e-6)
         assert_product(exact, x, tensor, 2e-6)
 
 
@@ -233,6 +236,27 @@ def test_gated(activation: str) -> None:
                 one, two = run(x, [gate, up], mode="float")
             want = FUNCTIONS[activation](one.astype(np.float64)) * two
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("columns", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_digits(rows: int, columns: int) -> None:
+    """A weight of 1 gives back what an activation is rounded to, of any magnitude beside others."""
+    codes, scales = np.zeros((32, 256), np.uint8), np.zeros((32, 4, 2), np.float16)
+    codes[:, :32] = np.eye(32)
+    scales[:, 0, 0] = 1
+    tensor = from_codes(codes, scales, QuantFormat("8", 64), columns=columns)
+    rng = np.random.default_rng(rows)
+    x = (rng.standard_normal((rows, 256)) * 10 ** rng.uniform(-6, 6, (rows, 256))).astype(
+        np.float32
+    )
+    most = np.abs(x[:, :32]).max(axis=-1, keepdims=True)
+    for isa in isas():
+        with build.lowered_isa(isa):
+            (finer,) = run(x, [tensor], mode="int16")
+            (exact,) = run(x, [tensor], mode="float")
+        assert (np.abs(finer - x[:, :32]) / most).max() < 1.001 / (2 * 127 * 253)
+        assert (np.abs(exact - x[:, :32]) / most).max() < 3e-7  # scales are rounded too
 
 
 def test_matrix_of_a_stack() -> None:

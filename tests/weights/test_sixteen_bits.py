@@ -73,7 +73,8 @@ def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
     jax.clear_caches()
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
     wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
-    difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
+    with lowered_isa(isa()):  # whichever way is the faster one here
+        difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
     pairs = isa() in BF16 and name != "llama2"  # which has float16
     assert (difference > 0) == pairs
     assert difference < 0.02 * np.abs(wanted).max()
