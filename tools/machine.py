@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jinfer.cpu import reading
 from jinfer.cpu.cores import usable_cores
+from jinfer.quant.tensor import in_large_pages
 
 # By each thread, many times what caches hold: of twice as much a fifth still came from there.
 _READ_BYTES = 256 << 20
@@ -48,16 +52,21 @@ def _fields(path: Path) -> dict[str, str]:
 def read_rate(cores: int, repeats: int = 10) -> float:
     """Bytes a second that so many threads together read from memory, the best of some runs.
 
-    Each ORs all words of an array of its own, which takes a processor less time than reading them.
+    Each reads an array of its own, in the pages that weights are in: a word of each line where
+    there are custom calls, else all words, for which some processors take longer than memory does.
     """
     nbytes = min(_READ_BYTES, _READ_MOST // cores)
-    arrays = [np.ones(nbytes // 8, np.int64) for _ in range(cores)]
+    arrays = [in_large_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
+    ways: list[Callable[[np.ndarray], Any]] = [np.bitwise_or.reduce]
+    if reading.available():
+        ways = [partial(reading.read, ahead=ahead) for ahead in reading.AHEAD]
     best = 0.0
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(repeats):
-            begun = time.perf_counter()
-            list(pool.map(np.bitwise_or.reduce, arrays))
-            best = max(best, cores * nbytes / (time.perf_counter() - begun))
+            for way in ways:
+                begun = time.perf_counter()
+                list(pool.map(way, arrays))
+                best = max(best, cores * nbytes / (time.perf_counter() - begun))
     return best
 
 

@@ -59,11 +59,15 @@ def _seconds(text: str) -> float | None:
     return value or None
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     value = _number(int, text, "a whole number")
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}")
     return value
+
+
+def _size(text: str) -> int:
+    return _count(text, least=0)
 
 
 def _port(text: str) -> int:
@@ -115,7 +119,7 @@ FLAGS: tuple[Flag, ...] = (
         "seed",
     ),
     *(Flag((f"--{name}",), about) for name, about in JOB.items()),
-    Flag(("--queue",), "requests that may wait; more are answered with 429", int, 256),
+    Flag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
     Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
     Flag(
         ("--warm-up",),

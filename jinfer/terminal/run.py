@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from jinfer.guard.files import FileRefused, read_regular
 from jinfer.llm import LLM
 from jinfer.opening import catalogue
 from jinfer.sampling.params import SamplingParams
+from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
 from jinfer.terminal.conflicts import FlagError, check, check_effects
-from jinfer.terminal.flags import sampling
+from jinfer.terminal.flags import sampling, spelled
 
 MAX_PROMPT = 64 << 20  # bytes
 
@@ -48,9 +50,20 @@ def run(options: argparse.Namespace) -> int:
             lambda: _run(options, chat, silent),
             lambda: follow(options.source, _overrides(options)),
         )
+    except SpecError as error:
+        print(f"error: {_flag_of(error, sampling(options)) or error}", file=sys.stderr)
+        return 2
     except (*USER_ERRORS, FlagError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _flag_of(error: SpecError, given: Mapping[str, Any]) -> str | None:
+    """An error of a sampling parameter that came by a flag: it names the flag, not the file."""
+    for name in given if error.key == "generation" else ():
+        if error.reason.startswith(f"{name} "):
+            return f"{spelled(name)}{error.reason.removeprefix(name)}"
+    return None
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:

@@ -204,6 +204,7 @@ def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> N
     ("flags", "told"),
     [
         (["--port", "99999"], "argument --port: 99999 is not from 0 to 65535"),
+        (["--queue", "-1"], "argument --queue: -1 is below 0"),
         (["--port", "x"], "argument --port: 'x' is not a whole number"),
         (["--max-body", "0"], "argument --max-body: 0 is below 1"),
         (["--timeout", "-1"], "argument --timeout: -1 is not from 0 on"),

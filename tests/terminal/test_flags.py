@@ -168,7 +168,7 @@ def test_flags_that_do_something(given: dict[str, Any]) -> None:
         ([LLAMA2, "--ids", "1", "--prompt", "x"], "both are the prompt"),
         ([LLAMA2, "--prompt", "x", "--system", "y"], "the model has no chat template"),
         ([LLAMA2, "--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
-        ([SPEC, "--prompt", "x", "--strategy", "bean"], "strategy must be one of"),
+        ([SPEC, "--prompt", "x", "--strategy", "bean"], "--strategy must be one of"),
         ([SPEC, "--prompt", "x", "--json-schema", "{"], "json_schema"),
         ([SPEC, "--prompt", "x", "-n", "2"], "set a temperature above 0"),
     ],
