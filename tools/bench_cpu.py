@@ -9,8 +9,9 @@ hardly within a round. Everyone gets the cores of this process's
 affinity, so that `taskset -c 0` measures one core.
 
 A decoding step reads all weights once. What that comes to, beside what the machine's memory gives
-at that time, is each decode's share of the bandwidth: a rate cannot grow beyond one. The memory is
-measured in each round too, as other machines on the same processor take of it what they want.
+at that time, is each decode's share of the bandwidth: a rate cannot grow beyond one, unless caches
+hold the weights. The memory is measured in each round too, as other machines on the same processor
+take of it what they want.
 """
 
 from __future__ import annotations
