@@ -144,10 +144,17 @@ def _build(only: Isa | None) -> Path:
     cores = usable_cores()
     seconds = f"some {max(5, 5 * round(_SECONDS[only is None] / cores / 5))} seconds"
     which = "for all instructions" if only is None else "for this machine"
-    _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
-    with cache.place(key(only)) as place:
-        _compile(compiler, place.library, cores, only)
-    return place.kept
+
+    def wait() -> None:
+        _log.warning("waiting for another process that compiles custom calls %s", which)
+
+    with cache.alone(key(only), wait):
+        if (found := cache.find(key(only))) is not None:
+            return found
+        _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
+        with cache.place(key(only)) as place:
+            _compile(compiler, place.library, cores, only)
+        return place.kept
 
 
 def _all_are_asked_for() -> bool:

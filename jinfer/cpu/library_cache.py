@@ -15,10 +15,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 _LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
 _BUILDING = "building-"  # begins the names of unfinished folders
@@ -41,6 +43,30 @@ def find(key: str) -> Path | None:
         if path is not None and _is_ours(path) and _is_whole(path):
             return path
     return None
+
+
+@contextmanager
+def alone(key: str, wait: Callable[[], None]) -> Iterator[None]:
+    """No other process builds the library of this key meanwhile; one that did may have left it.
+
+    Args:
+        wait: called where another one is building it, before it is waited for.
+    """
+    path = _writable_folder() / f"{_BUILDING}{key}.lock"
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        wait()
+        lock.acquire()
+    except (OSError, NotImplementedError):  # a file system without locks: some build it twice
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):  # who waits for it finds the library
+            path.unlink()
 
 
 @contextmanager

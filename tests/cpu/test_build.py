@@ -98,6 +98,23 @@ def test_the_reason_is_told(lines: list[str], reason: str) -> None:
 
 
 @built
+def test_two_processes_compile_it_once(copier: str, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {copier} "$@"\n', encoding="utf-8")
+    slow.chmod(0o700)
+    environment = {**os.environ, "CXX": str(slow), "JINFER_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", _ASK]
+    both = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 0]
+    assert sorted("compiling" in line for line in told) == [False, True]
+    assert not list((tmp_path / "cache" / "custom_calls").glob("building-*"))
+
+
+@built
 def test_is_found_again() -> None:
     path = build.library_path()
     written = path.stat().st_mtime_ns
