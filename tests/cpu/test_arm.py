@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
+from jinfer.cpu.linear import Mode
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.tensor import QuantizedTensor
 from tests.cpu import test_build, test_linear
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _PROGRAMS = Path(__file__).parent / "arm"
+MODES: tuple[Mode, ...] = ("int8", "int16", "float")
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33)
 
 pytestmark = [
@@ -98,10 +100,10 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def products(program: Path, tensors: list[QuantizedTensor], xs: list[np.ndarray]) -> np.ndarray:
-    """[tensors, rounded to 8 bits or exact, portable or with dot products, rows, outputs]."""
+    """[tensors, modes, portable or with dot products, rows, outputs]."""
     given = b"".join(map(linear_case, tensors, xs))
     results = np.frombuffer(emulated(program, given), np.float32)
-    return results.reshape(len(tensors), 2, 2, len(xs[0]), -1)
+    return results.reshape(len(tensors), len(MODES), 2, len(xs[0]), -1)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -112,8 +114,8 @@ def test_products(linear: Path, rows: int) -> None:
     for x in xs:
         x[:, :40] = 0  # a block of zeros
     for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
-        for sets, wanted in zip(results, (test_linear.rounded(x), x), strict=True):
-            portable, neon = sets
+        for mode, (portable, neon) in zip(MODES, results, strict=True):
+            wanted = x if mode == "float" else test_linear.rounded(x, mode)
             test_linear.assert_product(neon, wanted, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)
 

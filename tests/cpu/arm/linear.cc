@@ -13,8 +13,8 @@ namespace {
 
 using namespace jinfer;
 
-void run(const LinearKernels& kernels, const Matrix& m, const float* x, int64_t rows, bool exact) {
-  const Form form{m.columns(), m.G, m.affine() || exact ? -1 : m.zero, m.block == 16 ? 2 : 1, exact};
+void run(const LinearKernels& kernels, const Matrix& m, const float* x, int64_t rows, int digits) {
+  const Form form{m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, false};
   char* records = guarded(rows * form.row_bytes());
   for (int64_t row = 0; row < rows; ++row)
     kernels.prepare(x + row * m.inputs, m.inputs, form, records + row * form.row_bytes());
@@ -40,9 +40,9 @@ int main() {
     if (two_level) m.steps = read_array<uint16_t>(all * width / 256 * m.numbers);
     if (coded) m.codebook = read_array<uint8_t>(16);
     const float* x = read_array<float>(rows * m.inputs);
-    for (const bool exact : {false, true}) {
-      run(linear_portable(), m, x, rows, exact);
-      run(linear_neon(), m, x, rows, exact);
+    for (const int digits : {1, 2, 3}) {
+      run(linear_portable(), m, x, rows, digits);
+      run(linear_neon(), m, x, rows, digits);
     }
   }
 }
