@@ -25,9 +25,10 @@ bool fetches_by_itself();
 constexpr bool fetches_by_itself() { return false; }
 #endif
 
-// Whether products of bfloat16 with bfloat16 are faster in AVX-512 BF16's pairs than in float32: on AMD's
-// processors, and where somebody names these instructions. Intel's do one in the time of four in float32,
-// which have twice as many products (Emerald Rapids: 1.35 and 5.5 billion a second).
+// Whether products of bfloat16 with bfloat16 are faster in AVX-512 BF16's pairs than in float32: on
+// AMD's processors, and where somebody names these instructions. Intel's do one of them in the time of
+// four in float32, which together have twice as many products (Emerald Rapids: 1.35 and 5.5 billion
+// instructions a second).
 #if defined(__x86_64__)
 bool multiplies_in_pairs();
 #endif

@@ -41,7 +41,8 @@ struct Matrix {
 // scales[columns], int32 sums[parts][columns].
 //
 // A row may have several digits, the first of which counts most: each is a row of its own to the
-// kernels, whose scales are kBase (linear_kernels.h) times those of the next one, and their products are added up.
+// kernels, whose scales are kBase (linear_kernels.h) times those of the next one, and their products
+// are added up.
 struct Form {
   int64_t columns;  // padded
   int group;        // G

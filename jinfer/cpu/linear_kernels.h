@@ -176,11 +176,10 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
                     reinterpret_cast<float*>(memory + groups * code_bytes),
                     reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
   float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
-  const int64_t row_bytes = x.form.digit_bytes();
+  const int64_t digit_bytes = x.form.digit_bytes();
   const Product many_rows = product<g, most>(plan), some_rows = product<g, most / 2>(plan),
                 one_row = product<g, 1>(plan);
 
-  int64_t done = 0;  // rows
   // Of words. Groups follow one another where each is a tile; else nearly.
   const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
   for (int64_t first = begin; first < end; first += groups) {
@@ -191,19 +190,20 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
     const int64_t fetch = (here * group_bytes / products + 63) / 64 * 64;
     const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
     const char* fetched = first + here + groups <= all_groups ? ahead + here * group_bytes : ahead;
+    int64_t done = 0;  // rows
     auto some = [&](auto times, Product multiply, int64_t row) {
       constexpr int count = decltype(times)::value;
       Operands o;
       o.groups = here;
       o.all_units = plan.units;
-      o.x_stride = row_bytes;
+      o.x_stride = digit_bytes;
       o.sums = sums;
       o.sums_stride = count * L;
       for (int64_t from = 0; from < plan.units; from += piece) {
         o.units = plan.units - from < piece ? plan.units - from : piece;
         const int64_t number = from * plan.parts * L;
         o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
-        o.x = x.data + row * row_bytes + from * g * x.form.column_bytes();
+        o.x = x.data + row * digit_bytes + from * g * x.form.column_bytes();
         o.add = from > 0;
         o.ahead = ahead, o.fetch = ahead < fetched ? fetch : 0;
         ahead += here * fetch;
@@ -213,7 +213,6 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
       done = row + count;
     };
     // At the end some rows once more: cheaper than one by one.
-    done = 0;
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row;
       if (left > most / 2 && rows >= most) {

@@ -100,7 +100,6 @@ struct Vector {
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 
   static void split_pairs(I v, I& x, I& y) {
     const I odd_bytes = _mm256_set1_epi16(-256);

@@ -71,7 +71,6 @@ struct Vector {
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 
   // Bytes of v < 121 as 11 x + y.
 #if defined(__AVX512VBMI__)

@@ -114,7 +114,6 @@ struct Vector {
   static F fma(F a, F b, F c) {
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
   }
-  static F sub(F a, F b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
 
   static void split_pairs(I v, I& x, I& y) {
     split_pairs(v.low, x.low, y.low);

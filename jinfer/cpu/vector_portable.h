@@ -69,7 +69,6 @@ struct Vector {
   static F to_float(I a) { return __builtin_convertvector(reinterpret_cast<Signed>(a), F); }
   static F mul(F a, F b) { return a * b; }
   static F fma(F a, F b, F c) { return a * b + c; }
-  static F sub(F a, F b) { return a - b; }
 
   static void split_pairs(I v, I& x, I& y) {
     uint8_t codes[4 * L], quotient[4 * L], rest[4 * L];
