@@ -36,12 +36,14 @@ void scores_of_few(const float* q, int64_t q_stride, const T* keys, int64_t stri
       load_turned(at + g * LANES, d, x);
       if (d % LINE<T> == 0)
         for (int i = 0; i < LANES; ++i) __builtin_prefetch(at[g * LANES + i] + d + ahead, 0, 2);
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m) sum[m] = load(scores + m * KEYS + g * LANES);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i)
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m)
           sum[m] = fused(all(q[m * q_stride + d + i]), x[i], sum[m]);
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m) store(scores + m * KEYS + g * LANES, sum[m]);
     }
 }
@@ -90,7 +92,9 @@ void scores_of_columns(const float* q, int q_stride, const float* keys, int dim,
         for (int w = 0; w < WIDE; ++w) sum[m][w] = fused(x, k[w], sum[m][w]);
       }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
       for (int w = 0; w < WIDE; ++w) store(scores + m * KEYS + n + w * LANES, sum[m][w]);
   }
 }

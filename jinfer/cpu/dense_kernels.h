@@ -136,7 +136,13 @@ void multiply_across(const float* x, int64_t inputs, const T* weight, int64_t ou
       for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
     }
   }
-  for (int m = 0; m < M; ++m) memcpy(y + m * stride, sum[m], 4 * count);
+  // Copied first: sums whose address is taken would be written to memory at each step.
+  Floats out[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) out[m][n] = sum[m][n];
+  for (int m = 0; m < M; ++m) memcpy(y + m * stride, out[m], 4 * count);
 }
 
 template <class T>
