@@ -171,9 +171,21 @@ def answer_tasks(start: Callable[[], Engine]) -> int:
         seconds = sum(engine.timed(prompt, rows, steps, drawn=drawn) for _ in range(times))
         tokens = rows * steps if steps else prompt * times
         print(json.dumps({"rate": tokens / seconds}), flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"rss": peak}), flush=True)
+    print(json.dumps({"rss": peak_memory()}), flush=True)
     return 0
+
+
+def peak_memory() -> float:
+    """MiB that this process has held at most.
+
+    Linux counts in `ru_maxrss` what the process that started this one had held by then.
+    """
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+    except (OSError, StopIteration):
+        unit = 1024 if sys.platform == "linux" else 1024 * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 class Peer:

@@ -81,3 +81,15 @@ def test_a_model_that_is_none(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "error: broken: llama.cpp cannot load it\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands the parent's peak down")
+def test_peak_memory_is_that_of_the_process_alone() -> None:
+    root = Path(__file__).parents[2]
+    child = f"import sys; sys.path.append({str(root)!r}); from tools.llama_peer import peak_memory"
+    held = (
+        "import subprocess, sys; held = bytearray(b'1') * (400 << 20); "
+        f"subprocess.run([sys.executable, '-c', {child + '; print(peak_memory())'!r}], check=True)"
+    )
+    out = subprocess.run([sys.executable, "-c", held], check=True, capture_output=True, text=True)
+    assert 1 < float(out.stdout) < 400
