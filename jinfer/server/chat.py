@@ -142,8 +142,7 @@ class _Chat:
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         reading = _Reading(self.read.parser())
-        if not self.job.asked.nothing:
-            reading.take(answer.text)
+        reading.take(answer.text)
         reading.finish()
         message: dict[str, Any] = {
             "role": "assistant",
@@ -168,8 +167,6 @@ class _Chat:
         return choice
 
     def _reason(self, reading: _Reading, reason: str) -> str:
-        if self.job.asked.nothing:
-            return "length"
         return "tool_calls" if reading.calls and reason == "stop" else reason
 
     def chunk(
@@ -264,7 +261,7 @@ def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict
         found.append(it.chunk(index, {"role": "assistant", "content": ""}))
         if how.token_ids:
             found[-1]["prompt_token_ids"] = it.job.ids
-    deltas = [] if how.nothing else [reading.take(piece.text)] if piece.text else []
+    deltas = [reading.take(piece.text)] if piece.text else []
     if piece.finish_reason is not None:
         deltas.append(reading.finish())
     delta: dict[str, Any] = {}

@@ -126,16 +126,15 @@ class _Texts:
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
         body, job = self.call.body, self.jobs[prompt]
-        nothing = job.asked.nothing
         echoed = self.echoed(prompt)
         choice: dict[str, Any] = {
             "index": number,
-            "text": echoed + ("" if nothing else answer.text),
+            "text": echoed + answer.text,
             "logprobs": None,
-            "finish_reason": "length" if nothing else answer.finish_reason,
+            "finish_reason": answer.finish_reason,
         }
         if body.logprobs is not None:
-            entries = [] if nothing else answer.logprobs or []
+            entries = answer.logprobs or []
             before = self.scored[prompt] if body.echo else []
             ids = job.ids[:1] if body.echo else []
             choice["logprobs"] = self._logprobs([*before, *entries], ids)
@@ -143,7 +142,7 @@ class _Texts:
             choice["prompt_logprobs"] = [None, *map(figures.ranked, self.scored[prompt])]
         if job.asked.token_ids:
             choice["prompt_token_ids"] = job.ids
-            choice["token_ids"] = [] if nothing else answer.token_ids
+            choice["token_ids"] = answer.token_ids
         return choice
 
     def echoed(self, prompt: int) -> str:
@@ -211,20 +210,16 @@ class _Texts:
         job = self.jobs[prompt]
         first = index not in begun
         begun.setdefault(index, 0)
-        text = "" if job.asked.nothing else piece.text
-        if first:
-            text = self.echoed(prompt) + text
+        text = self.echoed(prompt) + piece.text if first else piece.text
         more: dict[str, Any] = {}
-        if body.logprobs is not None and not job.asked.nothing:
+        if body.logprobs is not None:
             more["logprobs"] = self._logprobs(piece.logprobs, (), begun[index])
         if job.asked.token_ids:
-            more["token_ids"] = [] if job.asked.nothing else list(piece.token_ids)
+            more["token_ids"] = list(piece.token_ids)
             if first:
                 more["prompt_token_ids"] = job.ids
         begun[index] += len(text)
-        reason: str | None = piece.finish_reason
-        if reason is not None and job.asked.nothing:
-            reason = "length"
+        reason = piece.finish_reason
         if text or more or reason is not None or job.asked.timings:
             found.append(self.chunk(index, text, reason, **more))
             if body.stream_options is not None and body.stream_options.continuous_usage_stats:

@@ -18,8 +18,7 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
         first = usages.get(number)
         cached += first.cached_tokens if first is not None else 0
         number += len(job.prepared)
-    nothing = bool(jobs) and jobs[0].asked.nothing
-    new = 0 if nothing else sum(one.completion_tokens for one in usages.values())
+    new = sum(one.completion_tokens for one in usages.values())
     found = tokens(prompt, new, cached)
     if drafted := sum(one.drafted_tokens for one in usages.values()):
         accepted = sum(one.accepted_tokens for one in usages.values())

@@ -47,7 +47,7 @@ async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
     begun = time.perf_counter()
     async with _running(call) as it:
         ((one,),) = await it.run.completions()
-        return Reply(_piece(it.said(one.text), begun, "succ", end=True))
+        return Reply(_piece(one.text, begun, "succ", end=True))
 
 
 def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[str, Any]:
@@ -69,10 +69,6 @@ class _Inferflow:
 
     job: Job
     run: Run
-
-    def said(self, text: str) -> str:
-        """What is shown of an answer."""
-        return "" if self.job.asked.nothing else text
 
 
 @contextlib.asynccontextmanager
@@ -132,6 +128,6 @@ async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
     begun = time.perf_counter()
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         async for batch in pieces:
-            text = it.said("".join(chunk.text for _, chunk in batch))
+            text = "".join(chunk.text for _, chunk in batch)
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
         yield dumps(_piece("", begun, end=True)) + b"\n\n"

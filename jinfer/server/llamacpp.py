@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, completion
@@ -104,32 +104,29 @@ class _Llama:
 
     def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
         """A whole answer."""
-        nothing = self.jobs[prompt].asked.nothing
-        text = "" if nothing else answer.text
-        ids = [] if nothing else answer.token_ids
         shown = {
             "index": index,
-            "content": text,
-            "tokens": ids if self.call.body.return_tokens else [],
-            **self._last(prompt, answer, ids, text),
+            "content": answer.text,
+            "tokens": answer.token_ids if self.call.body.return_tokens else [],
+            **self._last(prompt, answer),
         }
         if self.call.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(answer.logprobs or ())
         return self._chosen(shown)
 
-    def _last(self, prompt: int, answer: Completion, ids: list[int], text: str) -> dict[str, Any]:
+    def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
         job, usage = self.jobs[prompt], answer.usage
         kind, word = self._stopped(job, answer)
         return {
             "id_slot": -1,
             "stop": True,
             "model": self.hosted.name,
-            "tokens_predicted": len(ids),
+            "tokens_predicted": len(answer.token_ids),
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
             "generation_settings": settings_of(job),
             "prompt": "" if self.hosted.llm.tokenizer is None else self._text(job),
-            "has_new_line": "\n" in text,
+            "has_new_line": "\n" in answer.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
@@ -141,7 +138,7 @@ class _Llama:
 
     def _stopped(self, job: Job, answer: Completion) -> tuple[str, str]:
         """Why an answer ended, and by which text."""
-        if answer.finish_reason == "length" or job.asked.nothing:
+        if answer.finish_reason == "length":
             return "limit", ""
         params = job.asked.params
         ends = {*self.hosted.frontend.opened.end_ids, *params.stop_token_ids}
@@ -220,9 +217,7 @@ async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
                 events = []
                 for index, chunk in batch:
                     chunks[index].append(chunk)
-                    nothing = it.jobs[owners[index]].asked.nothing
-                    kept = replace(chunk, text="", token_ids=()) if nothing else chunk
-                    events.append(event(it.piece(index, kept)))
+                    events.append(event(it.piece(index, chunk)))
                 for index in it.run.usages.keys() - ended:
                     ended.add(index)
                     events.append(_end(it, index, owners[index], chunks[index]))

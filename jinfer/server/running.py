@@ -106,6 +106,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.prepared = [one for job in self.jobs for one in job.prepared]
+        self._asked = [job.asked for job in self.jobs for _ in job.prepared]
         if any(job.asked.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
@@ -143,6 +144,8 @@ class Run:
                         running.discard(index)
                         failure = piece
                         break
+                    if self._asked[index].nothing:
+                        piece = _without_token(piece)
                     if isinstance(piece, Usage):
                         running.discard(index)
                         self.usages[index] = piece
@@ -206,6 +209,13 @@ class Run:
                     chunks[index].append(chunk)
         whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
         return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
+
+
+def _without_token(piece: Chunk | Usage) -> Chunk | Usage:
+    """What is told where no token is wanted: the engine has chosen one all the same."""
+    if isinstance(piece, Usage):
+        return replace(piece, completion_tokens=0, decode_seconds=0.0)
+    return Chunk("", finish_reason=None if piece.finish_reason is None else "length")
 
 
 async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:

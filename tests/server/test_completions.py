@@ -193,3 +193,35 @@ def test_a_stream_is_one_event_for_each_token(smol: Running) -> None:
     )
     assert [len(chunk["choices"][0]["token_ids"]) for chunk in pieces] == [1] * 5
     assert all(chunk["timings"]["predicted_n"] for chunk in pieces)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/completion"])
+def test_no_token_is_shown_where_none_is_wanted(smol: Running, route: str) -> None:
+    """The engine chooses one all the same; neither its text, id nor time is told, whole or not."""
+    body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 0, "return_token_ids": True}
+    if "chat" in route:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+        body |= {"logprobs": True, "top_logprobs": 2}
+    elif route == "/completion":
+        body = {"prompt": TEXT, "n_predict": 0, "return_tokens": True, "n_probs": 2}
+    with smol.client() as http:
+        whole = http.post(route, json=body)
+        options: dict[str, Any] = {"stream": True, "timings_per_token": True}
+        if route != "/completion":
+            options["stream_options"] = {"include_usage": True}
+        streamed = http.post(route, json={**body, **options})
+    assert (whole.status_code, streamed.status_code) == (200, 200), whole.text + streamed.text
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    answers = [json.loads(line) for line in lines if line != "[DONE]"]
+    for answer in [whole.json(), *answers]:
+        for timed in (answer, *answer.get("choices", ())):
+            assert timed.get("timings", {}).get("predicted_n", 0) == 0
+            assert not timed.get("token_ids")
+            assert not timed.get("tokens")
+            assert not ((timed.get("logprobs") or {}).get("content"))
+            assert not timed.get("completion_probabilities")
+        assert (answer.get("usage") or {}).get("completion_tokens", 0) == 0
+        assert answer.get("tokens_predicted", 0) == 0
+    assert whole.json()["timings"]["prompt_n"] + whole.json()["timings"]["cache_n"] > 0
+    reasons = [choice["finish_reason"] for a in answers for choice in a.get("choices", ())]
+    assert "chat" not in route or reasons[-1] == "length"
