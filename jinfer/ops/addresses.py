@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import Literal
 from jaxtyping import UInt
 
 type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
@@ -138,6 +137,9 @@ def _read(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _
 
 
 def _picked(atoms: Sequence[Any], which: _Bits) -> set[Any]:
+    # Here: it brings Pallas along, which a start that finds its programs made has no use for.
+    from jax.extend.core import Literal
+
     pairs = zip(atoms, which, strict=True)
     return {atom for atom, is_one in pairs if is_one and not isinstance(atom, Literal)}
 
