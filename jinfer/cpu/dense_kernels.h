@@ -98,7 +98,7 @@ void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_
     for (int64_t m = 0; m < rows; m += TALL)
       counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
         // Weights from memory come by a quarter faster in one stream than in eight; with shorter
-        // vectors a single sum would wait for itself (AVX2: eight sums are 5% faster than four).
+        // vectors a single sum would wait for itself.
         constexpr int M = tall.value, ONE = LANES == 16 ? 1 : LANES;
         constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
         Floats all[M * LANES];

@@ -144,13 +144,15 @@ class Run:
                         running.discard(index)
                         failure = piece
                         break
-                    if self._asked[index].nothing:
-                        piece = _without_token(piece)
+                    # Where no token is wanted, the engine has chosen one all the same.
+                    nothing = self._asked[index].nothing
                     if isinstance(piece, Usage):
                         running.discard(index)
-                        self.usages[index] = piece
-                        self.watch.end(index, piece)
+                        self.usages[index] = _without_token(piece) if nothing else piece
+                        self.watch.end(index, self.usages[index])
                     else:
+                        if nothing:
+                            piece = Chunk("", finish_reason=piece.finish_reason and "length")
                         self.watch.piece(index, piece)
                         batch.append((index, piece))
                 if failure is not None:
@@ -172,7 +174,8 @@ class Run:
         request = self.prepared[index].request
         cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
         count = self.watch.counts.get(index, 0)
-        return Usage(len(request.prompt), count, prefill, decode, cached)
+        usage = Usage(len(request.prompt), count, prefill, decode, cached)
+        return _without_token(usage) if self._asked[index].nothing else usage
 
     def progress(self) -> list[tuple[int, dict[str, Any]]]:
         """How far each prompt is that has no answer yet, in llama.cpp's words."""
@@ -211,11 +214,8 @@ class Run:
         return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
 
 
-def _without_token(piece: Chunk | Usage) -> Chunk | Usage:
-    """What is told where no token is wanted: the engine has chosen one all the same."""
-    if isinstance(piece, Usage):
-        return replace(piece, completion_tokens=0, decode_seconds=0.0)
-    return Chunk("", finish_reason=None if piece.finish_reason is None else "length")
+def _without_token(usage: Usage) -> Usage:
+    return replace(usage, completion_tokens=0, decode_seconds=0.0)
 
 
 async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:

@@ -204,24 +204,35 @@ def test_no_token_is_shown_where_none_is_wanted(smol: Running, route: str) -> No
         body |= {"logprobs": True, "top_logprobs": 2}
     elif route == "/completion":
         body = {"prompt": TEXT, "n_predict": 0, "return_tokens": True, "n_probs": 2}
+    else:
+        body["logprobs"] = 2
+    options: dict[str, Any] = {"stream": True, "timings_per_token": True}
+    if route != "/completion":
+        options["stream_options"] = {"include_usage": True}
     with smol.client() as http:
         whole = http.post(route, json=body)
-        options: dict[str, Any] = {"stream": True, "timings_per_token": True}
-        if route != "/completion":
-            options["stream_options"] = {"include_usage": True}
         streamed = http.post(route, json={**body, **options})
     assert (whole.status_code, streamed.status_code) == (200, 200), whole.text + streamed.text
     lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    answers = [json.loads(line) for line in lines if line != "[DONE]"]
-    for answer in [whole.json(), *answers]:
-        for timed in (answer, *answer.get("choices", ())):
-            assert timed.get("timings", {}).get("predicted_n", 0) == 0
-            assert not timed.get("token_ids")
-            assert not timed.get("tokens")
-            assert not ((timed.get("logprobs") or {}).get("content"))
-            assert not timed.get("completion_probabilities")
+    pieces = [json.loads(line) for line in lines if line != "[DONE]"]
+    for answer in [whole.json(), *pieces]:
+        timings = answer.get("timings", {})
+        assert (timings.get("predicted_n", 0), timings.get("predicted_ms", 0)) == (0, 0)
         assert (answer.get("usage") or {}).get("completion_tokens", 0) == 0
         assert answer.get("tokens_predicted", 0) == 0
-    assert whole.json()["timings"]["prompt_n"] + whole.json()["timings"]["cache_n"] > 0
-    reasons = [choice["finish_reason"] for a in answers for choice in a.get("choices", ())]
-    assert "chat" not in route or reasons[-1] == "length"
+        for told in (answer, *answer.get("choices", ())):
+            message = told.get("message") or told.get("delta") or {}
+            logprobs = told.get("logprobs") or {}
+            assert not told.get("text")
+            assert not told.get("content")
+            assert not message.get("content")
+            assert not told.get("token_ids")
+            assert not told.get("tokens")
+            assert not logprobs.get("content")
+            assert not logprobs.get("token_logprobs")
+            assert not told.get("completion_probabilities")
+    counted = whole.json()["timings"]
+    assert counted["prompt_n"] + counted["cache_n"] > 0
+    for told in (whole.json(), [piece for piece in pieces if piece.get("choices", True)][-1]):
+        ended = told if route == "/completion" else told["choices"][0]
+        assert ended.get("stop_type", ended.get("finish_reason")) in ("limit", "length")
