@@ -99,7 +99,7 @@ void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_
       counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
         // Weights from memory come by a quarter faster in one stream than in eight; with shorter
         // vectors a single sum would wait for itself.
-        constexpr int M = tall.value, ONE = LANES == 16 ? 1 : LANES;
+        constexpr int M = tall.value, ONE = LANES == 16 ? 1 : 2 * WIDE;
         constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
         Floats all[M * LANES];
         if (count < LANES) std::fill(all, all + M * LANES, Floats{});
