@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jinfer.engine.jax_import import import_jax
+
 
 @contextmanager
 def paused() -> Iterator[None]:
@@ -25,12 +27,13 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def imported() -> Iterator[None]:
-    """For a command's imports: no search meanwhile, and none afterwards of what came with them.
+    """For a command's imports, after JAX: no search meanwhile, nor later of what came with them.
 
     The one that would follow at once takes long, and JAX has it call a function in which Ctrl-C is
     not heard.
     """
     with paused(), heard():
+        import_jax()
         yield
         gc.freeze()
 
