@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,6 +33,7 @@ from jinfer.ops.cache import BLOCK
 from jinfer.ops.kernels import asked_for
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
+from jinfer.records import dataclass, replace
 from jinfer.sampling.beam import Beams
 from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams

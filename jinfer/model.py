@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.ops.cache import ENCODER, CacheShape, cache_group
+from jinfer.records import dataclass
 from jinfer.spec import blocks
 from jinfer.spec.following import Tap
 from jinfer.spec.model import ModelSpec

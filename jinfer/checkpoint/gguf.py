@@ -12,7 +12,6 @@ import math
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from jinfer.checkpoint import ggml
 from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped import MappedFile, as_array
+from jinfer.records import dataclass
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

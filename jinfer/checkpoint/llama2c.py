@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped import MappedFile, as_array
+from jinfer.records import dataclass
 
 MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER_V0 = struct.Struct("<7i")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -37,6 +36,7 @@ from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.mapped import MappedFile, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 from jinfer.guard.files import read_regular
+from jinfer.records import dataclass
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"
 # What tells Orbax's folders from others, and without which it reads none.

@@ -1,5 +1,7 @@
 // The handler of `jinfer_unwritten`: a buffer as the allocator gives it. The system gives pages out
 // when they are touched, so that a large pool takes memory as it is used.
+#include <cstdint>
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -7,10 +9,10 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-ffi::Error unwritten(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+ffi::Error unwritten(ffi::Result<ffi::AnyBuffer>, std::int32_t) { return ffi::Error::Success(); }
 
 }  // namespace
 }  // namespace jinfer
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_unwritten, jinfer::unwritten,
-                              xla::ffi::Ffi::Bind().Ret<xla::ffi::AnyBuffer>());
+                              xla::ffi::Ffi::Bind().Ret<xla::ffi::AnyBuffer>().Attr<std::int32_t>("which"));

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import numpy as np
 from jax import Array
@@ -17,7 +15,12 @@ def available() -> bool:
     return register("jinfer_unwritten")
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def unwritten(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """An array that may hold anything; it takes memory where it is written to."""
-    return jax.ffi.ffi_call("jinfer_unwritten", jax.ShapeDtypeStruct(shape, np.dtype(dtype)))()
+def unwritten(shape: tuple[int, ...], dtype: DTypeLike, which: int) -> Array:
+    """An array that may hold anything; it takes memory where it is written to.
+
+    Args:
+        which: of a program's own. Two calls that are the same XLA makes one, and then copies what
+            it gives: all of it is written to.
+    """
+    like = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    return jax.ffi.ffi_call("jinfer_unwritten", like)(which=np.int32(which))

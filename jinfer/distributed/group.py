@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -18,6 +17,7 @@ from jax._src import distributed
 from jinfer.distributed.link import Link, LinkError
 from jinfer.distributed.results import Results
 from jinfer.opening.sources import SourceError
+from jinfer.records import dataclass, field
 
 LOST = 3  # the exit status of whoever loses another process
 _PARTING = 10.0  # seconds that others may take to end

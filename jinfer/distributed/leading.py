@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jinfer.distributed.programs import LOGITS, PAST, ROWS, HostedPrograms
 from jinfer.distributed.results import later
 from jinfer.engine.chosen import Chosen
 from jinfer.engine.programs import Program, Shape
+from jinfer.records import dataclass, field
 
 # How many of leaves, cache and state a program is given first: each process has its own.
 _OWN = {"logits": 3, "decode": 3, "choose": 1, "copy": 1, "admit": 1}

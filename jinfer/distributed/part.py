@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from jinfer.engine.places import Places
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.making import Made, Making, Stage
 from jinfer.partition.sites import first_copy
+from jinfer.records import dataclass, field
 
 X = "x {}"  # the result's name of what a stage takes from the one before
 OUT, PLACES, DONE = "out", "places", "done"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from jinfer.ops.cache import ENCODER
 from jinfer.partition.making import float32, int32
 from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.sites import first_copy
+from jinfer.records import dataclass, field
 from jinfer.sampling.logprobs import log_probabilities
 
 LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"

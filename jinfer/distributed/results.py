@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+
+from jinfer.records import dataclass, field
 
 type Values = Future[Any]
 

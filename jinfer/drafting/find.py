@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jinfer.drafting.heads import head_weights, with_taps
 from jinfer.engine.engine import Engine
 from jinfer.model import build
 from jinfer.opening.settings import Opened, open_model
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.speculation import HEAD, LOOKUPS, DraftSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jinfer.engine.engine import Engine
 from jinfer.model import AbstractModel, build
 from jinfer.opening.settings import Opened
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError
 from jinfer.spec.following import layers_of, tapped
 from jinfer.spec.model import ModelSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
+from jinfer.records import dataclass, field
 from jinfer.sampling.beam import Beams
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jinfer.engine.requests import EngineError, Request, Token
 from jinfer.engine.state import State
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
+from jinfer.records import dataclass, field
 
 # Tokens of flat batches; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import overload
+
+from jinfer.records import dataclass
 
 ROOT = -1  # the parent of what follows the last token that was known
 

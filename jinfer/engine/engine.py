@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +28,7 @@ from jinfer.engine.speculator import Drafted, Speculator
 from jinfer.engine.state import Choice
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.interrupt import Flag
+from jinfer.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jinfer.ops.cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.vectors import QuantizedVectors
+from jinfer.records import dataclass
 from jinfer.sampling.rows import Progress, Sampler
 
 _RECORDS = {each.__name__: each for each in (Chosen, LayerCache, Progress, Sampler, State)}

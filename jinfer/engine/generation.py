@@ -5,11 +5,11 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from jinfer.engine.drafts import DraftedStep, Steps
 from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.engine.stopping import StopTexts
+from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
 

@@ -8,7 +8,6 @@ known, like those of a prompt, and are computed together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxtyping import UInt
 from jinfer.engine.launched import Launched
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
+from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -30,6 +29,7 @@ from jinfer.ops import addresses
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
 from jinfer.quant.kind import Kind
+from jinfer.records import dataclass, field
 from jinfer.sampling.rows import mask_words
 from jinfer.spec.following import taps
 
@@ -49,7 +49,8 @@ class Shape:
     """What a compiled program depends on.
 
     Attributes:
-        kind: the function of `jinfer.engine.steps`, or "admit" of `jinfer.engine.state`.
+        kind: the function of `jinfer.engine.steps`, "admit" of `jinfer.engine.state`, or "empty":
+            a cache.
         tokens: of a flat batch; sequences of "decode", "propose", "lead" and "beam"; of a text,
             padded.
         chosen: tokens of a flat batch after which one is chosen, at most; trees of "verify".
@@ -63,6 +64,7 @@ class Shape:
     kind: Literal[
         "logits", "choose", "decode", "forward", "score", "beam", "contrast",
         "fill", "encode", "copy", "admit", "verify", "propose", "kept", "absorb", "lead",
+        "empty",
     ]  # fmt: skip
     tokens: int = 0
     chosen: int = 0
@@ -233,7 +235,7 @@ class Programs:
 
     def empty_cache(self) -> Cache:
         """Pools that nobody has written to."""
-        return unwritten(*self._pools())
+        return cast("Cache", self._compile(Shape("empty"))(()))
 
     def _pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]:
         shapes = self.model.caches
@@ -335,6 +337,8 @@ class Programs:
                     lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state
                 )
                 return states.admit, 0, (state, row, _int32())
+            case "empty":  # of a cache that one device has whole
+                return lambda _: unwritten(*self._pools()), (), ((),)
 
     def _vectors(self, tokens: int) -> jax.ShapeDtypeStruct:
         """What a head is given of another model."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from jinfer.records import dataclass
 from jinfer.sampling.params import SamplingParams
 
 # "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from jinfer.engine.launched import Launched
 from jinfer.engine.scheduler import Running
 from jinfer.engine.state import Choice, State, state_row
+from jinfer.records import dataclass, field
 from jinfer.sampling.order import stage_sets
 from jinfer.sampling.rows import Progress
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from jinfer.engine.blocks import WORTH_A_COPY, BlockManager, Copy, Held, common
 from jinfer.engine.drafts import DraftedStep
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.ops.cache import BLOCK
+from jinfer.records import dataclass, field
 
 STEP = 16  # tokens that cost as much as a step does beside its tokens
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program
 from jinfer.engine.scheduler import Plan, Running
+from jinfer.records import dataclass
 
 if TYPE_CHECKING:
     from jinfer.engine.engine import Engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int, UInt
 
+from jinfer.records import dataclass
 from jinfer.sampling.order import is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import (

@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from jinfer.engine.requests import (
     Token,
 )
 from jinfer.engine.state import Choice
+from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

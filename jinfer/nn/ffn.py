@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +12,7 @@ from jaxtyping import Float
 from jinfer.nn.linear import Linear, project
 from jinfer.ops.activation import activate
 from jinfer.ops.linear import gated_linear
+from jinfer.records import dataclass
 from jinfer.spec import blocks
 
 

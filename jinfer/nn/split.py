@@ -6,7 +6,6 @@ the projection onto it have rows of it on each device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jinfer.nn.linear import Embedding, Head
+from jinfer.records import dataclass
 from jinfer.spec import blocks
 
 

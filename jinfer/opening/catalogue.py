@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jinfer.opening.sources import SourceError
+from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import read_toml, specs_folder, with_families
 from jinfer.spec.model import ModelSpec

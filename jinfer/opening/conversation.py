@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec, PromptSpec
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template

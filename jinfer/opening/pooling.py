@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from jinfer.checkpoint import open_checkpoint
 from jinfer.guard.files import is_there
 from jinfer.opening.recognize import Recognized, read_json, read_json_value
 from jinfer.opening.sources import SourceError
+from jinfer.records import dataclass
 
 Pooling = Literal["mean", "first", "last"]
 _MODES: dict[str, Pooling] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +15,7 @@ from jinfer.guard.files import FileRefused, is_there, read_regular
 from jinfer.opening.names import in_full
 from jinfer.opening.sources import SourceError, locate
 from jinfer.opening.unread import unread
+from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.files import find_family, format_table, read_toml, with_families
 from jinfer.spec.model import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jinfer.opening.sources import SourceError
 from jinfer.opening.unread import consequences
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
+from jinfer.records import dataclass
 from jinfer.sampling.names import PARAMETERS
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.bounds import DEFAULT_CONTEXT

@@ -139,12 +139,14 @@ def unwritten(
 ) -> Cache:
     """As `empty`, but where a CPU's system allows it memory is taken only as it is written to.
 
-    What nobody has written may hold anything.
+    What nobody has written may hold anything. To be traced: not every array alone is a program.
     """
     if jax.default_backend() != "cpu" or not memory.available():
         return empty(shapes, blocks, kind)
-    arrays = jax.eval_shape(lambda: empty(shapes, blocks, kind))
-    return jax.tree.map(lambda array: memory.unwritten(array.shape, array.dtype), arrays)
+    arrays, tree = jax.tree.flatten(jax.eval_shape(lambda: empty(shapes, blocks, kind)))
+    return jax.tree.unflatten(
+        tree, [memory.unwritten(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
+    )
 
 
 def nbytes(cache: Cache) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.extend.core import Literal
 
 from jinfer.cpu.chain import Attending, Program
 from jinfer.ops.equations import Operand, Operation, Slot
+from jinfer.records import dataclass
 
 type Known = Mapping[Slot, Any]  # an array's slot -> the array
 type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that gives it

@@ -8,7 +8,6 @@ computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jinfer.ops.attention_parts import Part, joined
 from jinfer.ops.cache import Cache, LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.partition.stages import StageModel
+from jinfer.records import dataclass, field
 
 type Leaves = tuple[Array, ...]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jinfer.partition.memory import Sizing, remedies, sizing_of
 from jinfer.partition.placing import HOST_MACHINE, machine_of, plan_of, work_of
 from jinfer.partition.weighing import weigh
 from jinfer.quant.kind import Kind
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.partition import AUTO, CPU

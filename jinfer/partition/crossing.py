@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jaxtyping import Int
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.partition.sites import Site
+from jinfer.records import dataclass
 
 type Ids = Mapping[str, np.ndarray]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.nn.position import alibi_slopes
 from jinfer.nn.split import SplitAlibi, SplitEmbedding, SplitHead
 from jinfer.partition.shares import Share, ShareError, even, heads
+from jinfer.records import dataclass, replace
 from jinfer.spec import blocks
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 

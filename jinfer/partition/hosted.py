@@ -10,7 +10,6 @@ host's own, with its custom calls and threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from jinfer.partition import apart
 from jinfer.partition.crossing import Exchange, Place, put, take
 from jinfer.partition.making import Made, Making, Stage, int32, leaves_of, with_parts, zeros_like
 from jinfer.partition.sites import Site
+from jinfer.records import dataclass
 
 type Launch = Callable[..., Any]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel
+from jinfer.records import dataclass, field
 from jinfer.spec.following import taps
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -20,6 +19,7 @@ from jinfer.partition.placing import (
 from jinfer.partition.plan import Plan
 from jinfer.partition.room import HOST, Blocks, Holding, Place, holding, places, sized, too_full
 from jinfer.quant.kind import Kind
+from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.sizes import bytes_text
 

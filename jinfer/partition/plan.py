@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from jinfer.partition.divide import Part
+from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError
 from jinfer.spec.partition import CPU, PartitionSpec, device_groups
 

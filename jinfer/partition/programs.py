@@ -9,7 +9,6 @@ waits for what the one before gives, the host for nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from jinfer.partition.making import Made, Making, Stage, float32, int32
 from jinfer.partition.sites import Site, first_copy
 from jinfer.partition.streaming import Stream
 from jinfer.partition.timeline import Timeline
+from jinfer.records import dataclass, field
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.spec.following import taps
 

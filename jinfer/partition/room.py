@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.engine.memory import block_bytes, cache_blocks
@@ -12,6 +11,7 @@ from jinfer.partition.divide import Part
 from jinfer.partition.stages import StageModel
 from jinfer.partition.weighing import nbytes
 from jinfer.quant.kind import Kind
+from jinfer.records import dataclass, replace
 from jinfer.spec.model import EngineSpec
 from jinfer.spec.partition import CPU
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -12,6 +11,7 @@ from jinfer.model import AbstractModel, build
 from jinfer.partition.cutting import abstract_part, block_of, check_blocks, shares_of
 from jinfer.partition.divide import Part, Shares, divided, stage_spec
 from jinfer.partition.shares import Share, ShareError
+from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
 
 

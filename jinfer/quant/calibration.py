@@ -14,7 +14,6 @@ tool does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float
+
+from jinfer.records import dataclass
 
 # "squares" of each input, or "products" of all pairs: importance, or what error feedback needs.
 Kind = Literal["squares", "products"]

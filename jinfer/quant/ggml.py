@@ -18,7 +18,6 @@ No product has more significant bits than float32, so that at most the sum is ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -30,6 +29,7 @@ from jinfer.checkpoint.mapped import release
 from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.pack import pack_fours
 from jinfer.quant.tensor import CHUNK, QuantizedTensor, empty, fill
+from jinfer.records import dataclass
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the numbers of E2M1, times half their scale.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -14,6 +13,7 @@ from jaxtyping import Float, Int
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.tensor import QuantizedTensor, abstract
+from jinfer.records import dataclass, field
 
 _BYTES = 12  # of a weight: its row, its column and its value
 

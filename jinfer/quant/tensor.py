@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from jaxtyping import Float, Int
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import pack, unpack
+from jinfer.records import dataclass, field
 
 LANES = 16  # words of a CPU's widest vector
 MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read

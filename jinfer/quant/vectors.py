@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxtyping import Float
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import PIECES, unpack_four
+from jinfer.records import dataclass, field
 
 BLOCK = 32  # numbers that share a scale
 

@@ -6,11 +6,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
+from jinfer.records import dataclass, field
 from jinfer.remote.connection import Server, objects
 
 CHAT = "/v1/chat/completions"

@@ -7,12 +7,12 @@ import http.client
 import json
 import socket
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from jinfer.engine.requests import RequestError
 from jinfer.guard.lines import shown
+from jinfer.records import dataclass
 from jinfer.version import __version__
 
 DEFAULT = "http://127.0.0.1:8080"

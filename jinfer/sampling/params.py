@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from jinfer.records import dataclass
 from jinfer.sampling.names import DEFAULTS, SAMPLERS, STRATEGIES, Strategy, own_names, own_sampler
 from jinfer.sampling.ranges import (
     MAX_BAD_LENGTH,

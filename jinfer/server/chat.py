@@ -6,11 +6,11 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion
 from jinfer.engine.requests import RequestError
+from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
 from jinfer.server import figures, streams
 from jinfer.server.errors import as_api_error, invalid, unsupported

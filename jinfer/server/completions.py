@@ -6,10 +6,10 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob
+from jinfer.records import dataclass, field
 from jinfer.server import figures, streams
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jinfer.engine.requests import ClosedError
+from jinfer.records import dataclass
 from jinfer.server import body
 from jinfer.server.errors import CLOSING, as_api_error
 from jinfer.server.replies import Reply, Stream, refusal

@@ -6,13 +6,13 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.commands.program import program
 from jinfer.distributed.job import FLAGS as JOB
 from jinfer.opening.sources import SourceError
+from jinfer.records import dataclass
 from jinfer.server.auth import read_keys
 from jinfer.server.settings import Settings, Source
 from jinfer.spec.files import parse_override

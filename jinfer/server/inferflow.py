@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.opening.conversation import Conversation
+from jinfer.records import dataclass, replace
 from jinfer.server.errors import ApiError, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.replies import Reply, Stream, dumps

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, completion
+from jinfer.records import dataclass
 from jinfer.server import figures
 from jinfer.server.about import own_version
 from jinfer.server.errors import unsupported

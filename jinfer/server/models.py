@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.assembly import all_shapes
@@ -17,6 +16,7 @@ from jinfer.engine.thread import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM
+from jinfer.records import dataclass, field
 from jinfer.sampling.errors import ConstraintError
 from jinfer.server.errors import ApiError, closing, loading, unknown_model
 from jinfer.server.settings import Source

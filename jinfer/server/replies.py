@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from starlette.types import Send
 
 from jinfer.engine.requests import ClosedError
+from jinfer.records import dataclass, field
 from jinfer.server.errors import CLOSING, ApiError, as_api_error
 
 JSON = "application/json"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend, Prepared
+from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
 from jinfer.server.errors import as_api_error, invalid
 from jinfer.server.metrics import Watch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.frontend import Frontend
+from jinfer.records import dataclass, field
 from jinfer.sampling.names import PARAMETERS, own_names
 from jinfer.sampling.params import CONSTRAINTS, SamplingParams
 from jinfer.server.errors import invalid

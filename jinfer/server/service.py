@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from jinfer.records import dataclass, field
 from jinfer.server.errors import CLOSING
 from jinfer.server.metrics import Metrics, Watch
 from jinfer.server.models import Hosted, Models

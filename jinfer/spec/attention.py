@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.records import dataclass
 from jinfer.spec.bounds import NotNegative, Positive, Size, dim
 from jinfer.spec.positions import Alibi, Disentangled, Relative, Rope
 

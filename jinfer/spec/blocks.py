@@ -8,9 +8,9 @@ computes is in `jinfer.nn`, under the same kind. The docstrings are part of docs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.records import dataclass
 from jinfer.spec.attention import Attention, CrossAttention, LatentAttention, QKNorm
 from jinfer.spec.bounds import NotNegative, dim
 from jinfer.spec.feed_forward import (

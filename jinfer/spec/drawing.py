@@ -8,9 +8,9 @@ dark, and it has a background, so it is readable on any page.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from html import escape
 
+from jinfer.records import dataclass
 from jinfer.spec.blocks import Attention, Block, CrossAttention, Head, LatentAttention
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 from jinfer.spec.summary import shortened, summary

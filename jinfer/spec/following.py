@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jinfer.records import dataclass, replace
 from jinfer.spec.bounds import Size
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.formula import Formula

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.expressions import (
     ARITHMETIC,

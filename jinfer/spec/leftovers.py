@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, is_dataclass, replace
+from dataclasses import MISSING, is_dataclass
 from typing import Any
 
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.reader import fields, read

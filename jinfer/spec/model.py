@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinfer.records import dataclass, field
 from jinfer.spec.blocks import Block, Rope, Scaling
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula

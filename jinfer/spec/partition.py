@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import Any
 
+from jinfer.records import dataclass, replace
 from jinfer.spec.bounds import Count, Share, Size
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from jinfer.records import dataclass, field
 from jinfer.spec.bounds import Count, NotNegative, Positive, Size, dim
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.quant.format import parse_format
 from jinfer.quant.kind import parse_kind
+from jinfer.records import dataclass, replace
 from jinfer.spec.bounds import Count, NotNegative
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read

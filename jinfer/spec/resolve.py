@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
+from jinfer.records import dataclass
 from jinfer.spec.blocks import Block
 from jinfer.spec.bounds import Size
 from jinfer.spec.errors import SpecError, nearest, show

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from jinfer.records import dataclass
 from jinfer.spec.bounds import Count, Size
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+from jinfer.records import dataclass, replace
 from jinfer.spec import formula
 from jinfer.spec.blocks import (
     LOOKUPS,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from jinfer.records import dataclass, replace
 from jinfer.spec.bounds import Count, Size
 from jinfer.spec.errors import SpecError, show
 from jinfer.spec.reader import read

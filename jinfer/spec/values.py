@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from jinfer.records import dataclass, field
 from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.errors import SpecError, nearest, show
 from jinfer.spec.expressions import (

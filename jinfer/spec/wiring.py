@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinfer.records import dataclass, field
 from jinfer.spec.expressions import FUNCTIONS, evaluate
 from jinfer.spec.formula import Formula
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jinfer.engine.device import FEW, SIZES
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Running
+from jinfer.records import dataclass
 from jinfer.sampling.order import stage_sets
 from jinfer.speculate.model import DraftModel
 from jinfer.speculate.placed import PlacedPrograms

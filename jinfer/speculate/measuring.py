@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import Failed, Request
 from jinfer.engine.scheduler import Running
 from jinfer.engine.speculator import Drafted
 from jinfer.engine.state import Choice
+from jinfer.records import dataclass, replace
 from jinfer.sampling.params import SamplingParams
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jinfer.engine.programs import Program, Programs, Shape, Sizes
 from jinfer.engine.scheduler import Running
 from jinfer.model import AbstractModel
 from jinfer.quant.kind import Kind
+from jinfer.records import dataclass, field
 from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Mean
 from jinfer.speculate.drafter import Drafter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jinfer.engine.state import State
 from jinfer.ops.backend import target
 from jinfer.ops.cache import Cache
 from jinfer.partition.cutting import as_here
+from jinfer.records import dataclass
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Plan, Running
+from jinfer.records import dataclass, field
 from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Control, Mean

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from jinfer.records import dataclass
 
 ROOT = -1  # the parent of what follows the sequence's last token
 

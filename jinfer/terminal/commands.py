@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinfer.engine.requests import RequestError
 from jinfer.guard.files import FileRefused, read_regular
 from jinfer.inputs import messages
+from jinfer.records import dataclass
 from jinfer.sampling.names import own_names
 from jinfer.spec.errors import nearest
 from jinfer.spec.files import parse_override

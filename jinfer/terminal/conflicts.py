@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
+from jinfer.records import dataclass
 from jinfer.sampling.names import SAMPLERS
 from jinfer.sampling.params import SamplingParams
 from jinfer.terminal.flags import sampling, spelled

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.records import dataclass, field
 from jinfer.tokenizer.base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # ids of a vocabulary are below it

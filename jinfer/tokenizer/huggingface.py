@@ -6,13 +6,13 @@ import json
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from jinfer.records import dataclass, replace
 from jinfer.tokenizer.base import (
     MARK,
     SpecialTokens,

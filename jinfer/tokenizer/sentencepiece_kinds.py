@@ -8,12 +8,12 @@ those of the classes of that name in transformers, and of ChatGLM's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sentencepiece
 
 from jinfer.guard.files import is_there
+from jinfer.records import dataclass, replace
 from jinfer.tokenizer.base import Tokenizer, TokenizerError
 from jinfer.tokenizer.config import TokenizerConfig, read_file, read_vocabulary, special_ids
 from jinfer.tokenizer.languages import M2M100_LANGUAGES, languages

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import ClassVar
 
 import sentencepiece
 
+from jinfer.records import dataclass
 from jinfer.tokenizer.base import TokenizerError, library_errors
 
 

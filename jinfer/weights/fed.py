@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jinfer.model import AbstractModel, build
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.feedback import VERSION
 from jinfer.quant.tensor import Activations
+from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
 from jinfer.weights import kept
 from jinfer.weights.converted import (

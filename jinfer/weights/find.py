@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
@@ -11,6 +10,7 @@ from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
 from jinfer.ops.dense import reads_as_stored
 from jinfer.quant.tensor import Activations
+from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.converted import (
     check_settings,

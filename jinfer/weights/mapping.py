@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.guard.lines import shown
+from jinfer.records import dataclass
 from jinfer.spec.tensors import Place, TensorMap
 from jinfer.weights.rows import same_values
 

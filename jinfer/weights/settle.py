@@ -7,12 +7,12 @@ family; one that stores a head or a table of its own means that one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.converted import ConvertedCheckpoint
+from jinfer.records import dataclass, replace
 from jinfer.spec.blocks import Block, Head, LearnedPositions, SinusoidalPositions
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from jinfer.quant import parse_format
+from jinfer.records import dataclass
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import QuantizationSpec, Role, usual_word
 from jinfer.spec.tensors import TensorMap

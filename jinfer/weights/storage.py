@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -25,6 +24,7 @@ from jinfer.quant.ggml import kept_format, quantized_tensor
 from jinfer.quant.quantize import Method, quantize, quantize_apart
 from jinfer.quant.sparse import abstract_outliers
 from jinfer.quant.tensor import MOST_COLUMNS, Activations, abstract, columns_of
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, Role, RuleSpec, usual_word
 from jinfer.weights.mapping import Origin, Shapes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.ggml import BLOCKS, PLAIN, decode
+from jinfer.records import dataclass, replace
 from jinfer.weights.mapping import Origin, Shapes
 from jinfer.weights.storage import Storage
 

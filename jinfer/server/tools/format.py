@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from jinfer.records import dataclass
 from jinfer.server.tools.calls import Tools
 from jinfer.server.tools.lark import Lark
 from jinfer.server.tools.output import Output, call_id

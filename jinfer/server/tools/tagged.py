@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from jinfer.records import dataclass
 from jinfer.server.tools.calls import Tools, is_text
 from jinfer.server.tools.lark import Lark, parameters
 from jinfer.server.tools.output import Output

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.records import dataclass
 from jinfer.server.tools.lark import Lark
 from jinfer.server.tools.output import Output
 from jinfer.server.tools.reader import Reader, Reading
