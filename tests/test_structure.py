@@ -36,6 +36,8 @@ LEVELS = [
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 KERNELS = LEVELS[0]
+# Who has the plain references that stand beside kernels.
+USERS = {"ops", "quant", "tools"}
 
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
@@ -114,8 +116,8 @@ def direction_offences(root: Path) -> list[str]:
             if imported in (None, importer):
                 continue
             where = f"{path.relative_to(root)}:{line}: {importer} imports {imported}"
-            if imported in KERNELS and importer not in ("ops", "tools"):
-                offences.append(f"{where}, which only ops may")
+            if imported in KERNELS and importer not in USERS:
+                offences.append(f"{where}, which only {' and '.join(sorted(USERS))} may")
             elif LEVEL_OF.get(imported, 0) > LEVEL_OF[importer]:
                 offences.append(f"{where}, which stands above it")
             graph.setdefault(importer, set()).add(imported)

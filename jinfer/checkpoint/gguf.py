@@ -21,6 +21,7 @@ import numpy as np
 
 from jinfer.checkpoint import ggml
 from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.gguf_cursor import Cursor
 from jinfer.checkpoint.mapped import MappedFile, as_array
 from jinfer.records import dataclass
 
@@ -120,7 +121,7 @@ def _merge(files: list[_File]) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> _File:
     file = MappedFile(path)
-    cursor = _Cursor(path, file)
+    cursor = Cursor(path, file)
     tensor_count, pair_count = _header(cursor)
     metadata = _pairs(cursor, pair_count)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -139,77 +140,13 @@ def _read_file(path: Path) -> _File:
     return _File(path, metadata, tensors)
 
 
-class _Cursor:
-    """Reads the header's numbers and strings in turn, never past the end of the file."""
-
-    def __init__(self, path: Path, file: MappedFile) -> None:
-        self.path = path
-        self.at = 0
-        self.order = "<"
-        self._data = memoryview(file.view(0, file.size))
-
-    def error(self, reason: str, at: int | None = None) -> CheckpointError:
-        return CheckpointError(self.path, reason, self.at if at is None else at)
-
-    def need(self, nbytes: int, what: str) -> None:
-        """Raises unless the file has `nbytes` more bytes."""
-        left = len(self._data) - self.at
-        if nbytes > left:
-            raise self.error(
-                f"{what}: takes {nbytes} bytes or more and the file has {left} left;"
-                " it is cut off or damaged, fetch it again"
-            )
-
-    def take(self, count: int, what: str) -> bytes:
-        self.need(count, what)
-        self.at += count
-        return bytes(self._data[self.at - count : self.at])
-
-    def number(self, code: str, what: str) -> Any:
-        code = self.order + code
-        self.need(struct.calcsize(code), what)
-        (value,) = struct.unpack_from(code, self._data, self.at)
-        self.at += struct.calcsize(code)
-        return value
-
-    def numbers(self, code: str, count: int) -> np.ndarray:
-        """`count` numbers, which `need` has been asked for."""
-        dtype = np.dtype(self.order + code)
-        values = np.frombuffer(self._data, dtype, count, self.at)
-        self.at += values.nbytes
-        return values
-
-    def strings(self, count: int, what: str) -> list[str]:
-        # A vocabulary has hundreds of thousands of these: everything in local variables.
-        data, at, size = self._data, self.at, len(self._data)
-        length = struct.Struct(f"{self.order}Q").unpack_from
-        found: list[str] = []
-        try:
-            for _ in range(count):
-                start = at + 8
-                at = start + length(data, at)[0]
-                if at > size:
-                    raise struct.error
-                found.append(str(data[start:at], "utf-8", "surrogateescape"))
-        except struct.error:
-            raise self.error(
-                f"{what}: string {len(found)} ends after the file;"
-                " it is cut off or damaged, fetch it again"
-            ) from None
-        self.at = at
-        return found
-
-    def string(self, what: str) -> str:
-        return self.strings(1, what)[0]
-
-
 def _show(value: object) -> str:
     """`value` for an error message: short and printable, whatever the file put there."""
     text = ascii(value[:64] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _header(cursor: _Cursor) -> tuple[int, int]:
+def _header(cursor: Cursor) -> tuple[int, int]:
     """Checks magic and version, finds the byte order; returns tensor and key-value counts."""
     magic = cursor.take(4, "magic")
     if magic != _MAGIC:
@@ -231,7 +168,7 @@ def _header(cursor: _Cursor) -> tuple[int, int]:
     return tensor_count, pair_count
 
 
-def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
+def _pairs(cursor: Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for number in range(count):
         at = cursor.at
@@ -243,7 +180,7 @@ def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
     return metadata
 
 
-def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+def _value(cursor: Cursor, kind: int, what: str) -> Any:
     if kind == _STRING:
         return cursor.string(what)
     if kind == _ARRAY:
@@ -256,7 +193,7 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
     raise cursor.error(f"{what}: type {kind} is not known; 0 to 12 are")
 
 
-def _array(cursor: _Cursor, what: str, depth: int) -> list[Any]:
+def _array(cursor: Cursor, what: str, depth: int) -> list[Any]:
     kind = cursor.number("I", what)
     count = cursor.number("Q", what)
     if kind not in _LEAST_BYTES:
@@ -274,7 +211,7 @@ def _array(cursor: _Cursor, what: str, depth: int) -> list[Any]:
     return [_array(cursor, what, depth + 1) for _ in range(count)]
 
 
-def _bools(cursor: _Cursor, count: int, what: str) -> list[bool]:
+def _bools(cursor: Cursor, count: int, what: str) -> list[bool]:
     at = cursor.at
     values = cursor.numbers("B", count)
     if values.size and values.max() > 1:
@@ -295,7 +232,7 @@ class _Info:
     at: int
 
 
-def _info(cursor: _Cursor) -> _Info:
+def _info(cursor: Cursor) -> _Info:
     at = cursor.at
     name = cursor.string("tensor name")
     what = f"tensor {_show(name)}"
@@ -315,7 +252,7 @@ def _info(cursor: _Cursor) -> _Info:
     return _Info(name, shape, block, nbytes, cursor.number("Q", what), at)
 
 
-def _block(cursor: _Cursor, what: str) -> ggml.Block:
+def _block(cursor: Cursor, what: str) -> ggml.Block:
     at = cursor.at
     kind = cursor.number("I", what)
     block = ggml.block_of(kind)

@@ -132,11 +132,20 @@ def library_path(every: bool = False) -> Path:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    if (found := cache.find(key())) is not None:
+    if (found := _kept(every)) is not None:
         return found
-    only = None if every or _all_are_asked_for() else _own_isa()
-    found = None if only is None else cache.find(key(only))
-    return _build(only) if found is None else found
+    return _build(_wanted_isa(every))
+
+
+def _kept(every: bool = False) -> Path | None:
+    only = _wanted_isa(every)
+    keys = [key()] if only is None else [key(), key(only)]
+    return next((found for each in keys if (found := cache.find(each)) is not None), None)
+
+
+def _wanted_isa(every: bool) -> Isa | None:
+    """The only instructions that are wanted; None: all."""
+    return None if every or _all_are_asked_for() else _own_isa()
 
 
 def _build(only: Isa | None) -> Path:
@@ -193,6 +202,12 @@ def _may_use_tiles() -> bool:
 def opened_already() -> ctypes.CDLL | None:
     """The library where it is in use already; it is not opened for this."""
     return _library() if _opened.cache_info().currsize else None
+
+
+def opened_if_kept() -> ctypes.CDLL | None:
+    """The library where it has been compiled already; nothing is compiled for this."""
+    opened = bool(_opened.cache_info().currsize)
+    return _library() if opened or _kept() is not None else None
 
 
 def _library() -> ctypes.CDLL | None:

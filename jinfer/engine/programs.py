@@ -120,6 +120,7 @@ class Programs:
     _futures: dict[Shape, Future[Program]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tracing: threading.Lock = field(default_factory=threading.Lock)
+    _describing: threading.Lock = field(default_factory=threading.Lock)
 
     def announce(self, shapes: Iterable[Shape]) -> list[Future[Program]]:
         """Starts compiling in the background, several programs at a time, the first ones first."""
@@ -181,7 +182,9 @@ class Programs:
 
     def _key(self, shape: Shape) -> str:
         """All that a program depends on, beside the code that makes it."""
-        return f"{self._described}\n{shape!r}"
+        with self._describing:  # once: all threads ask at the same time
+            described = self._described
+        return f"{described}\n{shape!r}"
 
     @cached_property
     def _described(self) -> str:

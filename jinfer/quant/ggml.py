@@ -26,6 +26,7 @@ from jaxtyping import Int, UInt8
 from jinfer.checkpoint.base import Tensor
 from jinfer.checkpoint.ggml import BLOCKS
 from jinfer.checkpoint.mapped import release
+from jinfer.cpu import repacking
 from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.pack import pack_fours
 from jinfer.quant.tensor import CHUNK, QuantizedTensor, empty, fill
@@ -134,15 +135,25 @@ def repack(
         count = min(each, target.outputs - begin)
         part = slice(begin, begin + count)
         taken = raw[part if rows is None else rows[part]]
-        blocks = taken.reshape(-1, block.bytes)
-        words = kind.words(blocks)
-        scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
-        steps = None
-        if kind.steps is not None:
-            steps = kind.steps(blocks).reshape(count, -1, kind.format.numbers)
-        fill(target, begin, words.reshape(len(words), count, -1), scales, steps)
+        tile, sizes = begin // target.rows, (block.bytes, block.values)
+        words, scales = target.words[tile:], target.scales[tile:]
+        steps = None if target.steps is None else target.steps[tile:]
+        if not repacking.repack(type_name, taken, sizes, words, scales, steps):
+            _repack(kind, taken.reshape(-1, block.bytes), begin, count, target)
         if rows is None:
             release(taken)  # a large tensor is never in memory twice
+
+
+def _repack(
+    kind: _Kind, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
+) -> None:
+    """Fills `count` rows from row `begin` on: what compiled code is measured against."""
+    words = kind.words(blocks)
+    scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
+    steps = None
+    if kind.steps is not None:
+        steps = kind.steps(blocks).reshape(count, -1, kind.format.numbers)
+    fill(target, begin, words.reshape(len(words), count, -1), scales, steps)
 
 
 def _blocks(file: Tensor) -> np.ndarray:

@@ -140,6 +140,40 @@ def test_text_that_is_not_utf8_can_be_had_back(write: Write) -> None:
     assert [token.encode("utf-8", "surrogateescape") for token in value] == tokens
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [b""],
+        [b"", b"", b"a"],
+        [bytes(7)],
+        [bytes(6), bytes(8)],
+        [b"\0" * 7 + b"\5" + b"\0" * 7 + b"hello"],
+        [b"x" * 255, b"x" * 256, b"x" * 70_000],
+        [b"\xff\xfe"],
+        ["\ud800".encode("utf-8", "surrogatepass")],
+    ],
+)
+def test_many_strings(write: Write, order: str, odd: list[bytes]) -> None:
+    rng = np.random.default_rng(0)
+    # Long ones too, of which fewer stand in as many bytes; zeros, as other types have them.
+    values = [rng.integers(1, 123, rng.integers(1, 99), np.uint8).tobytes() for _ in range(2500)]
+    values += [f"{n}\0é▁".encode() for n in range(5000)]
+    for at in (0, 700, 4000, 4001, len(values)):
+        values[at:at] = odd
+    packed = b"".join(text(value, order) for value in values)
+
+    def file(count: int) -> bytes:
+        return build([pair(b"t", ARRAY, array(STRING, count, packed, order), order)], order=order)
+
+    read = open_gguf(write(file(len(values)))).metadata["t"]
+    assert read == [value.decode("utf-8", "surrogateescape") for value in values]
+    one_more = file(len(values) + 1)
+    end = one_more.index(packed) + len(packed)
+    with pytest.raises(CheckpointError, match=f"string {len(values)} ends after the file"):
+        open_gguf(write(one_more[:end]))
+
+
 @pytest.mark.parametrize("endian", list(gguf.GGUFEndian))
 def test_file_of_the_packages_writer(tmp_path: Path, endian: gguf.GGUFEndian) -> None:
     path = tmp_path / "model.gguf"

@@ -1,7 +1,9 @@
 """GGUF's blocks as quantized tensors: the same numbers as decoded, bit for bit."""
 
+import inspect
 import json
 import tracemalloc
+from functools import wraps
 from pathlib import Path
 
 import gguf
@@ -13,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 
 from jinfer.checkpoint import Tensor, ggml
+from jinfer.cpu import build, repacking
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.ggml import KEPT as FORMATS
 from jinfer.quant.ggml import kept_format, quantized_tensor
-from jinfer.quant.tensor import ALIGNMENT, abstract, from_codes, to_codes
+from jinfer.quant.tensor import ALIGNMENT, abstract, empty, from_codes, to_codes
 
 KEPT = sorted(FORMATS)
 OTHERS = sorted(ggml.BLOCKS.keys() - FORMATS.keys())
@@ -24,6 +27,25 @@ OTHERS = sorted(ggml.BLOCKS.keys() - FORMATS.keys())
 HALVES = np.array([0, 0x8000, 1, 0x83FF, 0x3C00, 0xFBFF, 0x7C00, 0xFE01], np.uint16)
 # Bytes at which the float16 fields of the types stand whose big-endian form nobody defines.
 MORE_FIELDS: dict[str, tuple[int, ...]] = {"Q5_0": (0,), "Q5_1": (0, 2), "IQ4_XS": (0,)}
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def repacked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything here, by compiled code and by the reference."""
+    real = repacking.repack
+
+    @wraps(real)
+    def repack(*args: object) -> bool:
+        assert real(*args), "compiled code refuses what it should take"  # type: ignore[arg-type]
+        return True
+
+    if request.param == "numpy":
+        monkeypatch.setattr(repacking, "repack", lambda *_: False)
+    elif build.available():
+        monkeypatch.setattr(repacking, "repack", repack)
+    else:
+        pytest.skip("no compiler on this machine")
+    return str(request.param)
 
 
 def stored(name: str, shape: tuple[int, ...], seed: int = 0, extremes: float = 0.1) -> Tensor:
@@ -114,6 +136,27 @@ def test_any_bytes_mean_what_they_decode_to(name: str) -> None:
             np.testing.assert_array_equal(one, other)
 
     check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, words, scales: (rows[:, :-1], words, scales),  # no whole blocks
+        lambda rows, words, scales: (rows[:, ::-1], words, scales),
+        lambda rows, words, scales: (np.tile(rows, (9, 1)), words, scales),
+        lambda rows, words, scales: (np.tile(rows, (1, 2)), words, scales),
+        lambda rows, words, scales: (rows, words[..., ::-1], scales),
+        lambda rows, words, scales: (rows, words, scales[:, :, ::-1]),
+    ],
+)
+def test_compiled_code_writes_to_no_other_place(change: object, repacked_by: str) -> None:
+    if repacked_by == "numpy":
+        pytest.skip("not by NumPy")
+    rows = stored("Q4_0", (16, 64)).raw().reshape(16, -1)
+    target = empty((16, 64), FORMATS["Q4_0"])
+    rows, words, scales = change(rows, target.words, target.scales)  # type: ignore[operator]
+    refusing = inspect.unwrap(repacking.repack)
+    assert not refusing("Q4_0", rows, (18, 32), words, scales, None)
 
 
 @pytest.mark.parametrize("name", ["Q5_1", "Q4_K", "Q6_K", "IQ4_XS"])
