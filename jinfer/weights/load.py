@@ -109,6 +109,8 @@ def load(
     names = {first: [name for name in model.names if same[name] == first] for first in firsts}
     bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
+    # A CPU takes arrays over where they are: that of all together is asked for in half the time.
+    together = place is on_device and jax.default_backend() == "cpu"
 
     def one(name: str) -> Any:
         storage, rows = storages.get(name), _rows(names[name], only)
@@ -117,7 +119,7 @@ def load(
         values = read_parameter(model, origin, storage, shapes=sizes)
         if alone is not None and rows is not None:
             values = Rows(values, rows.start)
-        placed = place(names[name], values)
+        placed = values if together else place(names[name], values)
         for file in origin.files:
             release(file.raw())
         if bar is not None:
@@ -130,6 +132,8 @@ def load(
     order = sorted(firsts, key=lambda name: roles[name] not in ("table", "head"))
     with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(order, pool.map(one, order), strict=True))
+    if together:
+        arrays = on_device(order, arrays)
     return tuple(arrays[same[name]] for name in wanted)
 
 
