@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,12 @@ def specs_folder() -> Path:
 
 def read_toml(path: Path) -> Table:
     """Reads one TOML file. Raises `SpecError`."""
+    return _parsed(path, _content(path))
+
+
+def _content(path: Path) -> bytes:
     try:
-        return _parsed(path, read_regular(path, MAX_BYTES))
+        return read_regular(path, MAX_BYTES)
     except FileRefused as error:
         raise SpecError(path, "", str(error)) from None
 
@@ -105,10 +109,12 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
         SpecError: no family matches, or several do.
     """
     called = frozenset(architectures)
+    words = ["llama2c"] if facts.format == "llama2c" else called
     found = [
         path
         for path in families().values()
-        if matches(
+        if _may_match(path, words)
+        and matches(
             read_toml(path).get("match", {}),
             path,
             format=facts.format,
@@ -128,6 +134,16 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
         )
     names = ", ".join(path.stem for path in found)
     raise SpecError(source, "", f"several families match {what}: {names}; name one in a spec")
+
+
+def _may_match(path: Path, words: Iterable[str]) -> bool:
+    """Whether a family's `[match]` has one of these words.
+
+    To parse all families takes a twentieth of a second, which each start would wait for.
+    """
+    before, header, after = _content(path).partition(b"[match]")
+    table = after.partition(b"\n[")[0] if header else before
+    return any(word.encode(errors="replace") in table for word in words)
 
 
 def parse_override(text: str) -> Table:

@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
@@ -19,7 +20,6 @@ from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError
 from jinfer.tokenizer.config import MAX_TOKENS, shown
 from jinfer.tokenizer.huggingface import HuggingFaceTokenizer, frame_like_bert, word_piece
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
-from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
 from jinfer.tokenizer.sentencepiece_model import PieceType, SentencePieceModel, build
 from jinfer.tokenizer.surface import SPACE_MARK
 
@@ -84,11 +84,14 @@ class _Vocabulary:
             )
         if wrong := set(self.types) - _TYPES:
             raise self.error("token_type", f"has {min(wrong)}, which is no type of a token")
-        self.damaged = {
-            id: name.encode("utf-8", "surrogateescape")
-            for id, name in enumerate(self.tokens)
-            if not name.isascii() and not _is_utf8(name)
-        }
+        self._kinds = np.array(self.types, np.int8)
+        self.damaged: dict[int, bytes] = {}
+        if not _is_utf8("".join(self.tokens)):
+            self.damaged = {
+                id: name.encode("utf-8", "surrogateescape")
+                for id, name in enumerate(self.tokens)
+                if not _is_utf8(name)
+            }
 
     def names(self) -> list[str]:
         """The tokens for a library of Unicode: those that are not UTF-8 are given other names."""
@@ -129,12 +132,8 @@ class _Vocabulary:
 
     def of_type(self, *kinds: PieceType) -> dict[str, int]:
         """Name -> id of the tokens of these types, without empty names and what is not UTF-8."""
-        pairs = enumerate(zip(self.tokens, self.types, strict=True))
-        return {
-            name: id
-            for id, (name, kind) in pairs
-            if kind in kinds and name and id not in self.damaged
-        }
+        ids: list[int] = np.flatnonzero(np.isin(self._kinds, kinds)).tolist()
+        return {self.tokens[id]: id for id in ids if self.tokens[id] and id not in self.damaged}
 
     def ends(self) -> Iterator[int]:
         for key in ("eos", "eot", "eom"):
@@ -179,8 +178,10 @@ def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialToke
 
 def _byte_pairs(vocabulary: _Vocabulary, kind: str) -> Tokenizer:
     rule = _rule(vocabulary, "gemma4" if kind == "gemma4" else "default")
-    merges = [_merge(vocabulary, merge) for merge in vocabulary.array("merges", str, None)]
-    names = {name: id for id, name in reversed(list(enumerate(vocabulary.names())))}
+    merges = _merges(vocabulary)
+    # The first one of a name, where several tokens have it.
+    reverse = vocabulary.names()[::-1]
+    names = dict(zip(reverse, range(len(reverse) - 1, -1, -1), strict=True))
     bpe = _bpe(names, merges, rule)
     backend = tokenizers.Tokenizer(bpe)
     if rule.byte_level:
@@ -223,11 +224,13 @@ def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
     return rule
 
 
-def _merge(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise vocabulary.error("merges", f"has {merge[:80]!r}, which is not two tokens")
-    return left, right
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    merges = vocabulary.array("merges", str, None)
+    parts = [merge.partition(" ") for merge in merges]
+    if not all(map(all, parts)):
+        wrong = next(merge for merge, part in zip(merges, parts, strict=True) if not all(part))
+        raise vocabulary.error("merges", f"has {wrong[:80]!r}, which is not two tokens")
+    return [(left, right) for left, _, right in parts]
 
 
 def _finish(
@@ -295,6 +298,8 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
         add_dummy_prefix=vocabulary.flag("add_space_prefix", True),
         remove_extra_whitespaces=vocabulary.flag("remove_extra_whitespaces", unigram),
     )
+    from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer  # others need no such library
+
     frame = _frame(vocabulary, not unigram, unigram)
     # sentencepiece finds user-defined pieces itself
     special = replace(frame, parsed=vocabulary.of_type(PieceType.UNKNOWN))

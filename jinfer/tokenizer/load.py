@@ -13,7 +13,6 @@ from jinfer.tokenizer.gguf import from_gguf
 from jinfer.tokenizer.huggingface import load_tokenizer_json, load_vocab_merges, load_vocab_txt
 from jinfer.tokenizer.llama2c import load_llama2c
 from jinfer.tokenizer.pipeline import is_usual
-from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
 from jinfer.tokenizer.vetting import vet
 
 _SENTENCEPIECE = (
@@ -75,6 +74,9 @@ def _load_folder(folder: Path, vocab_size: int | None) -> Tokenizer | None:
         return load_tokenizer_json(folder / "tokenizer.json", config)
     for name in _SENTENCEPIECE:
         if is_there(folder / name):
+            # Here: others need no such library.
+            from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
+
             return load_sentencepiece(folder / name, config)
     if is_there(folder / "vocab.json") and is_there(folder / "merges.txt"):
         return load_vocab_merges(folder, config)

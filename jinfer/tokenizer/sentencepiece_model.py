@@ -10,12 +10,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import ClassVar
-
-import sentencepiece
+from typing import TYPE_CHECKING, ClassVar
 
 from jinfer.records import dataclass
 from jinfer.tokenizer.base import TokenizerError, library_errors
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 
 class PieceType(IntEnum):
@@ -62,6 +63,8 @@ def build(model: SentencePieceModel, source: Path) -> sentencepiece.SentencePiec
 
 def load(data: bytes, source: Path) -> sentencepiece.SentencePieceProcessor:
     """A processor for the bytes of a .model file. Raises: TokenizerError."""
+    import sentencepiece  # here: most tokenizers need no such library
+
     if not data:  # which the library takes for "load nothing"
         raise TokenizerError(f"{source}: not a sentencepiece model: the file is empty")
     with library_errors(source, "not a sentencepiece model"):

@@ -11,6 +11,7 @@ import pytest
 from jinfer.spec import files
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import (
+    _may_match,
     families,
     find_family,
     format_table,
@@ -32,6 +33,18 @@ def test_toml_is_read(tmp_path: Path) -> None:
     assert read_toml(path) == {"dims": {"hidden": 3}}
     path.write_bytes(b"[dims]\r\nhidden = 4")  # edited while the process runs
     assert read_toml(path) == {"dims": {"hidden": 4}}
+
+
+def test_every_family_is_found_by_what_its_match_says() -> None:
+    """Only the text of this table is looked into, before a family is parsed."""
+    known = families()
+    for name, path in known.items():
+        table = read_toml(path).get("match", {})
+        words = {word for key in ("architectures", "gguf") for word in table.get(key, [])}
+        words |= {"llama2c"} if table.get("llama2c") else set()
+        assert all(_may_match(path, [word]) for word in words), name
+        assert not table or not _may_match(path, ["vocab", "\ud800", "family"]), name
+    assert not any(_may_match(path, []) for path in known.values())
 
 
 @pytest.mark.parametrize(
