@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
@@ -20,6 +19,7 @@ from jinfer.llm import LLM, Prompts
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling
 from jinfer.sampling.keywords import ChatKeywords, Sampling
+from jinfer.shapes import Float
 
 Types = Sequence[Sequence[int]]
 

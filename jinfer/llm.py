@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.engine.answers import best, taken, whole
 from jinfer.engine.collector import paused
@@ -24,6 +23,7 @@ from jinfer.opening.pooling import Pooling, cut, pool
 from jinfer.results import Result, results
 from jinfer.sampling.keywords import ChatKeywords, Sampling
 from jinfer.sampling.params import SamplingParams
+from jinfer.shapes import Float
 
 Prompts = Prompt | Sequence[Prompt]
 

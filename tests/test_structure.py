@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[1]
 
 # A unit is a top-level module or package of jinfer, or one of the folders beside it. Each may
 # import the levels above its own in this list, and its own level as long as no circle arises.
+KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"kernels_pallas", "cpu"},
+    {"shapes"},
+    KERNELS,
     {"guard", "records", "version"},
     {"spec", "checkpoint", "tokenizer", "template", "quant"},
     {"ops"},
@@ -35,7 +37,6 @@ LEVELS = [
     {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
-KERNELS = LEVELS[0]
 # Who has the plain references that stand beside kernels.
 USERS = {"ops", "quant", "tools"}
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu.build import register
+from jinfer.shapes import Float, Int
 
 _SYMBOL = "jinfer_attention"
 _MOST_GROUP = 192  # query heads of a key head

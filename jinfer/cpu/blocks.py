@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array
-from jaxtyping import Int
 
 from jinfer.cpu import build
+from jinfer.shapes import Int
 
 
 def available() -> bool:

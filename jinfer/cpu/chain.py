@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, UInt
 
 from jinfer.cpu import build
+from jinfer.shapes import Float, Int, UInt
 
 
 class Operation(IntEnum):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
 
 from jinfer.cpu import build
+from jinfer.shapes import Bool, Float, Int
 
 
 def available() -> bool:

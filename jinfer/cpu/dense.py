@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import build
 from jinfer.cpu.linear import ACTIVATIONS, selection
+from jinfer.shapes import Float, Int
 
 
 def available() -> bool:

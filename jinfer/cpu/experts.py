@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import build
+from jinfer.shapes import Float, Int
 
 
 def available() -> bool:

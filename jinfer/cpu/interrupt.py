@@ -7,9 +7,9 @@ from itertools import count
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int
 
 from jinfer.cpu import build
+from jinfer.shapes import Bool, Int
 
 _FLAGS = 1024  # as in interrupt.cc; two that share one only end early more often
 _numbers = count()

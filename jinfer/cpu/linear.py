@@ -18,9 +18,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import build
+from jinfer.shapes import Float, Int
 
 type Mode = Literal["int8", "int16", "float"]
 _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits

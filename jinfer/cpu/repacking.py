@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-from jaxtyping import UInt8
 
 from jinfer.cpu import build
+from jinfer.shapes import UInt8
 
 
 def repack(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import build
 from jinfer.cpu.linear import ACTIVATIONS
+from jinfer.shapes import Float, Int
 
 _CALLS = ("norm", "rotate", "scores", "activate", "argmax")
 

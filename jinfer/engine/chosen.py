@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.sampling.rows import Progress
+from jinfer.shapes import Float, Int
 
 MAX_STEPS = 8  # of a call of `decode`
 # A call takes as many steps as fit into this, in seconds, so that the host has little to do with a

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.places import Tables, going, placed
@@ -23,6 +22,7 @@ from jinfer.engine.steps import Leaves, read_each_time
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import BLOCK, Cache, LayerCache, cache_group
 from jinfer.quant.vectors import QuantizedVectors
+from jinfer.shapes import Float, Int
 
 
 def kept(

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.engine.blocks import Held
 from jinfer.engine.device import SIZES, padded_length
@@ -20,6 +19,7 @@ from jinfer.engine.programs import Program, Shape
 from jinfer.engine.requests import RequestError
 from jinfer.model import Want
 from jinfer.ops.cache import BLOCK
+from jinfer.shapes import Float
 
 # Why it pauses: a piece is computed; other requests hold the blocks that it needs; or it has to
 # wait for a program.

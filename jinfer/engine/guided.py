@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from jax import Array
-from jaxtyping import UInt
 
 from jinfer.engine.launched import Launched
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.scheduler import Running
 from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
+from jinfer.shapes import UInt
 
 if TYPE_CHECKING:
     from jinfer.engine.engine import Engine

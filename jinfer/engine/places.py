@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int
 
 from jinfer.engine.state import State
 from jinfer.nn.step import Copies, Step
+from jinfer.shapes import Bool, Int
 
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 

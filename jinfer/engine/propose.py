@@ -13,7 +13,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Int
 
 from jinfer.engine.places import Tables
 from jinfer.engine.state import State
@@ -23,6 +22,7 @@ from jinfer.ops.cache import Cache
 from jinfer.sampling import penalties
 from jinfer.sampling.history import History
 from jinfer.sampling.sampler import filtered, noisy
+from jinfer.shapes import Int
 
 WIDTH = 4  # tokens proposed for each place
 

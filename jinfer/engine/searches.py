@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.model import AbstractModel
 from jinfer.sampling.contrastive import candidates, contrastive
+from jinfer.shapes import Float, Int
 
 
 def best_beams(

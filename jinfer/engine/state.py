@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Int, UInt
 
 from jinfer.records import dataclass
 from jinfer.sampling.order import is_plain
@@ -24,6 +23,7 @@ from jinfer.sampling.rows import (
     progress_row,
     sampler_row,
 )
+from jinfer.shapes import Bool, Int, UInt
 
 
 class State(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.engine.chosen import MAX_STEPS, Chosen
 from jinfer.engine.places import Tables, going, placed
@@ -28,6 +27,7 @@ from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends, sample
+from jinfer.shapes import Bool, Float, Int, UInt
 
 type Leaves = tuple[Array, ...]
 

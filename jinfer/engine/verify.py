@@ -19,7 +19,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt
 
 from jinfer.engine.chosen import Chosen
 from jinfer.engine.places import Places, Tables, going, or_spare
@@ -29,6 +28,7 @@ from jinfer.model import AbstractModel
 from jinfer.nn.step import Copies
 from jinfer.ops.cache import Cache
 from jinfer.sampling import penalties
+from jinfer.shapes import Float, Int, UInt
 
 
 class Nodes(NamedTuple):

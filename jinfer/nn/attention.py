@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.disentangled import DisentangledBias
 from jinfer.nn.linear import Linear, project
@@ -20,6 +19,7 @@ from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.attention import attend, attend_text
 from jinfer.ops.cache import ENCODER, LayerCache, Placement, write
 from jinfer.ops.score_rules import Bias, ScoreRules
+from jinfer.shapes import Float
 from jinfer.spec import blocks
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from jinfer.nn.norm import LayerNorm
 from jinfer.nn.parameter import parameter
 from jinfer.ops.score_rules import Bias
+from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.linear import Linear, project
 from jinfer.ops.activation import activate
 from jinfer.ops.linear import gated_linear
 from jinfer.records import dataclass
+from jinfer.shapes import Float
 from jinfer.spec import blocks
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
@@ -21,6 +20,7 @@ from jinfer.nn.position import Rotary
 from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.dense import by_head
 from jinfer.ops.score_rules import ScoreRules
+from jinfer.shapes import Float
 from jinfer.spec import blocks
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
 from jinfer.ops.linear import linear, linears, take_rows
+from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 from jinfer.spec.quantization import Role
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from jinfer.nn.attention import Attention, CrossAttention
 from jinfer.nn.build import build_module
@@ -30,6 +29,7 @@ from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.cache import Cache, Placement
 from jinfer.ops.chains import Chains, chained, chains_here
 from jinfer.ops.dense import rounding, rounds
+from jinfer.shapes import Float, Int
 from jinfer.spec.model import LayerSpec, ModelSpec, StackSpec
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.ffn import Gating
 from jinfer.nn.parameter import parameter
@@ -13,6 +12,7 @@ from jinfer.nn.router import Router
 from jinfer.ops import moe
 from jinfer.ops.activation import activate
 from jinfer.ops.quantized import FUSED
+from jinfer.shapes import Float
 from jinfer.spec import blocks
 
 

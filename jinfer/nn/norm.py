@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.parameter import parameter
 from jinfer.ops.norm import normalize
+from jinfer.shapes import Float
 from jinfer.spec import blocks
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
+from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
 from jinfer.ops.rotation import rotate
+from jinfer.shapes import Float, Int
 from jinfer.spec.blocks import (
     Alibi,
     LearnedPositions,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.nn.parameter import parameter
 from jinfer.ops.linear import linear
 from jinfer.ops.routing import route
+from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 
 

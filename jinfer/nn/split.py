@@ -10,10 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.nn.linear import Embedding, Head
 from jinfer.records import dataclass
+from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 
 

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.nn.position import CosSin, Rotary
 from jinfer.ops.attention import extend
 from jinfer.ops.cache import LayerCache, Placement, cache_group, write
 from jinfer.ops.score_rules import ScoreRules
+from jinfer.shapes import Float, Int
 
 
 class Copies(NamedTuple):

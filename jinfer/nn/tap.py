@@ -5,10 +5,10 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
 
 from jinfer.nn.step import Step
 from jinfer.ops.cache import LayerCache
+from jinfer.shapes import Float
 from jinfer.spec.following import Tap
 
 

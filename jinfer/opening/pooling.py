@@ -7,13 +7,13 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.checkpoint import open_checkpoint
 from jinfer.guard.files import is_there
 from jinfer.opening.recognize import Recognized, read_json, read_json_value
 from jinfer.opening.sources import SourceError
 from jinfer.records import dataclass
+from jinfer.shapes import Float
 
 Pooling = Literal["mean", "first", "last"]
 _MODES: dict[str, Pooling] = {

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
 from jinfer.cpu import rows as cpu
 from jinfer.cpu.linear import ACTIVATIONS
 from jinfer.ops.backend import backend
+from jinfer.shapes import Float
 
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

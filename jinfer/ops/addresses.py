@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
-from jaxtyping import UInt
+
+from jinfer.shapes import UInt
 
 type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
 

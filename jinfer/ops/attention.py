@@ -18,7 +18,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import attention as custom
 from jinfer.ops.attention_gpu import attend_gpu, attend_part_gpu, serves
@@ -36,6 +35,7 @@ from jinfer.ops.entering import enter, enters
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import QuantizedVectors
+from jinfer.shapes import Float, Int
 
 
 def extend(

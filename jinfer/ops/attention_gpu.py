@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.ops import kernels, switches
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.backend import interpreted
 from jinfer.ops.cache import Placement, Rows
 from jinfer.quant.vectors import QuantizedVectors
+from jinfer.shapes import Float, Int
 
 if TYPE_CHECKING:
     from jinfer.ops.score_rules import ScoreRules

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+
+from jinfer.shapes import Float
 
 
 class Part(NamedTuple):

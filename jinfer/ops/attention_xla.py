@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
 
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import LayerCache, Placement, Rows, write
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.vectors import QuantizedVectors
+from jinfer.shapes import Bool, Float, Int
 
 STEP = 256  # keys a step of a loop looks at
 FEW = 64  # tokens up to which each fetches the blocks of its own sequence

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array, lax
-from jaxtyping import Int
 
 from jinfer.cpu import blocks as cpu
 from jinfer.ops.backend import backend
+from jinfer.shapes import Int
 
 
 def copy_blocks(

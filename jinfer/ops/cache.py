@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.cpu import memory
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.kind import Kind
 from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
+from jinfer.shapes import Float, Int
 
 BLOCK = 64  # tokens
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.cpu import dense as cpu
 from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized import FUSED, pick
+from jinfer.shapes import Float, Int
 
 _ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
 

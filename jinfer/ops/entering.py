@@ -11,10 +11,10 @@ import jax
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxtyping import Float
 
 from jinfer.ops import kernels
 from jinfer.ops.cache import LayerCache, Placement, write
+from jinfer.shapes import Float
 
 ENTER = Primitive("enter_cache")
 ENTER.multiple_results = True

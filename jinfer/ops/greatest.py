@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.cpu import rows as cpu
 from jinfer.ops.backend import backend
+from jinfer.shapes import Float, Int
 
 _LANES = 64  # numbers reduced side by side
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int
 
 from jinfer.cpu import interrupt as cpu
 from jinfer.cpu.interrupt import Flag as Flag
 from jinfer.ops.backend import backend
+from jinfer.shapes import Bool, Int
 
 
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:

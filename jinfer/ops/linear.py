@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
 
 from jinfer.ops import dense
 from jinfer.ops.quantized import FUSED, pick, products, sorts
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Recorded, record
+from jinfer.shapes import Bool, Float, Int
 
 type Weight = Array | QuantizedTensor | OutlierTensor | Recorded
 

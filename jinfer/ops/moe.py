@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
 
 from jinfer.cpu import experts as cpu
 from jinfer.ops.backend import backend
 from jinfer.ops.linear import Weight, fuses, linear_of, linears_sorted, sorts_rows
+from jinfer.shapes import Bool, Float, Int
 
 # Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is
 # the smaller part, and padding the last block of an expert the greater.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
 from jinfer.cpu import rows as cpu
 from jinfer.ops.backend import backend
+from jinfer.shapes import Float
 
 
 def normalize(

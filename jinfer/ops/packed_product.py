@@ -14,9 +14,9 @@ from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxtyping import Float, Int
 
 from jinfer.ops.backend import interpreted
+from jinfer.shapes import Float, Int
 from kernels_pallas import Backend
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul

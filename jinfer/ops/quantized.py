@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.cpu import linear as cpu
 from jinfer.ops import kernels, switches
@@ -17,6 +16,7 @@ from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.tensor import MOST_COLUMNS
+from jinfer.shapes import Float, Int
 
 # Activation functions that the product with a gate can apply, so that nothing is written between.
 FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}

@@ -20,11 +20,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.pack import PIECES
 from jinfer.quant.tensor import SUPER
+from jinfer.shapes import Float
 
 _FEW_ROWS = 8  # above, decoding the weights once costs less than decoding them for every row
 _DECODED_BYTES = 1 << 20  # of float32 weights at a time: they stay in the second-level cache

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jaxtyping import Float
 
 from jinfer.cpu import rows as cpu
 from jinfer.ops import kernels
 from jinfer.ops.backend import backend
+from jinfer.shapes import Float
 
 ROTATE = Primitive("rotate")  # on a GPU, where `jinfer.ops.prepared` finds it
 

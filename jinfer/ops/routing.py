@@ -7,11 +7,11 @@ from operator import add
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.cpu import experts as cpu
 from jinfer.ops.backend import backend
 from jinfer.ops.norm import sigmoid, softmax
+from jinfer.shapes import Float, Int
 from jinfer.spec.blocks import MixtureOfExperts
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+
+from jinfer.shapes import Float, Int
 
 # What is added to the scores, [batch, heads, tokens, keys], from query position minus key position.
 Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.engine.places import Places, Tables
 from jinfer.ops.attention import extend_part
@@ -21,6 +20,7 @@ from jinfer.ops.cache import Cache, LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.partition.stages import StageModel
 from jinfer.records import dataclass, field
+from jinfer.shapes import Float, Int
 
 type Leaves = tuple[Array, ...]
 

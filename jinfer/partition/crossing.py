@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
 
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.partition.sites import Site
 from jinfer.records import dataclass
+from jinfer.shapes import Int
 
 type Ids = Mapping[str, np.ndarray]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.engine.places import Places, Tables
 from jinfer.model import Want
 from jinfer.nn.step import Step
 from jinfer.ops.cache import Cache, Placement
 from jinfer.partition.stages import StageModel
+from jinfer.shapes import Float, Int
 
 type Leaves = tuple[Array, ...]
 type Results = dict[str, Array]

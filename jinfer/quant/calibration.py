@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float
 
 from jinfer.records import dataclass
+from jinfer.shapes import Bool, Float
 
 # "squares" of each input, or "products" of all pairs: importance, or what error feedback needs.
 Kind = Literal["squares", "products"]

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.tiles import by_rows
+from jinfer.shapes import Float
 
 ROUNDS = 2
 

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import block_weights, numbers, rounded
 from jinfer.quant.tiles import by_rows
 from jinfer.quant.triangle import cholesky
+from jinfer.shapes import Bool, Float
 
 VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from jaxtyping import Int, UInt8
 
 from jinfer.checkpoint.base import Tensor
 from jinfer.checkpoint.ggml import BLOCKS
@@ -31,6 +30,7 @@ from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.pack import pack_fours
 from jinfer.quant.tensor import CHUNK, QuantizedTensor, empty, fill
 from jinfer.records import dataclass
+from jinfer.shapes import Int, UInt8
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the numbers of E2M1, times half their scale.

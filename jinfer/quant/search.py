@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import in_blocks
+from jinfer.shapes import Float
 
 # How far a range reaches beyond the extremes, in steps; affine: at each end.
 _AFFINE = (-1.2, -0.7, -0.2, 0.3)

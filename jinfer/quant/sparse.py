@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.tensor import QuantizedTensor, abstract
 from jinfer.records import dataclass, field
+from jinfer.shapes import Float, Int
 
 _BYTES = 12  # of a weight: its row, its column and its value
 

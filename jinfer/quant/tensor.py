@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import pack, unpack
 from jinfer.records import dataclass, field
+from jinfer.shapes import Float, Int
 
 LANES = 16  # words of a CPU's widest vector
 MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read

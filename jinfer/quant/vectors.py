@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import PIECES, unpack_four
 from jinfer.records import dataclass, field
+from jinfer.shapes import Float
 
 BLOCK = 32  # numbers that share a scale
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend.random import threefry_2x32
-from jaxtyping import Float, Int, UInt
+
+from jinfer.shapes import Float, Int, UInt
 
 # The first of the two words that are hashed with a key; `fold_in` has 0 there.
 _STREAMS = {"xtc": 1, "random_fsd": 2}

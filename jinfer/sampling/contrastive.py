@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.sampling.ranges import MAX_CANDIDATES
+from jinfer.shapes import Float, Int
 
 
 def candidates(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
 
 from jinfer.sampling.history import History, scatter_ids
 from jinfer.sampling.rows import Turn
+from jinfer.shapes import Bool, Float, Int
 
 # Longer repetitions count as this long: at the usual base 1.75 that is 1e31 times the multiplier,
 # and a text of one token over and over would be compared with itself at all lengths.

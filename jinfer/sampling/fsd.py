@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.sampling.chance import chance
 from jinfer.sampling.history import History
 from jinfer.sampling.ranges import MAX_CANDIDATES, MAX_NGRAM
 from jinfer.sampling.rows import Sampler, Turn
+from jinfer.shapes import Float, Int
 
 
 class _Counts(NamedTuple):

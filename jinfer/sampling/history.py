@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Int
+
+from jinfer.shapes import Bool, Int
 
 BLOCK = 1024  # positions looked at together
 NOTHING = -1  # the token at a position that a sequence does not have

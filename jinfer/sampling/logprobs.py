@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
 
 from jinfer.ops import choosing
 from jinfer.sampling.ranges import MAX_LOGPROBS
+from jinfer.shapes import Bool, Float, Int
 
 type LogProbabilities = tuple[
     Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
 
 from jinfer.sampling.rows import Sampler, Turn
 from jinfer.sampling.search import greatest
+from jinfer.shapes import Float, Int
 
 _LN2 = 0.6931471805599453
 _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to

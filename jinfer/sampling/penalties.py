@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.sampling.history import scatter_ids
 from jinfer.sampling.ranges import MAX_BAD_LENGTH
 from jinfer.sampling.rows import Turn
+from jinfer.shapes import Bool, Float, Int, UInt
 
 type Logits = Float[Array, "rows vocab"]
 type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written

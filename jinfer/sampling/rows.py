@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, UInt
 
 from jinfer.sampling.history import History
 from jinfer.sampling.names import STAGES
@@ -22,6 +21,7 @@ from jinfer.sampling.ranges import (
     MAX_BREAKERS,
     MAX_END_IDS,
 )
+from jinfer.shapes import Float, Int, UInt
 
 # The parameters that the device looks at, a column each.
 NUMBERS = (

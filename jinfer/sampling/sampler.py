@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt
 
 from jinfer.ops import choosing
 from jinfer.ops.greatest import argmax
@@ -24,6 +23,7 @@ from jinfer.sampling.mirostat import adapted, mirostat
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
 from jinfer.sampling.temperature import dynatemp, temperature
+from jinfer.shapes import Bool, Float, Int, UInt
 
 type _Stage = Callable[[Array, Turn], Array]
 

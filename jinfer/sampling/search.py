@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, UInt
+
+from jinfer.shapes import Bool, Float, Int, UInt
 
 _LEAST_MASS = 1e-30
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
 from jinfer.sampling.rows import Turn
+from jinfer.shapes import Float
 
 _COLDEST = 1e-37  # below it float32 has only a few numbers left
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float
 
 from jinfer.sampling.chance import chance
 from jinfer.sampling.names import STAGES
 from jinfer.sampling.rows import Turn
 from jinfer.sampling.search import heaviest, largest
 from jinfer.sampling.temperature import entropy
+from jinfer.shapes import Bool, Float
 
 type Logits = Float[Array, "rows vocab"]
 

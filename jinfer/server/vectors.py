@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
@@ -25,6 +24,7 @@ from jinfer.server.schemas.vectors import (
     ScoreRequest,
 )
 from jinfer.server.service import Call, Service
+from jinfer.shapes import Float
 
 Vectors = Float[np.ndarray, "texts hidden"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import UInt
 
 from jinfer.sampling.errors import ConstraintError
+from jinfer.shapes import UInt
 from jinfer.speculate.tree import ROOT, Tree
 
 if TYPE_CHECKING:

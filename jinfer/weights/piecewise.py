@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
 from jinfer.quant.tensor import empty
+from jinfer.shapes import Float
 from jinfer.weights.mapping import Origin, Shapes
 from jinfer.weights.rows import PIECE as _PIECE
 from jinfer.weights.rows import row_reader

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
 
 from jinfer.model import AbstractModel
 from jinfer.nn.model import Model
 from jinfer.nn.step import Step
 from jinfer.ops import cache
+from jinfer.shapes import Float, Int
 
 type Leaves = Mapping[str, Any]
 type Vectors = Float[Array, "texts tokens hidden"]

@@ -34,22 +34,24 @@ def _run(script: str, **environment: str) -> str:
     ).stdout.strip()
 
 
-def test_what_a_command_has_no_use_for_is_left_out():
+def test_what_a_command_has_no_use_for_is_left_out() -> None:
     assert _run(_SCRIPT) == "False False"
 
 
 @pytest.mark.skipif(find_spec("etils") is None, reason="etils is not installed")
-def test_what_is_left_out_can_be_imported_afterwards():
+def test_what_is_left_out_can_be_imported_afterwards() -> None:
     assert _run(_SCRIPT + "import etils.epath; print(etils.epath.Path('a'))").endswith("\na")
 
 
 @pytest.mark.skipif(find_spec("etils") is None, reason="etils is not installed")
-def test_a_cache_in_a_bucket_keeps_what_writes_there():
+def test_a_cache_in_a_bucket_keeps_what_writes_there() -> None:
     assert _run(_SCRIPT, JAX_COMPILATION_CACHE_DIR="gs://bucket/programs").split()[0] == "True"
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_installed_packages_are_searched_where_rocm_is_one_of_them(tmp_path: Path, installed: bool):
+def test_installed_packages_are_searched_where_rocm_is_one_of_them(
+    tmp_path: Path, installed: bool
+) -> None:
     if installed:
         (tmp_path / "jax_rocm7_plugin-0.9.dist-info").mkdir()
     script = """
@@ -61,7 +63,7 @@ with jax_import._unsearched():
     assert _run(script, PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path))) == str(installed)
 
 
-def test_jax_that_is_there_is_left_alone():
+def test_jax_that_is_there_is_left_alone() -> None:
     script = """
 import jax, sys
 before = dict(sys.modules)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt
 from llguidance import LLMatcher
 
 from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.messages import one_line
 from jinfer.sampling.structured.source import Kind
 from jinfer.sampling.structured.vocabulary import Vocabulary
+from jinfer.shapes import UInt
 
 
 class Matcher:

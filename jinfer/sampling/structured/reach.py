@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Int
 
 from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.vocabulary import Vocabulary
+from jinfer.shapes import Int
 
 MAX_STEPS = 500
 _CLOSING = b'}]")>,:.0123456789'  # what tends to end something, the likeliest first
