@@ -173,11 +173,9 @@ def _all_are_asked_for() -> bool:
 def _own_isa() -> Isa | None:
     """The instructions that `isa()` will say; None where that is not known without the library."""
     try:
-        lines = _CPU.read_text(encoding="utf-8").splitlines()
+        flags = _cpu_flags(_CPU, "Features" if _is_arm() else "flags")
     except OSError:
         return None
-    name = "Features" if _is_arm() else "flags"
-    flags = {flag for line in lines if line.startswith(name) for flag in line.split()}
     if not (_is_x86() or _is_arm()) or not flags:
         return None
     if _is_arm():
@@ -189,6 +187,13 @@ def _own_isa() -> Isa | None:
     if flags >= _AVX512_FLAGS:
         return "avx512bf16" if flags >= _BF16_FLAGS else "avx512"
     return "avxvnni" if "avx_vnni" in flags else "avx2"
+
+
+@functools.cache
+def _cpu_flags(path: Path, name: str) -> frozenset[str]:
+    """Of all cores; some have hundreds, and who reads weights asks for each piece of them."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return frozenset(flag for line in lines if line.startswith(name) for flag in line.split())
 
 
 def _may_use_tiles() -> bool:
