@@ -22,7 +22,7 @@ help:
 demo: $(VENV)/installed
 	"$(BIN)/python" -m jinfer.generate "$(SPEC)" --prompt "$(PROMPT)"
 
-# A file at a time to one process more than there are cores, in the order that tests/conftest.py says;
+# A file at a time to as many processes as there are cores, in the order that tests/conftest.py says;
 # four hold enough models in memory.
 TEST = "$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

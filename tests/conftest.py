@@ -64,14 +64,6 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: on two of them, two use 70% of their time."""
-    from jinfer.cpu.cores import usable_cores
-
-    return usable_cores() + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which files are handed to processes, see `--no-loadscope-reorder`."""
 
