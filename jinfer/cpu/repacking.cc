@@ -160,36 +160,32 @@ struct Q3K : Of256<3, 110, 16, 1> {
   }
 };
 
-// 8 scales and 8 minima of 6 bits in 12 bytes: see `_q4_k_scales`.
-inline void put_six_bits(const uint8_t* from, uint8_t* to) {
-  for (int part = 0; part < 4; ++part) {
-    const uint8_t first = from[part], second = from[4 + part], low = from[8 + part];
-    to[2 * part] = first & 63, to[2 * part + 1] = second & 63;
-    to[2 * part + 8] = (low & 15) | ((first >> 2) & 48);
-    to[2 * part + 9] = (low >> 4) | ((second >> 2) & 48);
-  }
-}
-
-struct Q4K : Of256<4, 144, 8, 2> {
-  static void put_words(const uint8_t* block, int column, uint32_t* to) {
-    pack<bits>([&](int s) { return nibble(block + 16, column, s); }, to);
-  }
+// d, -dmin, then 8 scales and 8 minima of 6 bits in 12 bytes: see `_q4_k_scales`.
+template <int code_bits, int block_bytes>
+struct WithMinima : Of256<code_bits, block_bytes, 8, 2> {
   static void put_numbers(const uint8_t* block, uint8_t* to, uint8_t* steps) {
-    put_six_bits(block + 4, to);
     put_step_and_floor(block, steps);
+    for (int part = 0; part < 4; ++part) {
+      const uint8_t first = block[4 + part], second = block[8 + part], low = block[12 + part];
+      to[2 * part] = first & 63, to[2 * part + 1] = second & 63;
+      to[2 * part + 8] = (low & 15) | ((first >> 2) & 48);
+      to[2 * part + 9] = (low >> 4) | ((second >> 2) & 48);
+    }
   }
 };
 
-struct Q5K : Of256<5, 176, 8, 2> {
+struct Q4K : WithMinima<4, 144> {
+  static void put_words(const uint8_t* block, int column, uint32_t* to) {
+    pack<bits>([&](int s) { return nibble(block + 16, column, s); }, to);
+  }
+};
+
+struct Q5K : WithMinima<5, 176> {
   static void put_words(const uint8_t* block, int column, uint32_t* to) {
     const auto four = [&](int s) {
       return bit(block + 16, column, s) << 4 | nibble(block + 48, column, s);
     };
     pack<bits>(four, to);
-  }
-  static void put_numbers(const uint8_t* block, uint8_t* to, uint8_t* steps) {
-    put_six_bits(block + 4, to);
-    put_step_and_floor(block, steps);
   }
 };
 

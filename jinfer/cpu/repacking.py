@@ -1,4 +1,4 @@
-"""GGUF's blocks as tiles of words and numbers, by compiled code: ten times as fast as by NumPy."""
+"""GGUF's blocks as tiles of words and numbers, by compiled code that needs no lock of Python's."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-_PIECE = 1 << 14
+_PIECE = 1 << 20
 
 
 class FileRefused(OSError):
@@ -36,7 +36,7 @@ def read_regular(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise FileRefused("is not a regular file")
         pieces, left = [], most + 1
-        while left and (piece := os.read(descriptor, min(left, max(found.st_size + 1, _PIECE)))):
+        while left and (piece := os.read(descriptor, min(left, max(found.st_size, _PIECE)))):
             pieces.append(piece)
             left -= len(piece)
     except OSError as error:
