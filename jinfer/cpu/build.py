@@ -210,7 +210,7 @@ def opened_already() -> ctypes.CDLL | None:
 
 
 def opened_if_kept() -> ctypes.CDLL | None:
-    """The library where it has been compiled already; nothing is compiled for this."""
+    """The library where it has been compiled already; only a damaged one is compiled for this."""
     opened = bool(_opened.cache_info().currsize)
     return _library() if opened or _kept() is not None else None
 

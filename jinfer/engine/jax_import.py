@@ -15,7 +15,7 @@ _UNUSED = ("etils", "pygments")
 
 
 def import_jax() -> None:
-    """Imports JAX, if nobody has: a sixth of the time that `import jax` takes is left out.
+    """Imports JAX, if nobody has: a fifth of the time that `import jax` takes is left out.
 
     For a command, which has the process to itself.
     """
