@@ -48,20 +48,27 @@ void counted(int64_t n, F f) {
 }
 
 // sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes;
-// outputs are neighbours in memory.
-//
-// Several rows of weights side by side are too short for the processor to see by itself where reading
-// goes on. What comes AHEAD is fetched in its order, into the second-level cache: twice as fast for 2
-// to 8 rows as some lines ahead in each row, into the first. One row of weights alone is one stream of
-// memory; fetched ahead it comes by a tenth faster on a Zen 5. A Zen 4 is left to itself: a step in F16
-// from huge pages was 1.23 times as fast as from small ones, and 1.04 with all lines fetched.
-template <int M, int N, class T>
+// outputs are neighbours in memory. AHEAD: bytes that weights are fetched ahead, in the order that they
+// have in memory, as `few` explains; 0: nothing is fetched.
+template <int M, int N, int AHEAD, class T>
 void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, Floats* sums) {
-  constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 24 << 10;
+  constexpr int64_t LINE = 64 / sizeof(T);
   const char* ahead = reinterpret_cast<const char*>(weight[0]) + AHEAD;
-  const bool fetch = M > 1 || !fetches_by_itself();
+  const bool fetch = AHEAD > 0 && (M > 1 || !fetches_by_itself());
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
+    if constexpr (LANES == 8 && M <= 2) {  // a tenth faster from memory than weights first
+      Floats v[M];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) v[m] = held(load_from(x + m * inputs + i));
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        const Floats w = load_from(weight[n] + i);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) sum[m][n] = Terms<T>::add(sum[m][n], v[m], w);
+      }
+      return;
+    }
     Floats w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) w[n] = load_from(weight[n] + i);
@@ -89,28 +96,62 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
     for (int n = 0; n < N; ++n) sums[m * LANES + n] = sum[m][n];
 }
 
-template <class T>
-void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
-         int64_t stride) {
+// Outputs `begin` to `end` - 1 of M rows, N at a time.
+template <int M, int N, int AHEAD, class T>
+void few_outputs(const Dense& w, const Factor<T>* x, int64_t begin, int64_t end, float* y,
+                 int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end; n += LANES) {
     const int64_t count = std::min<int64_t>(LANES, end - n);
+    Floats all[M * LANES];
+    if (count < LANES) std::fill(all, all + M * LANES, Floats{});
+    for (int j = 0; j < count; j += N) {
+      const T* some[N];  // the last one again where there are no more
+      for (int i = 0; i < N; ++i) some[i] = weights + std::min(n + j + i, end - 1) * w.inputs;
+      multiply_rows<M, N, AHEAD>(x, w.inputs, some, all + j);
+    }
+    for (int i = 0; i < M; ++i) {
+      const Floats out = sums(all + i * LANES);
+      if (count == LANES)
+        store(y + i * stride + n, out);
+      else
+        memcpy(y + i * stride + n, &out, 4 * count);
+    }
+  }
+}
+
+// How weights come from memory fastest differs between processors, and with how long their rows are.
+//
+// A processor sees by itself where reading goes on, if rows are long: a Zen 3 reads four rows of 4 KiB
+// and more side by side at the rate of its memory when nothing is fetched, and 0.8 of that otherwise.
+// Short rows end too soon. There what comes next in the order of memory is fetched, NEAR before it is
+// read: two rows of 1 to 2 KiB then come at that rate, and at 0.85 of it where they are four, or are
+// fetched FAR before. More rows of activations than two take longer than memory does.
+//
+// With vectors of 16 one row of weights is read at a time: one stream of memory, which a Zen 5 reads by
+// a tenth faster fetched FAR ahead, into the second-level cache. A Zen 4 is left to itself: a step in
+// F16 from huge pages was 1.23 times as fast as from small ones, and 1.04 with all lines fetched. With
+// shorter vectors a single sum would wait for itself.
+template <class T>
+void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
+         int64_t stride) {
+  constexpr int NEAR = 2560, FAR = 24 << 10, LONG = 4096;
+  // What more rows need again stays in a cache meanwhile.
+  const bool once = rows <= TALL, near = once && w.inputs * sizeof(T) < LONG;
+  const int64_t step = once ? end - begin : LANES;
+  for (int64_t n = begin; n < end; n += step) {
+    const int64_t to = std::min(n + step, end);
     for (int64_t m = 0; m < rows; m += TALL)
       counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
-        // Weights from memory come by a quarter faster in one stream than in eight; with shorter
-        // vectors a single sum would wait for itself.
         constexpr int M = tall.value, ONE = LANES == 16 ? 1 : 2 * WIDE;
         constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
-        Floats all[M * LANES];
-        if (count < LANES) std::fill(all, all + M * LANES, Floats{});
-        for (int j = 0; j < count; j += N) {
-          const T* some[N];  // the last one again where there are no more
-          for (int i = 0; i < N; ++i) some[i] = weights + std::min(n + j + i, end - 1) * w.inputs;
-          multiply_rows<M, N>(x + m * w.inputs, w.inputs, some, all + j);
-        }
-        for (int i = 0; i < M; ++i) {
-          const Floats out = sums(all + i * LANES);
-          memcpy(y + (m + i) * stride + n, &out, 4 * count);
+        const Factor<T>* from = x + m * w.inputs;
+        float* result = y + m * stride;
+        if constexpr (LANES == 8 && M <= 2) {
+          return near ? few_outputs<M, 2, NEAR, T>(w, from, n, to, result, stride)
+                      : few_outputs<M, 4, 0, T>(w, from, n, to, result, stride);
+        } else {
+          return few_outputs<M, N, FAR, T>(w, from, n, to, result, stride);
         }
       });
   }

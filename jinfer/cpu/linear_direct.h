@@ -41,6 +41,11 @@ inline void fetch(const uint32_t* line, bool alone) {
   }
 }
 
+// Whether a kernel for so many rows takes numbers as they stand, not from a panel's room.
+inline bool as_lanes_for(const Plan& plan, int count) {
+  return plan.as_lanes && (plan.matrix->halves == 1 || count <= Vector::kHalvesAsLanes);
+}
+
 // Rows of activations.
 struct FewRows {
   const char* const* x;  // the last one again where there are fewer than a kernel takes
@@ -62,7 +67,7 @@ template <int halves, bool affine, class V = Vector>
 inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::F& base) {
   if constexpr (halves == 1) {
     Vector::load_numbers<affine>(p, scale, base);
-  } else if constexpr (V::kHalvesAsLanes) {
+  } else if constexpr (V::kHalvesAsLanes > 0) {
     V::template load_half_numbers<affine>(p, half, scale, base);
   }
 }
@@ -101,6 +106,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
   const bool affine = m.affine(), alone = is_light(bits, count) && jinfer::fetches_by_itself();
+  const bool as_lanes = as_lanes_for(plan, count);
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
   const int64_t superblocks = m.superblocks, room = superblocks * halves * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
@@ -114,7 +120,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
     const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * halves * m.numbers;
     const int8_t* small = static_cast<const int8_t*>(m.scales) + row * g * parts * m.numbers;
     const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
-    if (!plan.as_lanes)
+    if (!as_lanes)
       for (int v = 0; v < whole; ++v)
         plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
                   numbers + (2 * v + 1) * room);
@@ -183,19 +189,19 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           UNROLL
           for (int v = 0; v < whole; ++v) {
             Vector::F scale, base;
-            constexpr bool can_be = parts == 1 && (halves == 1 || Vector::kHalvesAsLanes);
-            if (levels && plan.as_lanes) {
+            constexpr bool can_be = parts == 1 && (halves == 1 || count <= Vector::kHalvesAsLanes);
+            if (levels && as_lanes) {
               if (affine) {
                 load_levels<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,
                                          base);
               } else {
                 load_levels<parts, false>(small + v * L * parts, steps_at + v, part, scale, base);
               }
-            } else if (can_be && plan.as_lanes) {
+            } else if (can_be && as_lanes) {
               if (affine) {
-                load_numbers<halves, true>(stand + 2 * v * L, h, scale, base);
+                load_numbers<halves, true>(stand + 2 * halves * v * L, h, scale, base);
               } else {
-                load_numbers<halves, false>(stand + v * L, h, scale, base);
+                load_numbers<halves, false>(stand + halves * v * L, h, scale, base);
               }
             } else {
               const float* at = numbers + 2 * v * room + ((u * halves + h) * parts + part) * L;
@@ -302,7 +308,8 @@ bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t 
   const int64_t left = rows % most ? rows % most : most;
   const Direct full = direct_for(plan, std::min(rows, most)), last = direct_for(plan, left);
   if (!full || !last) return false;
-  const int64_t numbers = plan.as_lanes ? 0 : 2 * plan.units * plan.parts * kTile;
+  const bool as_lanes = as_lanes_for(plan, static_cast<int>(std::min(rows, most)));
+  const int64_t numbers = as_lanes ? 0 : 2 * plan.units * plan.parts * kTile;
   float* room = reinterpret_cast<float*>(scratch.get(numbers * sizeof(float)));
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
   const int64_t tiles = std::max<int64_t>(1, kDirectWords / (words * (kTile / L)));

@@ -18,7 +18,6 @@ struct Vector {
 #endif
   static constexpr bool kByteShifts = false;
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
-  static constexpr bool kHalvesAsLanes = false;
   using I = __m256i;
   using F = __m256;
 
@@ -105,9 +104,11 @@ struct Vector {
     const I odd_bytes = _mm256_set1_epi16(-256);
     const I factor = _mm256_set1_epi16(187 << 5);
     const I even = _mm256_mulhi_epu16(_mm256_andnot_si256(odd_bytes, v), factor);
-    const I odd = _mm256_mulhi_epu16(_mm256_and_si256(odd_bytes, v), factor);
-    x = _mm256_or_si256(even, _mm256_and_si256(odd, odd_bytes));
-    y = _mm256_sub_epi8(v, _mm256_mullo_epi16(x, _mm256_set1_epi16(11)));
+    const I odd = _mm256_mulhi_epu16(v, factor);  // an even byte < 121 does not reach its quotient
+    x = _mm256_blendv_epi8(even, odd, odd_bytes);
+    I eleven = _mm256_set1_epi16(11);
+    asm("" : "+x"(eleven));  // which compilers would multiply by in four instructions
+    y = _mm256_sub_epi8(v, _mm256_mullo_epi16(x, eleven));
   }
   static I look_up(const uint8_t* table, I v) {
     const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
@@ -167,6 +168,29 @@ struct Vector {
       base = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
     } else {
       scale = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+  }
+
+  // The same of one half of codes that are two weights: 2 columns of 4 rows, where each row has first
+  // those of one half and then of the other. More rows of activations than these two have too few
+  // registers, and take them as panels do.
+  static constexpr int kHalvesAsLanes = 2;
+  template <bool affine>
+  static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
+    const I first = load(p);
+    if constexpr (affine) {
+      const I second = load(p + 16);
+      const I pairs = half ? _mm256_unpackhi_epi64(first, second)
+                           : _mm256_unpacklo_epi64(first, second);  // of rows 0, 2, 1, 3
+      const I mixed = _mm256_packus_epi32(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)),
+                                          _mm256_srli_epi32(pairs, 16));
+      const I apart = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      scale = _mm256_cvtph_ps(_mm256_castsi256_si128(apart));
+      base = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
+    } else {
+      const I even = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
+      const I at = half ? _mm256_add_epi32(even, _mm256_set1_epi32(1)) : even;
+      scale = _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permutevar8x32_epi32(first, at)));
     }
   }
 

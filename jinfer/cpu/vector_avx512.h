@@ -183,7 +183,7 @@ struct Vector {
 
   // The same of one half of codes that are two weights: 2 columns of 8 rows, where each row has first
   // those of one half and then of the other.
-  static constexpr bool kHalvesAsLanes = true;
+  static constexpr int kHalvesAsLanes = kRows;
   template <bool affine>
   static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
     const I first = _mm512_loadu_si512(p);
