@@ -10,8 +10,8 @@ affinity, so that `taskset -c 0` measures one core.
 
 A decoding step reads all weights once. What that comes to, beside what the machine's memory gives
 at that time, is each decode's share of the bandwidth: a rate cannot grow beyond one, unless caches
-hold the weights. The memory is measured in each round too, as other machines on the same processor
-take of it what they want.
+hold the weights. The memory is measured before and after each round too, as other machines on the
+same processor take of it what they want.
 """
 
 from __future__ import annotations
@@ -158,11 +158,14 @@ def compare(
         for task in tqdm(tasks, desc=Path(model).name, unit="task", leave=False, disable=None):
             for worker in workers:  # once unmeasured: programs compile, caches warm
                 worker.measure(task)
+            decodes = task.kind != "prefill"
+            readings = [read_rate(usable_cores())] if decodes else []
             for _ in range(rounds):
                 for worker in workers:
                     rates[task.name][worker.side.name].append(worker.measure(task))
-                if task.kind != "prefill":
-                    bandwidth[task.name].append(read_rate(usable_cores(), repeats=3))
+                if decodes:  # what it was before and after
+                    readings.append(read_rate(usable_cores()))
+                    bandwidth[task.name].append(statistics.mean(readings[-2:]))
         memory = {worker.side.name: worker.close() for worker in workers}
     finally:
         for worker in workers:
