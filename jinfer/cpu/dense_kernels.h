@@ -47,6 +47,9 @@ void counted(int64_t n, F f) {
   }
 }
 
+// Whether so few rows take no longer than their weights take to come, and how these come matters.
+constexpr bool waits_for_memory(int rows) { return LANES == 8 && rows <= 2; }
+
 // sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes;
 // outputs are neighbours in memory. AHEAD: bytes that weights are fetched ahead, in the order that they
 // have in memory, as `few` explains; 0: nothing is fetched.
@@ -57,7 +60,7 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
   const bool fetch = AHEAD > 0 && (M > 1 || !fetches_by_itself());
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
-    if constexpr (LANES == 8 && M <= 2) {  // a tenth faster from memory than weights first
+    if constexpr (waits_for_memory(M)) {  // a tenth faster from memory than weights first
       Floats v[M];
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) v[m] = held(load_from(x + m * inputs + i));
@@ -143,14 +146,15 @@ void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_
     const int64_t to = std::min(n + step, end);
     for (int64_t m = 0; m < rows; m += TALL)
       counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
-        constexpr int M = tall.value, ONE = LANES == 16 ? 1 : 2 * WIDE;
-        constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
+        constexpr int M = tall.value;
         const Factor<T>* from = x + m * w.inputs;
         float* result = y + m * stride;
-        if constexpr (LANES == 8 && M <= 2) {
+        if constexpr (waits_for_memory(M)) {
           return near ? few_outputs<M, 2, NEAR, T>(w, from, n, to, result, stride)
                       : few_outputs<M, 4, 0, T>(w, from, n, to, result, stride);
         } else {
+          constexpr int ONE = LANES == 16 ? 1 : 2 * WIDE;
+          constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
           return few_outputs<M, N, FAR, T>(w, from, n, to, result, stride);
         }
       });

@@ -43,7 +43,7 @@ inline void fetch(const uint32_t* line, bool alone) {
 
 // Whether a kernel for so many rows takes numbers as they stand, not from a panel's room.
 inline bool as_lanes_for(const Plan& plan, int count) {
-  return plan.as_lanes && (plan.matrix->halves == 1 || count <= Vector::kHalvesAsLanes);
+  return plan.as_lanes && (plan.matrix->halves == 1 || count <= Vector::kRowsOfHalves);
 }
 
 // Rows of activations.
@@ -67,7 +67,7 @@ template <int halves, bool affine, class V = Vector>
 inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::F& base) {
   if constexpr (halves == 1) {
     Vector::load_numbers<affine>(p, scale, base);
-  } else if constexpr (V::kHalvesAsLanes > 0) {
+  } else if constexpr (V::kRowsOfHalves > 0) {
     V::template load_half_numbers<affine>(p, half, scale, base);
   }
 }
@@ -189,7 +189,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           UNROLL
           for (int v = 0; v < whole; ++v) {
             Vector::F scale, base;
-            constexpr bool can_be = parts == 1 && (halves == 1 || count <= Vector::kHalvesAsLanes);
+            constexpr bool can_be = parts == 1 && (halves == 1 || count <= Vector::kRowsOfHalves);
             if (levels && as_lanes) {
               if (affine) {
                 load_levels<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,

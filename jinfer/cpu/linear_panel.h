@@ -290,7 +290,7 @@ const Plan& plan_of(const Matrix& m) {
   plan.matrix = &m;
   plan.as_lanes =
       m.steps ? Vector::kLevels && m.G == 8 && m.halves == 1 && m.block <= 32
-              : m.block == 32 && (m.halves == 1 || (Vector::kHalvesAsLanes > 0 && m.G == 2));
+              : m.block == 32 && (m.halves == 1 || (Vector::kRowsOfHalves > 0 && m.G == 2));
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   plan.units = m.superblocks * m.halves;

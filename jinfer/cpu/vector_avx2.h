@@ -172,9 +172,9 @@ struct Vector {
   }
 
   // The same of one half of codes that are two weights: 2 columns of 4 rows, where each row has first
-  // those of one half and then of the other. More rows of activations than these two have too few
-  // registers, and take them as panels do.
-  static constexpr int kHalvesAsLanes = 2;
+  // those of one half and then of the other. For up to kRowsOfHalves rows of activations: more leave
+  // too few registers, and take numbers as panels do.
+  static constexpr int kRowsOfHalves = 2;
   template <bool affine>
   static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
     const I first = load(p);

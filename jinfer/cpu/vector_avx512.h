@@ -182,8 +182,8 @@ struct Vector {
   }
 
   // The same of one half of codes that are two weights: 2 columns of 8 rows, where each row has first
-  // those of one half and then of the other.
-  static constexpr int kHalvesAsLanes = kRows;
+  // those of one half and then of the other. For up to kRowsOfHalves rows of activations.
+  static constexpr int kRowsOfHalves = kRows;
   template <bool affine>
   static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
     const I first = _mm512_loadu_si512(p);

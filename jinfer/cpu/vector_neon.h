@@ -15,7 +15,7 @@ struct Vector {
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
   static constexpr bool kByteShifts = true;   // right() brings no bit of another byte
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
-  static constexpr int kHalvesAsLanes = 0;
+  static constexpr int kRowsOfHalves = 0;
   static constexpr bool kLevels = false;  // there are no small() and spread()
   struct I {
     uint32x4_t low, high;

@@ -154,6 +154,21 @@ def test_the_reference_by_heads_agrees(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("inputs", [1000, 2100])
+def test_one_and_two_rows_are_those_of_many(type: str, inputs: int) -> None:
+    """To the bit, whether weights' rows are short or long, which are read in other ways."""
+    x, weight = matrix("float32", 8, inputs, seed=1), matrix(type, 61, inputs)
+
+    def compare() -> None:
+        [all_rows] = run(x, [weight])
+        check(all_rows, x, weight)
+        for count in (1, 2):
+            np.testing.assert_array_equal(run(x[:count], [weight])[0], all_rows[:count])
+
+    on_all(compare)
+
+
+@pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(1, 2048, 700), (36, 1100, 300), (37, 1100, 300), (1024, 96, 9)]
 )
