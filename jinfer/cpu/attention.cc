@@ -11,6 +11,7 @@
 
 #include "attention_checks.h"
 #include "attention_work.h"
+#include "handler.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -68,22 +69,6 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jinfer_attention(
     XLA_FFI_CallFrame* frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_attention, jinfer::attention,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<int32_t>("window")
-                                  .Attr<int32_t>("ahead")
-                                  .Attr<int32_t>("lowest")
-                                  .Attr<bool>("written")
-                                  .Attr<bool>("shared")
-                                  .Attr<int32_t>("bits")
-                                  .Attr<int32_t>("levels")
-                                  .Attr<int32_t>("per_code")
-                                  .Attr<bool>("symmetric")
-                                  .Attr<int32_t>("dim")
-                                  .Attr<int32_t>("value_dim")
-                                  .Attr<bool>("partial"));
+JINFER_HANDLER(jinfer_attention, jinfer::attention, "scale", "softcap", "window", "ahead", "lowest",
+               "written", "shared", "bits", "levels", "per_code", "symmetric", "dim", "value_dim",
+               "partial");

@@ -1,3 +1,3 @@
 #include "attention_kernels.h"
 
-const jinfer::AttentionKernels& jinfer::attention_avx512() { return jinfer::kernels; }
+const jinfer::AttentionKernels& jinfer::attention_avx512() { return jinfer::kAttention; }

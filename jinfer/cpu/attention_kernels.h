@@ -344,7 +344,7 @@ void run_whole(const Call& call, const Tile& tile, float* scratch) {
   finish(call, tile, sum);
 }
 
-const AttentionKernels kernels = {write_token, run_part, merge, run_whole};
+const AttentionKernels kAttention = {write_token, run_part, merge, run_whole};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,3 +1,3 @@
 #include "attention_kernels.h"
 
-const jinfer::AttentionKernels& jinfer::attention_portable() { return jinfer::kernels; }
+const jinfer::AttentionKernels& jinfer::attention_portable() { return jinfer::kAttention; }

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "buffers.h"
+#include "handler.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -51,11 +51,4 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_copy_blocks, jinfer::copy_blocks,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+JINFER_HANDLER(jinfer_copy_blocks, jinfer::copy_blocks);

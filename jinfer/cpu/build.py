@@ -38,6 +38,8 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu.cores import most_threads, usable_cores
+from jinfer.cpu.units import FLAGS as COMMON
+from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, Unit, units
 
 type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"]
 # The numbers of `isa.h`.
@@ -49,18 +51,6 @@ EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests n
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
-_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512")
-_ISA_FLAGS = {
-    "_avx2": _AVX2,
-    "_avxvnni": _AVX2,
-    "_avx512": (*_AVX512, "-mprefer-vector-width=512"),
-    "_avx512bf16": _BF16,
-    "_amx": (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-    "_neon": ("-march=armv8.2-a+dotprod",),
-}
 # Whose kernels a family has where it has none for these instructions.
 _LOWER_ISA: dict[Isa, Isa] = {
     "avxvnni": "avx2",
@@ -68,7 +58,7 @@ _LOWER_ISA: dict[Isa, Isa] = {
     "amx": "avx512",
     "neon": "portable",
 }
-_SECONDS = {True: 70, False: 35}  # of one core, to compile everything or for one machine
+_SECONDS = {True: 110, False: 40}  # of one core, to compile everything or for one machine
 _CPU = Path("/proc/cpuinfo")
 _AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
@@ -317,16 +307,17 @@ def key(only: Isa | None = None) -> str:
     Args:
         only: the instructions that it has kernels for; None: all.
     """
-    digest = hashlib.sha256(repr((_FLAGS, _ISA_FLAGS, _extra(), only)).encode())
+    flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only)
+    digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
 def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
-    common = [*_FLAGS, *_extra()]
+    common = _extra()
     newer = ("avx512bf16", "amx") if _is_x86() else ()
-    unknown = [isa for isa in newer if not _knows(compiler, _ISA_FLAGS[f"_{isa}"])]
+    unknown = [isa for isa in newer if not _knows(compiler, ISA_FLAGS[f"_{isa}"])]
     while only in unknown:
         only = "avx512bf16" if only == "amx" else "avx512"
     sources = [p for p in _sources(only) if not p.stem.endswith(tuple(f"_{i}" for i in unknown))]
@@ -338,14 +329,14 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
             common.append(f"-D{name}")
     include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
 
-    def compile_one(source: Path) -> str:
-        flags = next((f for end, f in _ISA_FLAGS.items() if source.stem.endswith(end)), ())
-        output = str(library.with_name(f"{source.stem}.o"))
-        _run([*compiler, *common, *flags, *include, "-c", str(source), "-o", output])
+    def compile_one(unit: Unit) -> str:
+        source, output = unit.write(library.parent), str(library.with_name(f"{unit.name}.o"))
+        flags = (*COMMON, *unit.flags, *common, *include)
+        _run([*compiler, *flags, "-c", str(source), "-o", output])
         return output
 
     with ThreadPoolExecutor(cores) as pool:
-        objects = list(pool.map(compile_one, _units(sources, library.parent)))
+        objects = list(pool.map(compile_one, units(sources)))
     _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
 
 
@@ -353,23 +344,6 @@ def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
     """Whether a compiler takes them; those of 2019 know neither AVX-512 BF16 nor AMX."""
     command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def _units(sources: list[Path], folder: Path) -> list[Path]:
-    """What the compiler is given, the slowest first, so that nothing else waits for it at the end.
-
-    Kernels are files of their own, for their own instructions. Two files in `folder` include the
-    others: to read XLA's headers takes longer than to compile what most of them do.
-    """
-    ends = tuple(f"_{isa}" for isa in ISAS)
-    slow = [path for path in sources if path.stem.endswith(ends)]
-    slow.sort(key=lambda path: not path.stem.startswith(("attention_", "linear_")))
-    others = [path for path in sources if not path.stem.endswith(ends)]
-    together = [folder / "handlers_1.cc", folder / "handlers_2.cc"]
-    half = (len(others) + 1) // 2
-    for unit, paths in zip(together, (others[:half], others[half:]), strict=True):
-        unit.write_text("".join(f'#include "{path.name}"\n' for path in paths), encoding="utf-8")
-    return [*together, *slow]
 
 
 def _run(command: list[str]) -> None:

@@ -15,6 +15,7 @@
 #include "chain_attention.h"
 #include "chain_reader.h"
 #include "dense_product.h"
+#include "handler.h"
 #include "linear_product.h"
 #include "operands.h"
 #include "rows.h"
@@ -465,12 +466,4 @@ ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_chain, jinfer::chain,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<xla::ffi::Span<const int64_t>>("program")
-                                  .Attr<xla::ffi::Span<const int64_t>>("results")
-                                  .Attr<int64_t>("given")
-                                  .Attr<xla::ffi::Span<const int64_t>>("told"));
+JINFER_HANDLER(jinfer_chain, jinfer::chain, "program", "results", "given", "told");

@@ -8,8 +8,8 @@
 
 #include "buffers.h"
 #include "greatest.h"
+#include "handler.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -179,37 +179,5 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_choose, jinfer::choose,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<jinfer::Floats2>()              // logits
-                                  .Arg<jinfer::Floats2>()              // numbers
-                                  .Arg<jinfer::Ints2>()                // counts
-                                  .Arg<ffi::BufferR2<ffi::U32>>()      // key
-                                  .Arg<jinfer::Ints2>()                // stages
-                                  .Arg<jinfer::Ints2>()                // ends
-                                  .Arg<jinfer::Ints2>()                // biased
-                                  .Arg<jinfer::Floats2>()              // biases
-                                  .Arg<ffi::BufferR3<ffi::S32>>()      // bad_words
-                                  .Arg<jinfer::Ints2>()                // breakers
-                                  .Arg<jinfer::Ints1>()                // drawn
-                                  .Arg<ffi::BufferR1<ffi::F32>>()      // mu
-                                  .Arg<jinfer::Ints2>()                // history
-                                  .Arg<jinfer::Ints1>()                // lengths
-                                  .Arg<jinfer::Ints1>()                // prompts
-                                  .Arg<jinfer::Ints1>()                // owners
-                                  .Arg<jinfer::Ints1>()                // slots
-                                  .RemainingArgs()                     // mask, masked
-                                  .Ret<ffi::Buffer<ffi::S32>>()        // tokens
-                                  .Ret<ffi::Buffer<ffi::F32>>()        // mu after them
-                                  .Ret<ffi::Buffer<ffi::F32>>());      // left
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_logprobs, jinfer::logprobs,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<jinfer::Floats2>()
-                                  .Arg<jinfer::Ints1>()
-                                  .Arg<ffi::BufferR1<ffi::PRED>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+JINFER_HANDLER(jinfer_choose, jinfer::choose);
+JINFER_HANDLER(jinfer_logprobs, jinfer::logprobs);

@@ -1,3 +1,3 @@
 #include "choose_kernels.h"
 
-const jinfer::ChooseKernels& jinfer::choose_portable() { return jinfer::kernels; }
+const jinfer::ChooseKernels& jinfer::choose_portable() { return jinfer::kChoose; }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "dense_product.h"
+#include "handler.h"
 
 namespace jinfer {
 namespace {
@@ -64,15 +65,5 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_dense, jinfer::dense,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("select")
-                                  .Attr<bool>("transposed")
-                                  .Attr<int64_t>("first")
-                                  .Attr<int64_t>("taken")
-                                  .Attr<bool>("rounded"));
+JINFER_HANDLER(jinfer_dense, jinfer::dense, "activation", "select", "transposed", "first", "taken",
+               "rounded");

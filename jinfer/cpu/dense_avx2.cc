@@ -1,3 +1,3 @@
 #include "dense_plain.h"
 
-const jinfer::DenseKernels& jinfer::dense_avx2() { return jinfer::kernels; }
+const jinfer::DenseKernels& jinfer::dense_avx2() { return jinfer::kDense; }

@@ -27,7 +27,7 @@ void multiply_many(const Dense& w, const float* x, int64_t rows, int64_t begin, 
   typed(w.kind, [&](auto type) { many<decltype(type)>(w, x, rows, begin, end, y, stride); });
 }
 
-const DenseKernels kernels = {LANES, WIDTH, MANY, multiply_few, arrange, multiply_many, gate};
+const DenseKernels kDense = {LANES, WIDTH, MANY, multiply_few, arrange, multiply_many, gate};
 
 }  // namespace
 }  // namespace jinfer

@@ -7,8 +7,8 @@
 
 #include "buffers.h"
 #include "for_rows.h"
+#include "handler.h"
 #include "rows.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -130,29 +130,6 @@ ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_route, jinfer::route,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("softmax")
-                                  .Attr<bool>("renormalize")
-                                  .Attr<float>("scale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_by_expert, jinfer::by_expert,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_of_experts, jinfer::of_experts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+JINFER_HANDLER(jinfer_route, jinfer::route, "softmax", "renormalize", "scale");
+JINFER_HANDLER(jinfer_by_expert, jinfer::by_expert);
+JINFER_HANDLER(jinfer_of_experts, jinfer::of_experts);

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "xla/ffi/api/ffi.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
@@ -27,11 +27,7 @@ ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
 }  // namespace jinfer
 
 // The step that is the second argument is not read: with it the call cannot be taken out of a loop.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_interrupted, jinfer::interrupted,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::PRED>>());
+JINFER_HANDLER(jinfer_interrupted, jinfer::interrupted);
 
 // Whether there is such a flag.
 extern "C" __attribute__((visibility("default"))) bool jinfer_raise(int32_t flag, bool on) {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "handler.h"
 #include "linear_product.h"
 
 namespace jinfer {
@@ -73,14 +74,5 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_linear, jinfer::linear,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<xla::ffi::Span<const int64_t>>("tensors")
-                                  .Attr<xla::ffi::Span<const int64_t>>("codebook")
-                                  .Attr<int64_t>("digits")
-                                  .Attr<int64_t>("activation")
-                                  .Attr<int64_t>("select"));
+JINFER_HANDLER(jinfer_linear, jinfer::linear, "tensors", "codebook", "digits", "activation",
+               "select");

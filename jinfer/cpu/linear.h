@@ -4,6 +4,7 @@
 // codes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "activation.h"
@@ -69,8 +70,10 @@ struct Activations {
   const char* data;
 };
 
-// The columns of superblocks that there are kernels for.
-inline bool has_kernels(int columns) { return columns == 2 || columns == 4 || columns == 8; }
+// G of the layout that there are kernels for: `columns_of` in jinfer/quant/tensor.py.
+inline int64_t columns_of(bool two_level, int64_t block, int64_t halves) {
+  return two_level ? 8 : std::max<int64_t>(2, block / (32 * halves));
+}
 
 // One instruction set's kernels.
 struct LinearKernels {

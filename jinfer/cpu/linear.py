@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.cpu import build
+from jinfer.quant.tensor import SUPER
 from jinfer.shapes import Float, Int
 
 type Mode = Literal["int8", "int16", "float"]
@@ -27,7 +28,6 @@ _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits
 # The numbers of `Activation` in activation.h; products take those up to relu.
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
 _CODEBOOK = 16  # most values
-_COLUMNS = (2, 4, 8)  # of superblocks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def supports(matrix: Coded) -> bool:
 
     It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
     """
-    if matrix.words.shape[-1] not in _COLUMNS:
+    unit = matrix.block if matrix.steps is None else SUPER
+    if matrix.words.shape[-1] != max(2, unit // (32 * matrix.per_code)):
         return False
     return matrix.codebook is None or (
         len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1

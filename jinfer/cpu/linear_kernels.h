@@ -124,10 +124,15 @@ using Product = void (*)(const Operands&);
 
 template <int g, int count, int most>
 Product product_int8(const Plan& plan) {
-  if (plan.matrix->affine())
-    return plan.parts == 2 ? multiply_int8<g, count, true, 2, most>
-                           : multiply_int8<g, count, true, 1, most>;
-  return plan.parts == 2 ? multiply_int8<g, count, false, 2, most>
+  constexpr int parts = kMostParts<g>;
+  // Two-level codes have 6 bits at most, or a codebook and no bases.
+  constexpr bool can_be_affine = g != 8 || !Vector::kNarrowCodes || most <= 127;
+  if constexpr (can_be_affine) {
+    if (plan.matrix->affine())
+      return plan.parts == 2 ? multiply_int8<g, count, true, parts, most>
+                             : multiply_int8<g, count, true, 1, most>;
+  }
+  return plan.parts == 2 ? multiply_int8<g, count, false, parts, most>
                          : multiply_int8<g, count, false, 1, most>;
 }
 
@@ -231,7 +236,7 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   }
 }
 
-// f(std::integral_constant<int, g>) for superblocks of so many columns; see has_kernels().
+// f(std::integral_constant<int, g>) for superblocks of so many columns; see columns_of().
 template <class F>
 void with_columns(int columns, F f) {
   switch (columns) {

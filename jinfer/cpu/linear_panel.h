@@ -25,6 +25,10 @@ using jinfer::Matrix;
 
 constexpr int L = Vector::L;
 
+// Of a column, in superblocks of g: formats with blocks of 16 are in two levels, and have 8.
+template <int g>
+constexpr int kMostParts = g == 8 ? 2 : 1;
+
 // Memory of a thread, kept between calls.
 struct Scratch {
   char* data = nullptr;

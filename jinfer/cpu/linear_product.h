@@ -40,12 +40,11 @@ inline ffi::Error invalid(const std::string& what) {
 }
 
 // Whether the fields of a tensor are those of a format there are kernels for.
-inline bool is_format(const int64_t* field, int64_t columns, size_t codebook) {
+inline bool is_format(const int64_t* field, size_t codebook) {
   const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
-  const int64_t width = 32 * columns * field[kHalves];
-  return bits >= 2 && bits <= 8 && field[kHalves] == (bits == 7 ? 2 : 1) &&
-         (block == 16 || block == 32 || block == 64 || block == 128) && width % block == 0 &&
-         (numbers == 1 || numbers == 2) && (!field[kSteps] || width % 256 == 0) &&
+  return bits >= 2 && bits <= (field[kSteps] ? 6 : 8) && field[kHalves] == (bits == 7 ? 2 : 1) &&
+         (block == 32 || (field[kSteps] ? block == 16 : block == 64 || block == 128)) &&
+         (numbers == 1 || numbers == 2) &&
          (!field[kCodebook] || (bits <= 4 && numbers == 1 && codebook > 0)) &&
          field[kZero] >= 0 && field[kZero] <= 128;
 }
@@ -63,8 +62,9 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   m = {};
   m.tiles = shape[lead], m.superblocks = shape[lead + 1];
   m.R = shape[lead + 3], m.G = shape[lead + 4];
-  if (!has_kernels(m.G) || m.R * m.G != 16) return invalid("words are in a layout without kernels");
-  if (!is_format(field, m.G, codebook)) return invalid("a format is not known");
+  if (!is_format(field, codebook)) return invalid("a format is not known");
+  if (m.G != columns_of(field[kSteps], field[kBlock], field[kHalves]) || m.R * m.G != 16)
+    return invalid("words are in a layout without kernels");
   m.words = static_cast<const uint32_t*>(words->untyped_data());
   m.scales = scales->untyped_data();
   m.bits = field[kBits];

@@ -210,9 +210,10 @@ template <int g>
 void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
                        int64_t end, float* y, int64_t stride, Scratch& scratch) {
   const Matrix& m = *plan.matrix;
+  constexpr int parts = kMostParts<g>;
   const auto multiply =
-      m.affine() ? (plan.parts == 2 ? multiply_block<g, true, 2> : multiply_block<g, true, 1>)
-                 : (plan.parts == 2 ? multiply_block<g, false, 2> : multiply_block<g, false, 1>);
+      m.affine() ? (plan.parts == 2 ? multiply_block<g, true, parts> : multiply_block<g, true, 1>)
+                 : (plan.parts == 2 ? multiply_block<g, false, parts> : multiply_block<g, false, 1>);
   const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
   const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.form.digit_bytes();
   const int64_t blocks = (end - begin + g - 1) / g;

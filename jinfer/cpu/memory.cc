@@ -2,7 +2,7 @@
 // when they are touched, so that a large pool takes memory as it is used.
 #include <cstdint>
 
-#include "xla/ffi/api/ffi.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
@@ -14,5 +14,4 @@ ffi::Error unwritten(ffi::Result<ffi::AnyBuffer>, std::int32_t) { return ffi::Er
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_unwritten, jinfer::unwritten,
-                              xla::ffi::Ffi::Bind().Ret<xla::ffi::AnyBuffer>().Attr<std::int32_t>("which"));
+JINFER_HANDLER(jinfer_unwritten, jinfer::unwritten, "which");

@@ -8,7 +8,7 @@
 #include "buffers.h"
 #include "for_rows.h"
 #include "greatest.h"
-#include "xla/ffi/api/ffi.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
@@ -110,44 +110,8 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
 }  // namespace
 }  // namespace jinfer
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_norm, jinfer::norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("centered")
-                                  .Attr<bool>("weighted")
-                                  .Attr<bool>("biased")
-                                  .Attr<float>("eps")
-                                  .Attr<float>("offset"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_rotate, jinfer::rotate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("size")
-                                  .Attr<bool>("adjacent"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_scores, jinfer::scores,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("softmax"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_activate, jinfer::activate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("activation"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jinfer_argmax, jinfer::argmax,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>());
+JINFER_HANDLER(jinfer_norm, jinfer::norm, "centered", "weighted", "biased", "eps", "offset");
+JINFER_HANDLER(jinfer_rotate, jinfer::rotate, "size", "adjacent");
+JINFER_HANDLER(jinfer_scores, jinfer::scores, "softmax");
+JINFER_HANDLER(jinfer_activate, jinfer::activate, "activation");
+JINFER_HANDLER(jinfer_argmax, jinfer::argmax);

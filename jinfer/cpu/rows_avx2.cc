@@ -1,3 +1,3 @@
 #include "rows_kernels.h"
 
-const jinfer::RowKernels& jinfer::rows_avx2() { return jinfer::kernels; }
+const jinfer::RowKernels& jinfer::rows_avx2() { return jinfer::kRows; }

@@ -189,8 +189,8 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kernels = {norm, rotate,   softmax,      sigmoid, activate,
-                            add,  multiply, weighted_sum, scale,   greatest};
+const RowKernels kRows = {norm, rotate,   softmax,      sigmoid, activate,
+                          add,  multiply, weighted_sum, scale,   greatest};
 
 }  // namespace
 }  // namespace jinfer

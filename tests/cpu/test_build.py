@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from jinfer.cpu import build, library_cache
+from jinfer.cpu.units import FLAGS, ISA_FLAGS, Unit, units
 
 built = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
@@ -215,9 +216,9 @@ def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> 
     older = tmp_path / "older"
     older.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexit 0\n')
     older.chmod(0o755)
-    assert not build._knows([str(older)], build._ISA_FLAGS["_avx512bf16"])
-    assert not build._knows([str(older)], build._ISA_FLAGS["_amx"])
-    assert build._knows([str(older)], build._ISA_FLAGS["_avx512"])
+    assert not build._knows([str(older)], ISA_FLAGS["_avx512bf16"])
+    assert not build._knows([str(older)], ISA_FLAGS["_amx"])
+    assert build._knows([str(older)], ISA_FLAGS["_avx512"])
 
 
 _AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
@@ -358,17 +359,17 @@ def names(compiled: Path) -> list[str]:
     return [name for name in found if not name.startswith("DW.ref.")]
 
 
-FASTER = [p for p in build._sources() if p.stem.endswith(tuple(build._ISA_FLAGS))]
+FASTER = [unit for unit in units(build._sources()) if "-mavx2" in unit.flags]
 
 
 @built
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists names")
-@pytest.mark.parametrize("source", FASTER, ids=lambda path: path.stem)
-def test_kernels_have_no_name_in_common(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", FASTER, ids=lambda unit: unit.name)
+def test_kernels_have_no_name_in_common(unit: Unit, tmp_path: Path) -> None:
     """A linker takes one of all functions of a name, perhaps one for instructions that lack."""
-    flags = next(f for end, f in build._ISA_FLAGS.items() if source.stem.endswith(end))
-    compiler = [*build._compiler(), *build._FLAGS, *flags, "-I", jax.ffi.include_dir()]
+    include = ("-I", jax.ffi.include_dir(), "-I", str(build._FOLDER))
+    compiler = [*build._compiler(), *FLAGS, *unit.flags, *include]
     out = tmp_path / "kernels.o"
-    subprocess.run([*compiler, "-c", str(source), "-o", str(out)], check=True)
-    assert names(out) == [f"jinfer::{source.stem}()"]
+    subprocess.run([*compiler, "-c", str(unit.write(tmp_path)), "-o", str(out)], check=True)
+    assert sorted(names(out)) == sorted(f"jinfer::{path.stem}()" for path in unit.paths)

@@ -73,7 +73,6 @@ counts_of_rows = st.tuples(
 @settings(max_examples=10)
 @given(
     format=st.sampled_from(FORMATS),
-    columns=st.sampled_from((None, 2, 4, 8)),
     mode=st.sampled_from(("int8", "int16", "float")),
     gated=st.sampled_from(["none", "silu", "gelu_tanh"]),
     outputs=st.integers(1, 90),
@@ -82,17 +81,13 @@ counts_of_rows = st.tuples(
 )
 def test_quantized(
     format: QuantFormat,
-    columns: int | None,
     mode: Mode,
     gated: str,
     outputs: int,
     inputs: int,
     counts: list[int],
 ) -> None:
-    if columns is not None:
-        unit = 256 if format.two_level else format.block
-        columns = max(columns, unit // (32 * format.per_code))
-    weights = [matrix(format, outputs, inputs, columns=columns, seed=seed) for seed in (1, 2)]
+    weights = [matrix(format, outputs, inputs, seed=seed) for seed in (1, 2)]
     weights = [replace(weight, activations=mode) for weight in weights]
 
     def function(x: Any) -> Array:

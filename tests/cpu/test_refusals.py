@@ -60,7 +60,9 @@ def as_other(words: Any, shape: tuple[int, ...]) -> np.ndarray:
         ({"zero": -5}, "format is not known"),
         ({"outputs": 49}, "do not fit"),
         ({"codebook": ()}, "format is not known"),
-        ({"steps": np.ones((6, 5, 8, 1, 1), np.float16)}, "format is not known"),
+        ({"steps": np.ones((6, 5, 8, 1, 1), np.float16)}, "layout without kernels"),
+        ({"block": 16}, "format is not known"),
+        ({"block": 128}, "layout without kernels"),
     ],
 )
 def test_a_matrix_that_does_not_fit(changes: dict[str, Any], what: str) -> None:
@@ -96,6 +98,32 @@ def test_gate_and_up_of_different_shapes() -> None:
         for pair in ([PLAIN, up], [up, PLAIN]):
             with pytest.raises(Exception, match="not two matrices of one shape"):
                 run(pair, 320, "silu")
+
+
+@pytest.mark.parametrize(
+    ("args", "attributes"),
+    [
+        ([], {"activation": np.int64(1)}),
+        ([np.ones((2, 3), np.int32)], {"activation": np.int64(1)}),
+        ([np.ones((2, 3), np.float32)] * 2, {"activation": np.int64(1)}),
+        ([np.ones((2, 3), np.float32)], {}),
+        ([np.ones((2, 3), np.float32)], {"activation": np.int32(2)}),
+        ([np.ones((2, 3), np.float32)], {"another": np.int64(0)}),
+        ([np.ones((2, 3), np.float32)], {"activation": np.int64(1), "more": np.int64(0)}),
+    ],
+)
+def test_arguments_or_attributes_that_a_handler_does_not_take(
+    args: list[np.ndarray], attributes: dict[str, Any]
+) -> None:
+    assert build.register("jinfer_activate")
+    result = jax.ShapeDtypeStruct((2, 3), np.float32)
+    call = jax.ffi.ffi_call("jinfer_activate", result)
+    jax.block_until_ready(call(np.ones((2, 3), np.float32), activation=np.int64(1)))
+    with pytest.raises(Exception, match=r"INVALID_ARGUMENT|INTERNAL"):
+        jax.block_until_ready(call(*args, **attributes))
+    both = jax.ffi.ffi_call("jinfer_activate", [result, result])
+    with pytest.raises(Exception, match=r"INVALID_ARGUMENT|INTERNAL"):
+        jax.block_until_ready(both(np.ones((2, 3), np.float32), activation=np.int64(1)))
 
 
 def test_activations_of_another_rank() -> None:

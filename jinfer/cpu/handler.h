@@ -1,0 +1,116 @@
+// How a function becomes a handler that XLA calls. All handlers have one signature for XLA, whose headers
+// make 10 KB of code for each other one: compiling that took as long as all that handlers do.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+
+template <class T>
+constexpr bool is_buffer = false;
+template <>
+inline constexpr bool is_buffer<xla::ffi::AnyBuffer> = true;
+template <xla::ffi::DataType type, size_t rank>
+constexpr bool is_buffer<xla::ffi::Buffer<type, rank>> = true;
+template <class T>
+constexpr bool is_result = false;
+template <class T>
+constexpr bool is_result<xla::ffi::Result<T>> = true;
+
+// What XLA gives a handler, taken in the order of a function's parameters: its threads, buffers as
+// arguments, all others of them, buffers as results, or all of them, and attributes by their names.
+class Given {
+ public:
+  Given(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+        xla::ffi::Dictionary attributes, const char* const* names)
+      : pool_(pool), args_(args), rets_(rets), attributes_(attributes), names_(names) {}
+
+  // What is not there, or of another type, is remembered as the error.
+  template <class T>
+  T take() {
+    if constexpr (std::is_same_v<T, xla::ffi::ThreadPool>) {
+      return pool_;
+    } else if constexpr (std::is_same_v<T, xla::ffi::RemainingArgs>) {
+      const size_t from = std::min(std::exchange(arg_, args_.size()), args_.size());
+      return Others(args_).from(from);
+    } else if constexpr (std::is_same_v<T, xla::ffi::RemainingRets>) {
+      ret_ = rets_.size();
+      return rets_;
+    } else if constexpr (is_buffer<T>) {
+      return found(args_.get<T>(arg_++), [] { return T(&nothing()); });
+    } else if constexpr (is_result<T>) {
+      using Buffer = std::decay_t<decltype(*std::declval<T>())>;
+      return found(rets_.get<Buffer>(ret_++), [] { return T(Buffer(&nothing())); });
+    } else {
+      return found(attributes_.get<T>(names_[attribute_++]), [] { return T{}; });
+    }
+  }
+
+  // What is wrong with what was taken, or left.
+  std::optional<xla::ffi::Error> error() const {
+    if (error_) return error_;
+    if (arg_ == args_.size() && ret_ == rets_.size() && attribute_ == attributes_.size()) return {};
+    return xla::ffi::Error::InvalidArgument("jinfer: another number of arguments or results");
+  }
+
+ private:
+  struct Others : xla::ffi::RemainingArgs {
+    explicit Others(const xla::ffi::RemainingArgs& all) : RemainingArgs(all) {}
+    xla::ffi::RemainingArgs from(size_t first) const { return {args(), offset() + first}; }
+  };
+
+  static const XLA_FFI_Buffer& nothing() {
+    static const XLA_FFI_Buffer nothing{};
+    return nothing;
+  }
+
+  template <class T, class Else>
+  T found(xla::ffi::ErrorOr<T> value, Else otherwise) {
+    if (value.has_value()) return *value;
+    if (!error_) error_ = value.error();
+    return otherwise();
+  }
+
+  xla::ffi::ThreadPool pool_;
+  xla::ffi::RemainingArgs args_;
+  xla::ffi::RemainingRets rets_;
+  xla::ffi::Dictionary attributes_;
+  const char* const* names_;
+  size_t arg_ = 0, ret_ = 0, attribute_ = 0;
+  std::optional<xla::ffi::Error> error_;
+};
+
+template <class T>
+constexpr bool is_attribute = !is_buffer<T> && !is_result<T> && !std::is_same_v<T, xla::ffi::ThreadPool> &&
+                              !std::is_same_v<T, xla::ffi::RemainingArgs> &&
+                              !std::is_same_v<T, xla::ffi::RemainingRets>;
+
+template <size_t names, class... T>
+xla::ffi::Error call_with(xla::ffi::Error (*function)(T...), Given given) {
+  static_assert(names == (size_t{0} + ... + is_attribute<T>), "attributes are not what a function takes");
+  const std::tuple<T...> all{given.take<T>()...};
+  if (auto error = given.error()) return *error;
+  return std::apply(function, all);
+}
+
+inline auto binding() {
+  return xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs();
+}
+
+}  // namespace jinfer
+
+// The handler `symbol` of a function, and the names of the attributes that it takes, in order.
+#define JINFER_HANDLER(symbol, function, ...)                                                   \
+  static xla::ffi::Error symbol##_of(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args,   \
+                                     xla::ffi::RemainingRets rets, xla::ffi::Dictionary all) {  \
+    static constexpr const char* names[] = {nullptr, __VA_ARGS__};                              \
+    return jinfer::call_with<std::size(names) - 1>(function, {pool, args, rets, all, names + 1}); \
+  }                                                                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, symbol##_of, jinfer::binding())
