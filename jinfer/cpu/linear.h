@@ -27,6 +27,9 @@ struct Matrix {
 
   bool affine() const { return numbers == 2; }
   int64_t columns() const { return superblocks * halves * G; }
+  // Weights of a row in a superblock, and superblocks that share the numbers of a block.
+  int width() const { return 32 * G * halves; }
+  int shared() const { return std::max(1, block / width()); }
 };
 
 // What rows of activations must look like for a matrix. Columns stand in groups of G, one record for
@@ -71,9 +74,7 @@ struct Activations {
 };
 
 // G of the layout that there are kernels for: `columns_of` in jinfer/quant/tensor.py.
-inline int64_t columns_of(bool two_level, int64_t block, int64_t halves) {
-  return two_level ? 8 : std::max<int64_t>(2, block / (32 * halves));
-}
+inline int64_t columns_of(bool two_level) { return two_level ? 8 : 2; }
 
 // One instruction set's kernels.
 struct LinearKernels {

@@ -20,7 +20,6 @@ import numpy as np
 from jax import Array
 
 from jinfer.cpu import build
-from jinfer.quant.tensor import SUPER
 from jinfer.shapes import Float, Int
 
 type Mode = Literal["int8", "int16", "float"]
@@ -65,8 +64,7 @@ def supports(matrix: Coded) -> bool:
 
     It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
     """
-    unit = matrix.block if matrix.steps is None else SUPER
-    if matrix.words.shape[-1] != max(2, unit // (32 * matrix.per_code)):
+    if matrix.words.shape[-1] != (2 if matrix.steps is None else 8):
         return False
     return matrix.codebook is None or (
         len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1

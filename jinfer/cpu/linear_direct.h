@@ -236,8 +236,7 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
 
 using Direct = void (*)(const Plan&, const FewRows&, int64_t, int64_t, float*);
 
-// The kernel for a matrix, or null. Superblocks of 2 columns are what jinfer makes of formats with
-// blocks of 32 and 64, and of 8 columns of two-level formats; others go through panels.
+// The kernel for a matrix, or null: it goes through panels.
 template <int count>
 Direct direct_of(const Plan& plan) {
   const Matrix& m = *plan.matrix;
@@ -245,7 +244,7 @@ Direct direct_of(const Plan& plan) {
   if (coded && m.bits != 4) return nullptr;
   // Codes over 127 have 128 taken off, which is the zero of formats without bases.
   if (Vector::kNarrowCodes && m.bits == 8 && m.affine()) return nullptr;
-  if (m.G == 2 && plan.parts == 1 && !m.steps) {
+  if (!m.steps) {
     switch (m.bits) {
       case 2:
         return multiply_direct<2, 2, count, 1, false>;
@@ -265,7 +264,7 @@ Direct direct_of(const Plan& plan) {
     }
   }
   if constexpr (count <= 4) {  // more rows are as fast in panels
-    if (m.G == 8 && m.steps) {
+    if (m.steps) {
       if (plan.parts == 2) {
         if (m.bits == 2) return multiply_direct<2, 8, count, 2, false>;
         if (m.bits == 3) return multiply_direct<3, 8, count, 2, false>;

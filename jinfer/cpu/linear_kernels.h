@@ -241,7 +241,6 @@ template <class F>
 void with_columns(int columns, F f) {
   switch (columns) {
     case 2: return f(std::integral_constant<int, 2>{});
-    case 4: return f(std::integral_constant<int, 4>{});
     case 8: return f(std::integral_constant<int, 8>{});
   }
 }

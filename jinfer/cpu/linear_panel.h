@@ -180,7 +180,7 @@ struct Places {
 // Of blocks of `block` inputs.
 Places places(const Matrix& matrix, int block, int half, int part) {
   Places out;
-  const int rows = L / matrix.G, per_row = 32 * matrix.G * matrix.halves / block;
+  const int rows = L / matrix.G, per_row = std::max(1, matrix.width() / block);
   for (int lane = 0; lane < 16; ++lane) {
     const int input = (half * matrix.G + lane % matrix.G) * 32 + part * 16;
     const int at = lane < L ? lane / matrix.G * per_row + input / block : 0;
@@ -260,10 +260,12 @@ template <bool affine, bool two_level>
 void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
   const Matrix& m = *plan.matrix;
   const int count = m.halves * plan.parts;
-  const int per_row = m.numbers * 32 * m.G * m.halves / m.block;
+  const int per_row = m.numbers * std::max(1, m.width() / m.block), shared = m.shared();
   const int steps_per_row = m.numbers * m.G * m.halves / 8;
-  for (int64_t i = 0; i < superblocks; ++i, row += m.R) {
-    const int64_t at = row * per_row, step_at = row * steps_per_row;
+  const int64_t in_tile = row % m.R, first = row / m.R;
+  int64_t at = (first / shared * m.R + in_tile) * per_row, step_at = row * steps_per_row;
+  int64_t left = shared - first % shared;  // superblocks with these numbers
+  for (int64_t i = 0; i < superblocks; ++i) {
     for (int k = 0; k < count; ++k) {
       const Plan::Numbers& numbers = plan.numbers[k];
       Vector::F scale, base;
@@ -283,6 +285,29 @@ void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* sca
       scales += L;
       bases += L;
     }
+    step_at += m.R * steps_per_row;
+    if (--left == 0) at += m.R * per_row, left = shared;
+  }
+}
+
+// The same where a row's columns in a superblock, of codes of one weight, share their numbers, as often
+// with those of the next superblocks.
+template <bool affine, class V = Vector>
+void fill_twice(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  if constexpr (V::kTwice) {
+    const Matrix& m = *plan.matrix;
+    const int64_t first = row / m.R, shared = m.shared();
+    const auto* numbers = static_cast<const uint16_t*>(m.scales);
+    numbers += (first / shared * m.R + row % m.R) * m.numbers;
+    for (int64_t i = 0, left = shared - first % shared; i < superblocks; left = shared) {
+      Vector::F scale, base;
+      V::template load_twice<affine>(numbers, scale, base);
+      for (; left > 0 && i < superblocks; --left, ++i, scales += L, bases += L) {
+        Vector::store_f(scales, scale);
+        if (affine) Vector::store_f(bases, base);
+      }
+      numbers += m.R * m.numbers;
+    }
   }
 }
 
@@ -297,6 +322,8 @@ const Plan& plan_of(const Matrix& m) {
               : m.block == 32 && (m.halves == 1 || (Vector::kRowsOfHalves > 0 && m.G == 2));
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
+  if (Vector::kTwice && !m.steps && m.halves == 1 && m.block >= m.width())
+    plan.fill = m.affine() ? fill_twice<true> : fill_twice<false>;
   plan.units = m.superblocks * m.halves;
   return plan;
 }

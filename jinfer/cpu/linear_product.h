@@ -63,7 +63,7 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   m.tiles = shape[lead], m.superblocks = shape[lead + 1];
   m.R = shape[lead + 3], m.G = shape[lead + 4];
   if (!is_format(field, codebook)) return invalid("a format is not known");
-  if (m.G != columns_of(field[kSteps], field[kBlock], field[kHalves]) || m.R * m.G != 16)
+  if (m.G != columns_of(field[kSteps]) || m.R * m.G != 16)
     return invalid("words are in a layout without kernels");
   m.words = static_cast<const uint32_t*>(words->untyped_data());
   m.scales = scales->untyped_data();
@@ -77,12 +77,13 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   m.inputs = inputs;
   out->count = lead ? shape[0] : 1;
   const auto has = [&](const Operand& array, ffi::DataType type, int64_t block) {
-    const int64_t each = 32 * m.G * m.halves / block;
-    return lead ? fits(array, type, {out->count, m.tiles, m.superblocks, m.R, each, m.numbers})
-                : fits(array, type, {m.tiles, m.superblocks, m.R, each, m.numbers});
+    const int64_t each = std::max<int64_t>(1, m.width() / block);
+    const int64_t along = m.superblocks / std::max<int64_t>(1, block / m.width());
+    return lead ? fits(array, type, {out->count, m.tiles, along, m.R, each, m.numbers})
+                : fits(array, type, {m.tiles, along, m.R, each, m.numbers});
   };
   if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits ||
-      m.outputs < 0 || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
+      m.outputs < 0 || m.superblocks % m.shared() || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
       !has(*scales, field[kSteps] ? ffi::DataType::S8 : ffi::DataType::F16, m.block)) {
     return invalid("words or scales do not fit the format");
   }

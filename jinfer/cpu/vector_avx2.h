@@ -32,9 +32,6 @@ struct Vector {
   template <int g>
   static I repeat(const void* p) {
     if constexpr (g == 2) return _mm256_set1_epi64x(*static_cast<const long long*>(p));
-    if constexpr (g == 4) {
-      return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-    }
     return load(p);
   }
   template <int g>
@@ -118,15 +115,13 @@ struct Vector {
   template <int g>
   static void sum_runs(F v, float* out) {
     v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
-    if constexpr (g >= 4) v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
     if constexpr (g == 2) {
       const I even = _mm256_set_epi32(0, 0, 0, 0, 6, 4, 2, 0);
       _mm_storeu_ps(out, _mm256_castps256_ps128(_mm256_permutevar8x32_ps(v, even)));
     } else {
-      const __m128 upper = _mm256_extractf128_ps(v, 1);
-      if constexpr (g == 8) v = _mm256_add_ps(v, _mm256_castps128_ps256(upper));
+      v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
+      v = _mm256_add_ps(v, _mm256_castps128_ps256(_mm256_extractf128_ps(v, 1)));
       out[0] = _mm256_cvtss_f32(v);
-      if constexpr (g == 4) out[1] = _mm_cvtss_f32(upper);
     }
   }
 
@@ -168,6 +163,20 @@ struct Vector {
       base = _mm256_cvtph_ps(_mm256_extracti128_si256(apart, 1));
     } else {
       scale = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+  }
+
+  // Those of four rows, each for two lanes: of a block that is both columns of a row, or more.
+  static constexpr bool kTwice = true;
+  template <bool affine>
+  static void load_twice(const uint16_t* p, F& scale, F& base) {
+    if constexpr (affine) {
+      const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      scale = _mm256_cvtph_ps(_mm_blend_epi16(pairs, _mm_slli_epi32(pairs, 16), 0xaa));
+      base = _mm256_cvtph_ps(_mm_blend_epi16(pairs, _mm_srli_epi32(pairs, 16), 0x55));
+    } else {
+      const __m128i four = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+      scale = _mm256_cvtph_ps(_mm_unpacklo_epi16(four, four));
     }
   }
 

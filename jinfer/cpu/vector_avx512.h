@@ -39,7 +39,6 @@ struct Vector {
   template <int g>
   static I repeat(const void* p) {
     if constexpr (g == 2) return _mm512_set1_epi64(*static_cast<const long long*>(p));
-    if constexpr (g == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
     return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
   }
   template <int g>
@@ -102,14 +101,11 @@ struct Vector {
   template <int g>
   static void sum_runs(F v, float* out) {
     v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-    if constexpr (g >= 4) v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
     if constexpr (g == 2) {
       const I even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
       _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, v)));
-    } else if constexpr (g == 4) {
-      const I fourth = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
-      _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(fourth, v)));
     } else {
+      v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
       v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
       out[0] = _mm512_cvtss_f32(v);
       out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
@@ -196,6 +192,8 @@ struct Vector {
       scale = _mm512_cvtph_ps(_mm512_cvtepi64_epi32(lower));
     }
   }
+
+  static constexpr bool kTwice = false;  // gather() is as fast as a load_twice() would be
 
   // Numbers in two levels, of 8 columns of 2 rows: of `count` int8 of each column one, as float, and of
   // `count` float16 of each row one, for all of its columns.

@@ -16,6 +16,7 @@ struct Vector {
   static constexpr bool kByteShifts = true;   // right() brings no bit of another byte
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kRowsOfHalves = 0;
+  static constexpr bool kTwice = false;   // there is no load_twice()
   static constexpr bool kLevels = false;  // there are no small() and spread()
   struct I {
     uint32x4_t low, high;
@@ -52,9 +53,8 @@ struct Vector {
       const I v = load(p);
       return {in_order(v.low), in_order(v.high)};
     }
-    const uint32x4_t half =
-        in_order(g == 4 ? bytes_at(p)
-                        : vreinterpretq_u32_u64(vld1q_dup_u64(static_cast<const uint64_t*>(p))));
+    const uint64x2_t twice = vld1q_dup_u64(static_cast<const uint64_t*>(p));
+    const uint32x4_t half = in_order(vreinterpretq_u32_u64(twice));
     return {half, half};
   }
   template <int g>
@@ -142,8 +142,7 @@ struct Vector {
       vst1q_f32(out, twos);
     } else {
       const float32x2_t fours = vpadd_f32(vget_low_f32(twos), vget_high_f32(twos));
-      if constexpr (g == 4) vst1_f32(out, fours);
-      if constexpr (g == 8) *out = vpadds_f32(fours);
+      *out = vpadds_f32(fours);
     }
   }
 

@@ -15,6 +15,7 @@ struct Vector {
   static constexpr bool kByteShifts = false;
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kRowsOfHalves = 0;
+  static constexpr bool kTwice = false;   // there is no load_twice()
   static constexpr bool kLevels = false;  // there are no small() and spread()
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));

@@ -199,8 +199,11 @@ def _numbers(
     p, parts = format.per_code, _parts(weight)
 
     def per_lane(numbers: Array, block: int, which: int) -> Array:
-        tiles, superblocks, rows = numbers.shape[:3]
-        each = numbers[..., which].astype(jnp.float32)[..., None]
+        tiles, superblocks, _, rows, _ = weight.words.shape
+        each = numbers[..., which].astype(jnp.float32)
+        if (share := superblocks // each.shape[1]) > 1:  # superblocks of a block
+            each, block = jnp.repeat(each, share, axis=1), block // share
+        each = each[..., None]
         if block > 32:
             each = jnp.broadcast_to(each, (*each.shape[:-1], block // 32))
         inner = 2 if block == 16 else 1

@@ -159,20 +159,26 @@ def _tiles(
     """A part of whole tiles and superblocks, which needs not be packed anew; else None."""
     stack = len(tensor.stack)
     superblock = 32 * tensor.format.per_code * tensor.columns
-    index: list[Any] = [slice(None)] * stack
-    shape = [tensor.outputs, tensor.inputs]
-    for axis, (share, unit) in enumerate(((rows, tensor.rows), (columns, superblock))):
+    units = tensor.rows, max(superblock, tensor.format.block)
+    cuts, shape = [slice(None)] * 2, [tensor.outputs, tensor.inputs]
+    for axis, (share, unit) in enumerate(zip((rows, columns), units, strict=True)):
         if share is None:
-            index.append(slice(None))
             continue
         begin, count = share.starts[part], share.counts[part]
         if begin % unit or share.size % unit or count != share.size:
             return None
-        index.append(slice(begin // unit, (begin + count) // unit))
-        shape[axis] = share.size
+        cuts[axis], shape[axis] = slice(begin, begin + count), share.size
+
+    def of(array: Any) -> np.ndarray:
+        sizes = (tensor.rows, tensor.padded_inputs // array.shape[stack + 1])
+        index = [
+            cut if cut == slice(None) else slice(cut.start // size, cut.stop // size)
+            for cut, size in zip(cuts, sizes, strict=True)
+        ]
+        return _own(np.asarray(array)[(slice(None),) * stack + tuple(index)])
+
     words, scales, steps = (
-        None if each is None else _own(np.asarray(each)[tuple(index)])
-        for each in (tensor.words, tensor.scales, tensor.steps)
+        None if each is None else of(each) for each in (tensor.words, tensor.scales, tensor.steps)
     )
     kept = tensor.format, shape[0], shape[1], tensor.activations
     return QuantizedTensor(words, scales, steps, *kept)

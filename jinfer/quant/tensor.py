@@ -42,13 +42,16 @@ class QuantizedTensor:
         q = code // levels for half 0, code % levels for half 1           where p = 2
         numbers = scales[tile, superblock, r, (k // block) % S],  S = 32 * G * p / block
 
+    Where a block is wider than that, S is 1, and superblock // (block / (32 * G * p)) takes the
+    place of superblock.
+
     Rows are padded to a multiple of R, inputs to a multiple of 32 * p and of the block; activations
     are 0 where inputs are padded.
 
     Attributes:
         words: uint32 [*stack, tiles, superblocks, bits, R, G].
-        scales: [*stack, tiles, superblocks, R, S, numbers]: scale and base in float16, or s and m
-            in int8 where the format is two-level.
+        scales: [*stack, tiles, superblocks or blocks, R, S, numbers]: scale and base in float16, or
+            s and m in int8 where the format is two-level.
         steps: float16 [*stack, tiles, superblocks, R, 32 * G * p / 256, numbers], step and floor,
             where the format is two-level.
         format: what codes and numbers mean.
@@ -122,13 +125,12 @@ class QuantizedTensor:
 
 
 def columns_of(format: QuantFormat) -> int:
-    """G on a CPU: 2, or as many columns as hold a block.
+    """G on a CPU: 2, or as many columns as share the numbers of a two-level format.
 
     Few, so that a vector holds as many rows as possible: with 2 instead of 32 products of 512 rows
     take three quarters of the time.
     """
-    unit = SUPER if format.two_level else format.block
-    return max(2, unit // (32 * format.per_code))
+    return SUPER // 32 if format.two_level else 2
 
 
 def pad(inputs: int, format: QuantFormat) -> int:
@@ -302,21 +304,22 @@ def abstract(
     """A tensor of `jax.ShapeDtypeStruct`s: what `from_codes` gives for this shape.
 
     Raises:
-        ValueError: with so few columns, blocks reach over the ends of superblocks.
+        ValueError: with so few columns, steps of a two-level format have no place.
     """
     *stack, outputs, inputs = shape
     p, g = format.per_code, columns or columns_of(format)
     width, r = 32 * p * g, max(1, LANES // g)
-    unit = SUPER if format.two_level else format.block
-    if width % unit:
-        raise ValueError(f"superblocks of {width} weights are not whole blocks of {unit}")
+    if format.two_level and width % SUPER:
+        raise ValueError(f"superblocks of {width} weights are not whole blocks of {SUPER}")
     tiles, superblocks = -(-outputs // r), -(-pad(inputs, format) // width)
     lead = (*stack, tiles, superblocks)
     kind = jnp.int8 if format.two_level else jnp.float16
     steps = jax.ShapeDtypeStruct((*lead, r, width // SUPER, format.numbers), jnp.float16)
+    share = max(1, format.block // width)  # superblocks of a block
+    blocks = (*stack, tiles, superblocks // share, r, max(1, width // format.block))
     return QuantizedTensor(
         jax.ShapeDtypeStruct((*lead, format.code_bits, r, g), jnp.uint32),
-        jax.ShapeDtypeStruct((*lead, r, width // format.block, format.numbers), kind),
+        jax.ShapeDtypeStruct((*blocks, format.numbers), kind),
         steps if format.two_level else None,
         format,
         outputs,

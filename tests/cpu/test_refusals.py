@@ -62,7 +62,7 @@ def as_other(words: Any, shape: tuple[int, ...]) -> np.ndarray:
         ({"codebook": ()}, "format is not known"),
         ({"steps": np.ones((6, 5, 8, 1, 1), np.float16)}, "layout without kernels"),
         ({"block": 16}, "format is not known"),
-        ({"block": 128}, "layout without kernels"),
+        ({"block": 128}, "do not fit"),
     ],
 )
 def test_a_matrix_that_does_not_fit(changes: dict[str, Any], what: str) -> None:

@@ -73,6 +73,24 @@ def test_quantized(name: str, shape: tuple[int, ...], axis: int, devices: int, u
         np.testing.assert_array_equal(got[here], wanted[here])
 
 
+@pytest.mark.parametrize("shape", [(24, 512), (3, 24, 640)])
+@pytest.mark.parametrize(("back", "devices", "unit"), [(1, 2, 128), (1, 4, 128), (2, 3, 8)])
+def test_a_block_wider_than_a_superblock(
+    shape: tuple[int, ...], back: int, devices: int, unit: int
+) -> None:
+    """Two superblocks share its numbers: a part has as many of these as half its superblocks."""
+    whole = quantize(RNG.normal(size=shape).astype(np.float32), parse_format("q4_b128"))
+    axis = len(shape) - back
+    share = even(shape[axis], devices, unit)
+    for part in range(devices):
+        own = cut(whole, {axis: share}, part)
+        assert same_shapes(abstract_part(whole, {axis: share}), own)
+        got = np.asarray(own.dequantize())
+        wanted = sliced(np.asarray(whole.dequantize()), axis, share, part)
+        here = real(share, part, axis)
+        np.testing.assert_array_equal(got[here], wanted[here])
+
+
 def test_rows_of_padding_are_zeros() -> None:
     whole = quantize(RNG.normal(size=(6, 64)).astype(np.float32), parse_format("q4"))
     share = even(6, 4)
