@@ -7,9 +7,8 @@ longer than to compile what many of them do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-
-from jinfer.records import dataclass
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -58,8 +57,8 @@ class Unit:
 def units(sources: Iterable[Path]) -> list[Unit]:
     """Those of the files in `sources`, the slowest first: nothing else waits for it at the end.
 
-    Kernels are files of their own, as products are of each processor's instructions; handlers are
-    two, for two cores.
+    Two families of kernels for the same instructions are a file, products with quantized matrices,
+    which take longest, one by themselves; handlers are two, for two cores.
     """
     left = {path.stem: path for path in sources}
 

@@ -226,7 +226,7 @@ DAMAGE = {
     ),
     "few columns": (
         in_metadata("parameters", lambda t: t[Q]["format"].update(block=128)),
-        CheckpointError, f"{Q} is in a format that is not known",
+        CheckpointError, rf"{Q}.words is U32 .* but has to be uint32 .*",
     ),
     "shape": (
         in_metadata("parameters", lambda t: t[Q].update(shape=[64, 128])),
