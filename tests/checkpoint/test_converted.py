@@ -224,7 +224,7 @@ DAMAGE = {
         in_metadata("parameters", lambda t: t[Q].update(columns=3)),
         CheckpointError, f"{Q} is in a format that is not known",
     ),
-    "few columns": (
+    "other blocks": (
         in_metadata("parameters", lambda t: t[Q]["format"].update(block=128)),
         CheckpointError, rf"{Q}.words is U32 .* but has to be uint32 .*",
     ),
