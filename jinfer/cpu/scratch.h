@@ -2,20 +2,32 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <vector>
+#include <cstdlib>
 
 namespace jinfer {
+namespace {
 
+// Without a name that other files share, as std::vector's functions have: a linker would take one of
+// them for all, perhaps one for instructions that the processor lacks.
 struct Scratch {
-  std::vector<float> memory;
+  float* memory = nullptr;
+  size_t size = 0;
+
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(memory); }
 
   // So many floats, aligned; what was there before is lost.
   float* of(size_t floats) {
-    if (memory.size() < floats + 16) memory.resize(floats + 16);
-    uintptr_t at = reinterpret_cast<uintptr_t>(memory.data());
-    return reinterpret_cast<float*>((at + 63) & ~uintptr_t(63));
+    if (!memory || floats > size) {
+      std::free(memory);
+      size = (floats + floats / 4 + 31) / 16 * 16;
+      memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+    }
+    return memory;
   }
 };
 
+}  // namespace
 }  // namespace jinfer
