@@ -1,5 +1,5 @@
 // How a function becomes a handler that XLA calls. All handlers have one signature for XLA, whose headers
-// make 10 KB of code for each other one: compiling that took as long as all that handlers do.
+// make some 10 KB of code for each other one: of all that handlers were, that was two fifths.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ class Given {
   std::optional<xla::ffi::Error> error() const {
     if (error_) return error_;
     if (arg_ == args_.size() && ret_ == rets_.size() && attribute_ == attributes_.size()) return {};
-    return xla::ffi::Error::InvalidArgument("jinfer: another number of arguments or results");
+    return xla::ffi::Error::InvalidArgument("jinfer: another number of arguments, results or attributes");
   }
 
  private:
@@ -88,13 +88,13 @@ class Given {
 };
 
 template <class T>
-constexpr bool is_attribute = !is_buffer<T> && !is_result<T> && !std::is_same_v<T, xla::ffi::ThreadPool> &&
-                              !std::is_same_v<T, xla::ffi::RemainingArgs> &&
-                              !std::is_same_v<T, xla::ffi::RemainingRets>;
+constexpr bool is_attribute =
+    !is_buffer<T> && !is_result<T> && !std::is_same_v<T, xla::ffi::ThreadPool> &&
+    !std::is_same_v<T, xla::ffi::RemainingArgs> && !std::is_same_v<T, xla::ffi::RemainingRets>;
 
 template <size_t names, class... T>
 xla::ffi::Error call_with(xla::ffi::Error (*function)(T...), Given given) {
-  static_assert(names == (size_t{0} + ... + is_attribute<T>), "attributes are not what a function takes");
+  static_assert(names == (size_t{0} + ... + is_attribute<T>), "not the attributes that it takes");
   const std::tuple<T...> all{given.take<T>()...};
   if (auto error = given.error()) return *error;
   return std::apply(function, all);

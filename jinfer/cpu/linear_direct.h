@@ -309,7 +309,7 @@ bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t 
   if (!full || !last) return false;
   const bool as_lanes = as_lanes_for(plan, static_cast<int>(std::min(rows, most)));
   const int64_t numbers = as_lanes ? 0 : 2 * plan.units * plan.parts * kTile;
-  float* room = reinterpret_cast<float*>(scratch.get(numbers * sizeof(float)));
+  float* room = scratch.of(numbers);
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
   const int64_t tiles = std::max<int64_t>(1, kDirectWords / (words * (kTile / L)));
   const int64_t groups = rows > most ? tiles * (kTile / L) : end - begin;

@@ -7,10 +7,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "linear.h"
+#include "scratch.h"
 
 // Loops over what a register each holds, unrolled at any level of optimization.
 #ifndef UNROLL
@@ -22,27 +22,13 @@ namespace {
 using jinfer::Activations;
 using jinfer::Form;
 using jinfer::Matrix;
+using jinfer::Scratch;
 
 constexpr int L = Vector::L;
 
 // Of a column, in superblocks of g: formats with blocks of 16 are in two levels, and have 8.
 template <int g>
 constexpr int kMostParts = g == 8 ? 2 : 1;
-
-// Memory of a thread, kept between calls.
-struct Scratch {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Scratch() { std::free(data); }
-  char* get(size_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + (bytes >> 2) + 4095) & ~size_t{4095};
-      data = static_cast<char*>(std::aligned_alloc(64, size));
-    }
-    return data;
-  }
-};
 
 // Where the products of some rows of digits belong. Those of a row's digits are added up in order.
 struct Results {
@@ -318,8 +304,7 @@ const Plan& plan_of(const Matrix& m) {
   if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
   plan.matrix = &m;
   plan.as_lanes =
-      m.steps ? Vector::kLevels && m.G == 8 && m.halves == 1 && m.block <= 32
-              : m.block == 32 && (m.halves == 1 || (Vector::kRowsOfHalves > 0 && m.G == 2));
+      m.steps ? Vector::kLevels : m.block == 32 && (m.halves == 1 || Vector::kRowsOfHalves > 0);
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
   if (Vector::kTwice && !m.steps && m.halves == 1 && m.block >= m.width())

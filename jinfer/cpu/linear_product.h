@@ -83,7 +83,8 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
                 : fits(array, type, {m.tiles, along, m.R, each, m.numbers});
   };
   if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits ||
-      m.outputs < 0 || m.superblocks % m.shared() || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
+      m.outputs < 0 || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
+      m.superblocks % m.shared() ||
       !has(*scales, field[kSteps] ? ffi::DataType::S8 : ffi::DataType::F16, m.block)) {
     return invalid("words or scales do not fit the format");
   }

@@ -10,23 +10,24 @@ namespace {
 // Without a name that other files share, as std::vector's functions have: a linker would take one of
 // them for all, perhaps one for instructions that the processor lacks.
 struct Scratch {
-  float* memory = nullptr;
+  char* data = nullptr;
   size_t size = 0;
 
   Scratch() = default;
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(memory); }
+  ~Scratch() { std::free(data); }
 
-  // So many floats, aligned; what was there before is lost.
-  float* of(size_t floats) {
-    if (!memory || floats > size) {
-      std::free(memory);
-      size = (floats + floats / 4 + 31) / 16 * 16;
-      memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+  // So many bytes, aligned; what was there before is lost.
+  char* get(size_t bytes) {
+    if (!data || bytes > size) {
+      std::free(data);
+      size = (bytes + (bytes >> 2) + 4096) & ~size_t{4095};
+      data = static_cast<char*>(std::aligned_alloc(64, size));
     }
-    return memory;
+    return data;
   }
+  float* of(size_t floats) { return reinterpret_cast<float*>(get(floats * sizeof(float))); }
 };
 
 }  // namespace

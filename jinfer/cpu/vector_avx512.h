@@ -193,7 +193,7 @@ struct Vector {
     }
   }
 
-  static constexpr bool kTwice = false;  // gather() is as fast as a load_twice() would be
+  static constexpr bool kTwice = false;  // gather() takes them by one permutation
 
   // Numbers in two levels, of 8 columns of 2 rows: of `count` int8 of each column one, as float, and of
   // `count` float16 of each row one, for all of its columns.

@@ -160,22 +160,20 @@ def _tiles(
     stack = len(tensor.stack)
     superblock = 32 * tensor.format.per_code * tensor.columns
     units = tensor.rows, max(superblock, tensor.format.block)
-    cuts, shape = [slice(None)] * 2, [tensor.outputs, tensor.inputs]
+    shape = [tensor.outputs, tensor.inputs]
+    ends = [(0, tensor.words.shape[stack] * tensor.rows), (0, tensor.padded_inputs)]
     for axis, (share, unit) in enumerate(zip((rows, columns), units, strict=True)):
         if share is None:
             continue
         begin, count = share.starts[part], share.counts[part]
         if begin % unit or share.size % unit or count != share.size:
             return None
-        cuts[axis], shape[axis] = slice(begin, begin + count), share.size
+        ends[axis], shape[axis] = (begin, begin + count), share.size
 
     def of(array: Any) -> np.ndarray:
-        sizes = (tensor.rows, tensor.padded_inputs // array.shape[stack + 1])
-        index = [
-            cut if cut == slice(None) else slice(cut.start // size, cut.stop // size)
-            for cut, size in zip(cuts, sizes, strict=True)
-        ]
-        return _own(np.asarray(array)[(slice(None),) * stack + tuple(index)])
+        sizes = tensor.rows, tensor.padded_inputs // array.shape[stack + 1]  # weights of a place
+        cuts = (slice(a // size, b // size) for (a, b), size in zip(ends, sizes, strict=True))
+        return _own(np.asarray(array)[(slice(None),) * stack + tuple(cuts)])
 
     words, scales, steps = (
         None if each is None else of(each) for each in (tensor.words, tensor.scales, tensor.steps)

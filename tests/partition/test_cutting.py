@@ -36,6 +36,18 @@ def same_shapes(abstract: Any, values: Any) -> bool:
     return same and str(jax.tree.structure(abstract)) == str(jax.tree.structure(values))
 
 
+def check_parts(whole: Any, axis: int, share: Share) -> None:
+    """Each part of a quantized matrix is as announced, and has the numbers of the whole."""
+    check_blocks(whole, {axis: share})
+    for part in range(len(share.counts)):
+        own = cut(whole, {axis: share}, part)
+        assert same_shapes(abstract_part(whole, {axis: share}), own)
+        got = np.asarray(own.dequantize())
+        wanted = sliced(np.asarray(whole.dequantize()), axis, share, part)
+        here = real(share, part, axis)
+        np.testing.assert_array_equal(got[here], wanted[here])
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_plain(axis: int) -> None:
     values = RNG.normal(size=(10, 6)).astype(np.float32)
@@ -61,16 +73,7 @@ def test_plain(axis: int) -> None:
 )
 def test_quantized(name: str, shape: tuple[int, ...], axis: int, devices: int, unit: int) -> None:
     values = RNG.normal(size=shape).astype(np.float32)
-    whole = quantize(values, parse_format(name))
-    share = even(shape[axis], devices, unit)
-    check_blocks(whole, {axis: share})
-    for part in range(devices):
-        own = cut(whole, {axis: share}, part)
-        assert same_shapes(abstract_part(whole, {axis: share}), own)
-        got = np.asarray(own.dequantize())
-        wanted = sliced(np.asarray(whole.dequantize()), axis, share, part)
-        here = real(share, part, axis)
-        np.testing.assert_array_equal(got[here], wanted[here])
+    check_parts(quantize(values, parse_format(name)), axis, even(shape[axis], devices, unit))
 
 
 @pytest.mark.parametrize("shape", [(24, 512), (3, 24, 640)])
@@ -81,14 +84,7 @@ def test_a_block_wider_than_a_superblock(
     """Two superblocks share its numbers: a part has as many of these as half its superblocks."""
     whole = quantize(RNG.normal(size=shape).astype(np.float32), parse_format("q4_b128"))
     axis = len(shape) - back
-    share = even(shape[axis], devices, unit)
-    for part in range(devices):
-        own = cut(whole, {axis: share}, part)
-        assert same_shapes(abstract_part(whole, {axis: share}), own)
-        got = np.asarray(own.dequantize())
-        wanted = sliced(np.asarray(whole.dequantize()), axis, share, part)
-        here = real(share, part, axis)
-        np.testing.assert_array_equal(got[here], wanted[here])
+    check_parts(whole, axis, even(shape[axis], devices, unit))
 
 
 def test_rows_of_padding_are_zeros() -> None:

@@ -124,7 +124,7 @@ def test_decoding_one_weight_at_a_time(
     st.lists(st.integers(1, 3), max_size=2),
     st.integers(1, 35),
     st.integers(1, 700),
-    st.sampled_from([1, 8, 16, 32]),
+    st.sampled_from([1, 4, 8, 16, 32]),
 )
 def test_shapes_stacks_and_superblocks(
     format: QuantFormat, stack: list[int], outputs: int, inputs: int, columns: int
