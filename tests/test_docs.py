@@ -56,10 +56,12 @@ NOT_RUN = {
     "tests/server/test_process.py",
     "python -m jinfer.serve specs/smollm2_135m_instruct.toml --port 8080": "serves, as above",
     "pip install '.[sass]'": "installs",
+    "python -m jinfer.cpu --into-package": "writes to the package; tests/cpu/test_prebuilt.py",
     "make test": "is what runs this",
     "make soak": "is what runs this",
     "make sanitize": "takes an hour, and builds the custom calls anew",
     "make lint": "checks this file too",
+    "make wheel": "compiles all kernels, for minutes; tests/test_wheel.py with the other soaks",
     ".ci/run": "is what runs this",
 }
 # What takes long is run with the other tests that do.

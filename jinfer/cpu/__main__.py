@@ -1,13 +1,40 @@
-"""Compiles the custom calls ahead of use and prints where they are.
+"""Compiles the custom calls ahead of use and prints where they are."""
 
-With `--here`, kernels for this machine's instructions alone: half the work.
-"""
-
+import argparse
 import sys
+from pathlib import Path
 
-from jinfer.cpu.build import BuildError, library_path
+from jinfer.cpu import prebuilt
+from jinfer.cpu.build import BuildError, library_path, write_prebuilt
 
+parser = argparse.ArgumentParser(prog="python -m jinfer.cpu", description=__doc__)
+which = parser.add_mutually_exclusive_group()
+which.add_argument(
+    "--here", action="store_true", help="for this machine's instructions alone: half the work"
+)
+which.add_argument(
+    "--into",
+    metavar="FOLDER",
+    type=Path,
+    help="not for the cache, but as a package brings them along",
+)
+which.add_argument(
+    "--into-package",
+    dest="into",
+    action="store_const",
+    const=prebuilt.FOLDER,
+    help="into this package: as if a wheel had brought them",
+)
+parser.add_argument(
+    "--headers",
+    metavar="FOLDER",
+    help="with --into: XLA's, of the oldest jaxlib that is to take them; else the installed one's",
+)
+options = parser.parse_args()
 try:
-    print(library_path(every="--here" not in sys.argv[1:]))
-except BuildError as error:
+    if options.into is not None:
+        print(write_prebuilt(options.into, options.headers))
+    else:
+        print(library_path(every=not options.here))
+except (BuildError, OSError) as error:
     sys.exit(f"error: {error}")

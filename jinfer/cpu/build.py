@@ -1,10 +1,9 @@
 """Finds or compiles, loads and registers the custom calls.
 
 Every `*.cc` beside this file becomes one shared library, compiled at first use with the machine's
-C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. It cannot
-be compiled when a wheel is made: it must match the jaxlib that it is loaded into, and a wheel is
-built without one. `python -m jinfer.cpu` compiles it ahead of use, for a container image, where
-neither a compiler nor a folder that can be written to is needed from then on.
+C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. Where the
+package brought one along (`prebuilt.py`), or `python -m jinfer.cpu` compiled it ahead of use, as
+for a container image, neither a compiler nor a folder that can be written to is needed.
 
 A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
 for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_avx512bf16.cc`
@@ -26,24 +25,22 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.cpu import library_cache as cache
+from jinfer.cpu import prebuilt
 from jinfer.cpu.cores import most_threads, usable_cores
+from jinfer.cpu.instructions import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.cpu.units import FLAGS as COMMON
 from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, Unit, units
-
-type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"]
-# The numbers of `isa.h`.
-ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon")
 
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
@@ -51,20 +48,10 @@ EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests n
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
 _FOLDER = Path(__file__).parent
-# Whose kernels a family has where it has none for these instructions.
-_LOWER_ISA: dict[Isa, Isa] = {
-    "avxvnni": "avx2",
-    "avx512bf16": "avx512",
-    "amx": "avx512",
-    "neon": "portable",
-}
 _SECONDS = {True: 130, False: 46}  # of one core, to compile everything or for one machine
-_CPU = Path("/proc/cpuinfo")
-_AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
-_AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
-_BF16_FLAGS = _AVX512_FLAGS | {"avx512_bf16", "avx512vbmi"}
-_AMX_FLAGS = _BF16_FLAGS | {"amx_tile", "amx_int8", "amx_bf16"}
-_DOT_FLAG = "asimddp"
+# Links a library that needs no more of a system than its C library.
+_STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
+_ALONE = _STATIC if platform.system() == "Linux" else ()
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
 registered: set[str] = set()  # symbols that XLA knows
@@ -130,12 +117,13 @@ def library_path(every: bool = False) -> Path:
 def _kept(every: bool = False) -> Path | None:
     only = _wanted_isa(every)
     keys = [key()] if only is None else [key(), key(only)]
-    return next((found for each in keys if (found := cache.find(each)) is not None), None)
+    found = (path for each in keys if (path := cache.find(each)) is not None)
+    return next(found, None) or prebuilt.find(own_key())
 
 
 def _wanted_isa(every: bool) -> Isa | None:
     """The only instructions that are wanted; None: all."""
-    return None if every or _all_are_asked_for() else _own_isa()
+    return None if every or _all_are_asked_for() else own_isa()
 
 
 def _build(only: Isa | None) -> Path:
@@ -152,46 +140,12 @@ def _build(only: Isa | None) -> Path:
             return found
         _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
         with cache.place(key(only)) as place:
-            _compile(compiler, place.library, cores, only)
+            _compile(compiler, place.library, cores, only, jax.ffi.include_dir())
         return place.kept
 
 
 def _all_are_asked_for() -> bool:
     return bool(os.environ.get(LOWER)) or os.environ.get(EVERY, "0") not in ("", "0")
-
-
-def _own_isa() -> Isa | None:
-    """The instructions that `isa()` will say; None where that is not known without the library."""
-    try:
-        flags = _cpu_flags(_CPU, "Features" if _is_arm() else "flags")
-    except OSError:
-        return None
-    if not (_is_x86() or _is_arm()) or not flags:
-        return None
-    if _is_arm():
-        return "neon" if _DOT_FLAG in flags else "portable"
-    if not flags >= _AVX2_FLAGS:
-        return "portable"
-    if flags >= _AMX_FLAGS and _may_use_tiles():
-        return "amx"
-    if flags >= _AVX512_FLAGS:
-        return "avx512bf16" if flags >= _BF16_FLAGS else "avx512"
-    return "avxvnni" if "avx_vnni" in flags else "avx2"
-
-
-@functools.cache
-def _cpu_flags(path: Path, name: str) -> frozenset[str]:
-    """Of all cores; some have hundreds, and who reads weights asks for each piece of them."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return frozenset(flag for line in lines if line.startswith(name) for flag in line.split())
-
-
-def _may_use_tiles() -> bool:
-    """Asks Linux, as each process has to: a thread's tiles are 8 KiB more that are to be saved."""
-    if platform.system() != "Linux" or not _is_x86():
-        return False
-    arch_prctl, request, tile_data = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM
-    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -235,7 +189,8 @@ def _loaded() -> ctypes.CDLL:
     try:
         return _open(path)
     except OSError:
-        cache.drop(path)
+        if not prebuilt.refuse(path):
+            cache.drop(path)
         return _open(library_path())
 
 
@@ -264,31 +219,16 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
-def _is_arm() -> bool:
-    return platform.machine().lower() in ("aarch64", "arm64")
-
-
-def _isas() -> tuple[Isa, ...]:
-    """What the compiler of such a machine knows."""
-    if _is_x86():
-        return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
-    return ("portable", "neon") if _is_arm() else ("portable",)
-
-
 def _sources(only: Isa | None = None) -> list[Path]:
     """Handlers, and of each family of kernels those for all instructions, or the best for some."""
     files = sorted(_FOLDER.glob("*.cc"))
     kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
     if only is not None:
-        order = (_LOWER_ISA.get(only, only), only)
+        order = (LOWER_ISA.get(only, only), only)
         best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
         wanted = {*best.values()}
     else:
-        wanted = {path for isa in _isas() for path in kernels[isa]}
+        wanted = {path for isa in isas() for path in kernels[isa]}
     return [
         path for path in files if path in wanted or not any(path in k for k in kernels.values())
     ]
@@ -298,7 +238,6 @@ def _extra() -> list[str]:
     return shlex.split(os.environ.get(FLAGS, ""))
 
 
-@functools.cache
 def key(only: Isa | None = None) -> str:
     """Changes with everything that the library is made from, but for the compiler.
 
@@ -307,27 +246,62 @@ def key(only: Isa | None = None) -> str:
     Args:
         only: the instructions that it has kernels for; None: all.
     """
+    return f"jaxlib-{jaxlib_version}-{own_key(only)}"
+
+
+@functools.cache
+def own_key(only: Isa | None = None) -> str:
+    """The same, of what is jinfer's own."""
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only)
     digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"jaxlib-{jaxlib_version}-{platform.machine()}-{digest.hexdigest()[:16]}"
+    return f"{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
-def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -> None:
+def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
+    """Compiles for all instructions what a package brings along; the standard library is in it.
+
+    Args:
+        folder: to write it to.
+        headers: of the oldest XLA that is to take it; the installed jaxlib's where none are named.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+        OSError: the folder cannot be written to, or the headers not be read.
+    """
+    compiler, headers = _compiler(), headers or jax.ffi.include_dir()
+    made_for = prebuilt.interface(headers)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        library = Path(scratch) / cache.LIBRARY
+        _compile(compiler, library, usable_cores(), None, headers, _ALONE)
+        os.replace(library, folder / cache.LIBRARY)
+    prebuilt.seal(folder / cache.LIBRARY, own_key(), made_for)
+    return folder / cache.LIBRARY
+
+
+def _compile(
+    compiler: list[str],
+    library: Path,
+    cores: int,
+    only: Isa | None,
+    headers: str,
+    link: tuple[str, ...] = (),
+) -> None:
     common = _extra()
-    newer = ("avx512bf16", "amx") if _is_x86() else ()
+    newer = ("avx512bf16", "amx") if is_x86() else ()
     unknown = [isa for isa in newer if not _knows(compiler, ISA_FLAGS[f"_{isa}"])]
     while only in unknown:
         only = "avx512bf16" if only == "amx" else "avx512"
     sources = [p for p in _sources(only) if not p.stem.endswith(tuple(f"_{i}" for i in unknown))]
     if only:
-        lower = _LOWER_ISA.get(only, only)
+        lower = LOWER_ISA.get(only, only)
         common += [f"-DJINFER_ONLY={lower}", f"-DJINFER_ONLY_DOT={only}"]
     for isa, name in (("avx512bf16", "JINFER_BF16"), ("amx", "JINFER_AMX")):
         if any(source.stem.endswith(f"_{isa}") for source in sources):
             common.append(f"-D{name}")
-    include = ("-I", jax.ffi.include_dir(), "-I", str(_FOLDER))
+    include = ("-I", headers, "-I", str(_FOLDER))
 
     def compile_one(unit: Unit) -> str:
         source, output = unit.write(library.parent), str(library.with_name(f"{unit.name}.o"))
@@ -337,7 +311,7 @@ def _compile(compiler: list[str], library: Path, cores: int, only: Isa | None) -
 
     with ThreadPoolExecutor(cores) as pool:
         objects = list(pool.map(compile_one, units(sources)))
-    _run([*compiler, *_extra(), "-shared", *objects, "-o", str(library), "-lpthread"])
+    _run([*compiler, *_extra(), *link, "-shared", *objects, "-o", str(library), "-lpthread"])
 
 
 def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:

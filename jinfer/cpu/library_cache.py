@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-_LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
+LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
 _BUILDING = "building-"  # begins the names of unfinished folders
 _private: list[Path] = []  # this process's folder, once there is one
 _STALE = 3600.0  # seconds after which one of these was left by a process that was killed
@@ -39,8 +39,8 @@ class Place:
 def find(key: str) -> Path | None:
     """The library of this key, if there is one that may be used."""
     for folder in (_cache_folder(), *_private):
-        path = folder / key / _LIBRARY if folder is not None else None
-        if path is not None and _is_ours(path) and _is_whole(path):
+        path = folder / key / LIBRARY if folder is not None else None
+        if path is not None and _is_ours(path) and is_whole(path):
             return path
     return None
 
@@ -79,15 +79,15 @@ def place(key: str) -> Iterator[Place]:
     _remove_stale(parent)
     scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
     try:
-        place = Place(scratch / "build" / _LIBRARY, parent / key / _LIBRARY)
+        place = Place(scratch / "build" / LIBRARY, parent / key / LIBRARY)
         place.library.parent.mkdir()
         yield place
         done = scratch / "done"
         done.mkdir(mode=0o700)
-        os.replace(place.library, done / _LIBRARY)
-        (done / _LIBRARY).chmod(0o700)
-        (done / _HASH).write_text(_hash(done / _LIBRARY), encoding="utf-8")
-        if not (_is_ours(place.kept) and _is_whole(place.kept)):
+        os.replace(place.library, done / LIBRARY)
+        (done / LIBRARY).chmod(0o700)
+        write_hash(done / LIBRARY)
+        if not (_is_ours(place.kept) and is_whole(place.kept)):
             drop(place.kept)
         with suppress(OSError):  # another process was faster
             done.rename(place.kept.parent)
@@ -116,11 +116,17 @@ def _is_safe(path: Path) -> bool:
     return closed and not stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0)
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
+    """Whether a library is as it was when `write_hash` was called."""
     try:
         return (path.parent / _HASH).read_text(encoding="utf-8") == _hash(path)
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def write_hash(path: Path) -> None:
+    """Writes a library's hash beside it."""
+    (path.parent / _HASH).write_text(_hash(path), encoding="utf-8")
 
 
 def _hash(path: Path) -> str:

@@ -12,6 +12,7 @@ from jax import Array
 
 from jinfer.cpu import build
 from jinfer.cpu.attention import Coding, Parts, Scores, attention, supported
+from jinfer.cpu.instructions import Isa
 from jinfer.ops.cache import CacheShape, empty
 from jinfer.quant.format import parse_format
 from tests.cpu.helpers import isas
@@ -115,7 +116,7 @@ def call(given: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", ["f32", "q8", "q4"])
 @pytest.mark.parametrize("isa", isas())
-def test_what_fits_is_computed(kind: str, isa: build.Isa) -> None:
+def test_what_fits_is_computed(kind: str, isa: Isa) -> None:
     with build.lowered_isa(isa):
         (out,), _, _ = call(arguments(kind))
     assert np.array_equal(out, zeros(TOKENS, HEADS, DIM))

@@ -15,7 +15,9 @@ import jax
 import pytest
 
 from jinfer.cpu import build, library_cache
+from jinfer.cpu.instructions import own_isa
 from jinfer.cpu.units import FLAGS, ISA_FLAGS, Unit, units
+from tests.cpu.helpers import copying_compiler
 
 built = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
@@ -49,19 +51,7 @@ def kept(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copier(tmp_path: Path) -> str:
-    """A compiler that takes no time: what it links is the library that there is."""
-    script = tmp_path / "copier"
-    script.write_text(
-        f"""#!{sys.executable}
-import shutil, sys
-to = sys.argv[sys.argv.index("-o") + 1]
-open(to, "w").close()
-if "-shared" in sys.argv:
-    shutil.copy({str(build.library_path())!r}, to)
-"""
-    )
-    script.chmod(0o700)
-    return str(script)
+    return copying_compiler(tmp_path)
 
 
 def test_without_a_compiler_one_line_says_what_is_lost(tmp_path: Path) -> None:
@@ -221,62 +211,6 @@ def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> 
     assert build._knows([str(older)], ISA_FLAGS["_avx512"])
 
 
-_AVX512 = "avx2 bmi2 f16c fma avx512f avx512bw avx512vl avx512dq"
-_BF16 = f"{_AVX512} avx512_vnni avx512_bf16 avx512vbmi"
-
-
-@pytest.mark.parametrize(
-    ("machine", "flags", "isa"),
-    [
-        ("x86_64", "flags: sse4_2 avx", "portable"),
-        ("x86_64", "flags: avx2 fma f16c", "portable"),
-        ("x86_64", "flags: avx2 bmi2 f16c fma", "avx2"),
-        ("x86_64", "flags: avx2 bmi2 f16c fma avx_vnni", "avxvnni"),
-        ("x86_64", f"flags: {_AVX512}", "avx2"),
-        ("AMD64", f"flags: {_AVX512} avx512_vnni amx_int8", "avx512"),
-        ("x86_64", f"flags: {_AVX512} avx512_vnni avx512_bf16", "avx512"),
-        ("x86_64", f"flags: {_AVX512} avx512_vnni avx512_bf16 avx512vbmi", "avx512bf16"),
-        ("x86_64", f"flags: {_AVX512} avx512_bf16 avx512vbmi", "avx2"),
-        ("x86_64", f"flags: {_BF16} amx_tile amx_bf16 amx_int8", "amx"),
-        ("x86_64", f"flags: {_BF16} amx_tile amx_int8", "avx512bf16"),
-        ("x86_64", None, None),
-        ("aarch64", "Features: fp asimd fphp asimdhp asimddp", "neon"),
-        ("aarch64", "Features: fp asimd", "portable"),
-        ("aarch64", f"flags: {_AVX512}", None),  # another machine's, where this one is emulated
-        ("arm64", None, None),
-        ("riscv64", "flags: avx2 asimddp", None),
-    ],
-)
-def test_the_instructions_of_a_machine(
-    machine: str,
-    flags: str | None,
-    isa: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
-    if flags is not None:
-        (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\n{flags}\n")
-    assert build._own_isa() == isa
-
-
-def test_a_process_that_may_not_use_tiles_does_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "_CPU", tmp_path / "cpuinfo")
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
-    (tmp_path / "cpuinfo").write_text(f"flags: {_BF16} amx_tile amx_bf16 amx_int8\n")
-    assert build._own_isa() == "avx512bf16"
-
-
-def test_where_there_are_no_tiles_nobody_may_use_them() -> None:
-    known = build._CPU.read_text() if build._CPU.exists() else ""
-    assert build._may_use_tiles() <= ("amx_tile" in known)
-
-
 @pytest.mark.parametrize(
     ("machine", "isas"),
     [
@@ -297,12 +231,12 @@ def test_a_machine_compiles_its_own_kernels(
 
 
 @built
-@pytest.mark.skipif(build._own_isa() is None, reason="nobody says what this CPU can do")
+@pytest.mark.skipif(own_isa() is None, reason="nobody says what this CPU can do")
 def test_at_first_use_there_are_kernels_for_this_machine_alone(
     tmp_path: Path, copier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library with all of them is preferred, and made where it is asked for."""
-    own = build._own_isa()
+    own = own_isa()
     assert os.environ.get(build.LOWER) or own == build.isa()
     assert {path.stem for path in build._sources(own)} < {path.stem for path in build._sources()}
     assert not any(path.stem.endswith("_portable") for path in build._sources("avx2"))
@@ -331,10 +265,10 @@ def test_more_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> Non
     found = []
     for flags in ("", "-fsanitize=address", ""):
         monkeypatch.setenv(build.FLAGS, flags)
-        build.key.cache_clear()
+        build.own_key.cache_clear()
         found.append(build.key())
     monkeypatch.undo()
-    build.key.cache_clear()
+    build.own_key.cache_clear()
     assert found[0] == found[2] != found[1]
 
 

@@ -13,6 +13,7 @@ import pytest
 from jinfer.cpu import build, chain, rows
 from jinfer.cpu.chain import Operation, Program
 from jinfer.cpu.dense import dense_linear
+from jinfer.cpu.instructions import Isa
 from jinfer.cpu.linear import ACTIVATIONS, Coded, coded_linear, fields_of
 from jinfer.ops.addresses import table
 from jinfer.quant.format import QuantFormat
@@ -159,7 +160,7 @@ KINDS: dict[str, Quantized | Plain] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("hidden", [64, 96, 576])
-def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: build.Isa, kind: str) -> None:
+def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: Isa, kind: str) -> None:
     layer = Layer(hidden, 3 * hidden, KINDS[kind])
     for count in COUNTS:
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)

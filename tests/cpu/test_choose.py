@@ -9,6 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from jinfer.cpu import build, choose
+from jinfer.cpu.instructions import Isa
 from jinfer.sampling.chance import noise
 from jinfer.sampling.logprobs import log_probabilities_reference
 from tests.cpu.helpers import isas
@@ -65,7 +66,7 @@ def test_masks_that_do_not_fit_are_refused(words: int) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_what_is_no_number_leads_to_the_last_token(odd: float, isa: build.Isa) -> None:
+def test_what_is_no_number_leads_to_the_last_token(odd: float, isa: Isa) -> None:
     logits = LOGITS.at[0, 17].set(odd)
     with build.lowered_isa(isa):
         tokens, *_ = chosen(logits, ROWS)
@@ -75,7 +76,7 @@ def test_what_is_no_number_leads_to_the_last_token(odd: float, isa: build.Isa) -
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("vocab", [1, 7, 40, 2049])
-def test_log_probabilities(vocab: int, isa: build.Isa) -> None:
+def test_log_probabilities(vocab: int, isa: Isa) -> None:
     logits = np.random.default_rng(vocab).normal(0, 3, (4, vocab)).astype(np.float32)
     logits[1] = np.round(logits[1])
     logits[2, 1:] = -np.inf
@@ -101,7 +102,7 @@ def test_log_probabilities_of_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_where_nothing_is_allowed_the_first_token_is_taken(isa: build.Isa) -> None:
+def test_where_nothing_is_allowed_the_first_token_is_taken(isa: Isa) -> None:
     masks = jnp.zeros((2, 10), jnp.uint32), jnp.array([True, True])
     with build.lowered_isa(isa):
         assert chosen(LOGITS, ROWS, masks)[0].tolist() == [0, 0]
@@ -110,7 +111,7 @@ def test_where_nothing_is_allowed_the_first_token_is_taken(isa: build.Isa) -> No
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("seed", [0, 2**63 + 11])
-def test_noise_is_that_of_the_seed(seed: int, isa: build.Isa) -> None:
+def test_noise_is_that_of_the_seed(seed: int, isa: Isa) -> None:
     """With equal logits the token is where the noise is greatest, for a thousand places."""
     vocab = 77
     rows = batch(params(seed=seed, temperature=1.0), vocab=vocab).repeated(1000)
@@ -123,7 +124,7 @@ def test_noise_is_that_of_the_seed(seed: int, isa: build.Isa) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("vocab", [1, 2, 3, 15, 16, 17, 63, 65, 130, 2047])
-def test_any_size(vocab: int, isa: build.Isa) -> None:
+def test_any_size(vocab: int, isa: Isa) -> None:
     """Every stage at once, where vectors are not filled."""
     everything = params(
         temperature=1.5, top_k=40, top_p=0.9, min_p=0.01, typical_p=0.95, tfs_z=0.99, top_a=0.01,
@@ -152,7 +153,7 @@ def test_any_size(vocab: int, isa: build.Isa) -> None:
     ids=str,
 )  # fmt: skip
 def test_penalties_beyond_what_numbers_there_are(
-    fields: dict[str, Any], scale: float, penalty: float, isa: build.Isa
+    fields: dict[str, Any], scale: float, penalty: float, isa: Isa
 ) -> None:
     """A logit that is divided by next to nothing stays a number, and its token the likeliest."""
     row = params(temperature=0.01, repetition_penalty=penalty, **fields)

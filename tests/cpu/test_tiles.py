@@ -7,12 +7,13 @@ import sys
 import pytest
 
 from jinfer.cpu import build
+from jinfer.cpu.instructions import own_isa
 
 TESTED = ("test_linear.py", "test_dense.py", "test_chain.py", "test_company.py")
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(build._own_isa() not in ("avx512bf16", "amx"), reason="needs AVX-512 BF16")
+@pytest.mark.skipif(own_isa() not in ("avx512bf16", "amx"), reason="needs AVX-512 BF16")
 def test_kernels_in_emulated_tiles() -> None:
     """The tests of products, with a library of its own."""
     here = os.path.dirname(__file__)

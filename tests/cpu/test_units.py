@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from jinfer.cpu import build
+from jinfer.cpu.instructions import Isa
 from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, Unit, units
 
 
 @pytest.mark.parametrize("only", [None, "portable", "avx2", "avxvnni", "amx"])
-def test_every_file_is_in_one_unit(only: build.Isa | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_is_x86", lambda: True)
+def test_every_file_is_in_one_unit(only: Isa | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "is_x86", lambda: True)
     sources = build._sources(only)
     found = units(sources)
     assert sorted(path for unit in found for path in unit.paths) == sources

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.cpu.build import Isa, lowered_isa
+from jinfer.cpu.build import lowered_isa
+from jinfer.cpu.instructions import Isa
 from tests.cpu.helpers import isas
 from tests.test_smollm2 import ROOT
 

@@ -12,6 +12,7 @@ from jax import Array
 from numpy.testing import assert_allclose
 
 from jinfer.cpu import build
+from jinfer.cpu.instructions import ISAS
 from jinfer.ops.attention import attend, attend_reference, extend
 from jinfer.ops.attention_xla import attend_xla, extend_xla
 from jinfer.ops.cache import CacheShape, LayerCache, Placement, empty, nbytes
@@ -185,7 +186,7 @@ def test_a_broken_key_shows(form: Any, kind: str) -> None:
     q, k, v = random(1, 9, 2, 40), random(2, 9, 2, 40), random(3, 9, 2, 40)
     for broken in (k, v):
         before, broken[6, 1, 35] = broken[6, 1, 35], np.nan
-        for isa in isas() or build.ISAS[:1]:
+        for isa in isas() or ISAS[:1]:
             cache = unwritten(kind, CacheShape(2, 40, 40), len(tables[0]))
             with build.lowered_isa(isa) if build.available() else nullcontext():
                 got = np.isnan(run(form, q, k, v, cache, at)[0]).any(axis=-1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build
+from jinfer.cpu.instructions import Isa
 from jinfer.ops.addresses import Told, table
 from jinfer.ops.attention import attend, extend
 from jinfer.ops.cache import LayerCache, Placement
@@ -134,7 +135,7 @@ def test_calls_and_bits(batch: str, kind: str) -> None:
 
 @pytest.mark.parametrize("isa", every_isa())
 @pytest.mark.parametrize("rules", RULES)
-def test_rules_of_each_layer(rules: str, isa: build.Isa) -> None:
+def test_rules_of_each_layer(rules: str, isa: Isa) -> None:
     """Those that see other keys are cut in another way, in the same call."""
     with build.lowered_isa(isa):
         for batch in ("one token each", "prompts", "a long sequence"):

@@ -11,6 +11,7 @@ from jax import Array
 from numpy.testing import assert_allclose
 
 from jinfer.cpu import build
+from jinfer.cpu.instructions import Isa
 from jinfer.ops import choosing
 from jinfer.sampling.history import History
 from jinfer.sampling.names import SAMPLERS
@@ -238,7 +239,7 @@ def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_call_chooses_what_xla_chooses(kind: str, isa: build.Isa, both_ways: str) -> None:
+def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) -> None:
     if both_ways == "xla":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows

@@ -1,0 +1,160 @@
+"""Custom calls that a package brings along."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jinfer.cpu import build, library_cache, prebuilt
+from jinfer.cpu.prebuilt import Interface
+from tests.cpu.helpers import copying_compiler
+
+pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+
+HERE = prebuilt.interface(jax.ffi.include_dir())
+
+
+@pytest.fixture
+def copier(tmp_path: Path) -> str:
+    return copying_compiler(tmp_path)
+
+
+@pytest.fixture
+def packaged(copier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library in a folder as a package has it; no compiler, and nothing in the cache."""
+    monkeypatch.setattr(library_cache, "_private", [])
+    monkeypatch.setattr(prebuilt, "_refused", [])
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "package")
+    prebuilt.FOLDER.mkdir()
+    library = prebuilt.FOLDER / library_cache.LIBRARY
+    shutil.copy(build.library_path(), library)
+    prebuilt.seal(library, build.own_key(), HERE)
+    monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    return library
+
+
+def loaded(folder: Path, **environment: str) -> tuple[str, str]:
+    """Whether another process has custom calls and from where, and what it says meanwhile."""
+    code = (
+        "from pathlib import Path; from jinfer.cpu import build, prebuilt; import sys; "
+        "prebuilt.FOLDER = Path(sys.argv[1]); print(build.available(), build.library_path())"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    everything = {**os.environ, **environment}
+    done = subprocess.run(command, env=everything, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("every", ["0", "1"])
+def test_it_needs_no_compiler(packaged: Path, every: str) -> None:
+    said, told = loaded(packaged.parent, **{build.EVERY: every, build.LOWER: ""})
+    assert said == f"True {packaged}"
+    assert told == ""
+
+
+def test_others_may_write_to_the_folder_of_a_package(packaged: Path) -> None:
+    packaged.chmod(0o666)
+    packaged.parent.chmod(0o777)
+    assert build.library_path() == packaged
+
+
+def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
+    prebuilt.seal(packaged, "x86_64-0123456789abcdef", HERE)
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
+        build.library_path()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": 1}', "\0", '{"interface": [0]}'])
+def test_what_it_is_made_from_has_to_be_said(packaged: Path, text: str) -> None:
+    (packaged.parent / "made_from.json").write_text(text)
+    assert prebuilt.find(build.own_key()) is None
+
+
+def test_a_damaged_library_is_not_taken(packaged: Path) -> None:
+    packaged.write_bytes(packaged.read_bytes()[:-1])
+    assert prebuilt.find(build.own_key()) is None
+
+
+def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
+    packaged: Path, copier: str, tmp_path: Path
+) -> None:
+    packaged.write_bytes(b"of another system")
+    prebuilt.seal(packaged, build.own_key(), HERE)
+    said, told = loaded(packaged.parent, CXX=copier)
+    assert said.startswith(f"True {tmp_path / 'cache'}")
+    assert "compiling custom calls" in told
+    assert packaged.read_bytes() == b"of another system"
+
+
+def test_a_command_makes_it(packaged: Path, copier: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jinfer.cpu", "--into", str(tmp_path / "new")]
+    environment = {**os.environ, "CXX": copier}
+    made = subprocess.check_output(command, env=environment, text=True).strip()
+    assert made == str(tmp_path / "new" / library_cache.LIBRARY)
+    assert sorted(path.name for path in Path(made).parent.iterdir()) == sorted(
+        path.name for path in packaged.parent.iterdir()
+    )
+    assert loaded(tmp_path / "new") == (f"True {made}", "")
+
+
+def test_it_can_be_made_in_the_package() -> None:
+    command = [sys.executable, "-m", "jinfer.cpu", "--into-package"]
+    environment = {**os.environ, "CXX": "no-such-compiler"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no C++ compiler no-such-compiler")
+    assert not list(prebuilt.FOLDER.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--into", "{tmp}/file/new"], "Not a directory: '{tmp}/file/new'"),
+        (["--into", "{tmp}/new", "--headers", "{tmp}"], "No such file or directory: '{tmp}/xla/"),
+        (["--into", "{tmp}/new", "--here"], "not allowed with argument"),
+    ],
+)
+def test_a_command_that_cannot(
+    options: list[str], reason: str, copier: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "jinfer.cpu", *(o.format(tmp=tmp_path) for o in options)]
+    environment = {**os.environ, "CXX": copier}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "error: " in (last := done.stderr.splitlines()[-1])
+    assert reason.format(tmp=tmp_path) in last
+
+
+@pytest.mark.parametrize(
+    ("here", "made_for", "takes"),
+    [
+        ((0, 4), (0, 4), True),
+        ((0, 4), (0, 1), True),  # as XLA says of itself
+        ((0, 4), (0, 0), False),
+        ((0, 4), (0, 5), False),  # refused by jaxlib 0.11.2
+        ((1, 4), (0, 4), False),
+    ],
+)
+def test_which_versions_of_xla_take_it(
+    here: tuple[int, int], made_for: tuple[int, int], takes: bool
+) -> None:
+    assert Interface(*here).takes(Interface(*made_for)) == takes
+
+
+def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) -> None:
+    assert prebuilt.find(build.own_key()) == packaged
+    headers = tmp_path / "xla" / "ffi" / "api"
+    headers.mkdir(parents=True)
+    (headers / "c_api.h").write_text(
+        f"#define XLA_FFI_API_MAJOR {HERE.major}\n#define XLA_FFI_API_MINOR {HERE.minor + 1}\n"
+    )
+    newer = prebuilt.interface(str(tmp_path))
+    assert newer == Interface(HERE.major, HERE.minor + 1)
+    prebuilt.seal(packaged, build.own_key(), newer)
+    assert prebuilt.find(build.own_key()) is None
