@@ -60,7 +60,17 @@ def test_activations_in_bfloat16(name: str) -> None:
     same(GOLDENS / name, {}, (90, 7, 2))
 
 
-@pytest.mark.parametrize("name", isas())
-def test_instructions(name: Isa) -> None:
+SLOW = pytest.mark.soak  # with code for any processor this model takes half a minute
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *[(GOLDENS / "smollm2", name) for name in isas()],
+        *[pytest.param(SMOLLM2, n, marks=[SLOW] if n == "portable" else []) for n in isas()],
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else value,
+)
+def test_instructions(source: Path, name: Isa) -> None:
     with lowered_isa(name):
-        same(SMOLLM2, {}, (90, 7))
+        same(source, {}, (90, 7))
