@@ -7,32 +7,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from jinfer.checkpoint import Checkpoint
-from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
+from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel, build
-from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.feedback import VERSION
 from jinfer.quant.tensor import Activations
-from jinfer.records import dataclass, replace
+from jinfer.records import dataclass
 from jinfer.spec.model import ModelSpec
 from jinfer.weights import kept
-from jinfer.weights.converted import (
-    load_converted,
-    packing,
-    part_names,
-    place_converted,
-    stored_as,
-    weight_settings,
-)
-from jinfer.weights.load import Place, load
+from jinfer.weights.converted import load_converted, place_converted, stored_as
+from jinfer.weights.entry import EntryWriter, entry_bytes, entry_key, say
+from jinfer.weights.load import Place
 from jinfer.weights.mapping import Origin
 from jinfer.weights.methods import obstacle, searched
-from jinfer.weights.storage import Storage, stored
+from jinfer.weights.searched import Searched
+from jinfer.weights.storage import Storage
 from jinfer.weights.windows import Wanted
-from jinfer.weights.writing import Writer
 
 
 @dataclass(frozen=True)
@@ -59,15 +49,14 @@ class Fed:
         """The parameters, in the order of `model.names`; searched where feedback cannot be."""
         entry = self._entry(progress)
         if entry is None:
-            return load(self.model, self.origins, searched(self.storages), progress=progress)
+            return self._searched().load(progress)
         return load_converted(stored_as(self.model, entry, self.activations), entry)
 
     def place(self, place: Place, progress: bool, names: Wanted) -> tuple[Any, ...]:
         """What is made of each parameter that is wanted, as it is read."""
         entry = self._entry(progress)
         if entry is None:
-            rest = searched(self.storages)
-            return load(self.model, self.origins, rest, progress=progress, place=place, only=names)
+            return self._searched().place(place, progress, names)
         whole = stored_as(self.model, entry, self.activations)
         return place_converted(whole, entry, place, names)
 
@@ -75,19 +64,26 @@ class Fed:
         """The weights as they are kept, quantized now if they are not yet; None: they cannot be."""
         try:
             parent = kept.folder()
-            key = self._key()
+            key = entry_key(VERSION, self.model, self.spec, self.checkpoint, self.storages)
             entry = kept.find(parent, key)
             if entry is None:
                 self._check()
-                _say(f"weights are quantized with error feedback, once; they are kept in {parent}")
-                shown = progress or sys.stderr.isatty()
-                entry = kept.make(
-                    parent, key, self._nbytes(), lambda folder: self._write(folder, shown)
+                say(f"weights are quantized with error feedback, once; they are kept in {parent}")
+                shown, size = (
+                    progress or sys.stderr.isatty(),
+                    entry_bytes(self.model, self.storages),
                 )
+                entry = kept.make(parent, key, size, lambda folder: self._write(folder, shown))
         except kept.NotKept as reason:
-            _say(f"{reason}; weights are quantized without error feedback")
+            say(f"{reason}; weights are quantized without error feedback")
             return None
         return entry
+
+    def _searched(self) -> Searched:
+        rest = searched(self.storages)
+        return Searched(
+            self.model, self.spec, self.checkpoint, self.origins, rest, self.activations
+        )
 
     def _check(self) -> None:
         from jinfer.weights.texts import TOKENS
@@ -97,22 +93,8 @@ class Fed:
         if reason is not None:
             raise kept.NotKept(reason)
 
-    def _key(self) -> str:
-        spec = self.spec
-        types = [str(parameter.dtype) for parameter in self.model.parameters]
-        storages = [
-            (name, replace(each, activations="float"), each.columns)
-            for name, each in self.storages.items()
-        ]
-        built = (sorted(spec.dims.items()), spec.shared, spec.stacks, spec.tensors)
-        return kept.key_of(self.checkpoint, VERSION, built, types, storages)
-
-    def _nbytes(self) -> int:
-        leaves = jax.tree.leaves(stored(self.model, self.storages).parameters)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
     def _write(self, folder: Path, progress: bool) -> None:
-        """Quantizes, and writes what comes of it to `model.safetensors`, or several such files."""
+        """Quantizes, and writes what comes of it."""
         # Here: weights that are kept already need none of it.
         from jinfer.weights.sequential import Sequential
         from jinfer.weights.texts import usual_texts
@@ -123,16 +105,8 @@ class Fed:
         found = Sequential(
             self.model, plain, stack, self.origins, self.storages, texts, progress=progress
         )
-        writer, packed = Writer(folder), dict[str, Packed]()
+        writer = EntryWriter(folder)
         for name, tensor in found:
-            writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
-            if isinstance(tensor, QuantizedTensor | OutlierTensor):
-                packed[name] = packing(tensor)
-        shared = {name: first for name, first in found.same.items() if name != first}
-        # The specification is at hand whenever this is read, so nothing of the source is kept.
-        source = replace(self.checkpoint, tensors={}, metadata={})
-        writer.finish(written(source, packed, shared, weight_settings(self.spec.quantization)))
-
-
-def _say(text: str) -> None:
-    print(f"jinfer: {text}", file=sys.stderr)
+            writer.add(name, tensor)
+        same = {name: first for name, first in found.same.items() if name != first}
+        writer.finish(self.spec, self.checkpoint, same)

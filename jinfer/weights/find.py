@@ -18,8 +18,9 @@ from jinfer.weights.converted import (
     place_converted,
     stored_as,
 )
-from jinfer.weights.load import Place, find_origins, load
+from jinfer.weights.load import Place, find_origins
 from jinfer.weights.methods import fed_names, with_feedback
+from jinfer.weights.searched import Searched
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
 from jinfer.weights.windows import Wanted
 
@@ -83,13 +84,8 @@ def find_weights(
         exact = replace(model, rounded=False)  # what is found is to be the same on every processor
         fed = Fed(exact, spec, checkpoint, origins, storages, activations, free_memory)
         return Weights(whole, fed.load, fed.place)
-    return Weights(
-        whole,
-        lambda progress: load(model, origins, storages, progress=progress),
-        lambda place, progress, names: load(
-            model, origins, storages, progress=progress, place=place, only=names
-        ),
-    )
+    searched = Searched(model, spec, checkpoint, origins, storages, activations)
+    return Weights(whole, searched.load, searched.place)
 
 
 def _typed(

@@ -36,6 +36,10 @@ class NotKept(Exception):
     """Why there can be no entry, in a few words."""
 
 
+class NotWanted(NotKept):
+    """The user wants none."""
+
+
 def key_of(checkpoint: Checkpoint, *depends: Any) -> str:
     """The name of an entry.
 
@@ -90,7 +94,7 @@ def folder() -> Path:
 def _place() -> Path:
     chosen = os.environ.get("JINFER_CACHE", "")
     if chosen == "off":
-        raise NotKept("JINFER_CACHE is off")
+        raise NotWanted("JINFER_CACHE is off")
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

@@ -1,0 +1,102 @@
+"""Weights that are quantized as they are read: many of them once, and mapped at the next start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from jax import process_count
+
+from jinfer.checkpoint import Checkpoint
+from jinfer.checkpoint.converted import ConvertedCheckpoint
+from jinfer.model import AbstractModel
+from jinfer.quant.tensor import Activations
+from jinfer.records import dataclass
+from jinfer.spec.model import ModelSpec
+from jinfer.weights import kept
+from jinfer.weights.converted import load_converted, place_converted, stored_as
+from jinfer.weights.entry import EntryWriter, entry_bytes, entry_key, say
+from jinfer.weights.load import Place, load, parameter_shapes
+from jinfer.weights.mapping import Origin
+from jinfer.weights.storage import Storage
+from jinfer.weights.windows import Wanted
+
+_VERSION = "search 1"  # another where the same weights would get other codes
+_FEWEST = 1 << 26  # weights, which take two seconds of two cores
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Weights of which some may be to be quantized, each for itself.
+
+    Attributes:
+        model: all its parameters plain, in the types that they are to have.
+        spec, checkpoint: how it is built, and from what.
+        origins, storages: as `load` takes them.
+        activations: of products with quantized weights on a CPU.
+    """
+
+    model: AbstractModel
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    origins: Mapping[str, Origin]
+    storages: Mapping[str, Storage]
+    activations: Activations
+
+    def load(self, progress: bool) -> tuple[Any, ...]:
+        """The parameters, in the order of `model.names`."""
+        entry = self._entry(progress)
+        if entry is None:
+            return load(self.model, self.origins, self.storages, progress=progress)
+        return load_converted(stored_as(self.model, entry, self.activations), entry)
+
+    def place(self, place: Place, progress: bool, names: Wanted) -> tuple[Any, ...]:
+        """What is made of each parameter that is wanted, as it is read."""
+        entry = self._entry(progress)
+        if entry is None:
+            own = self.storages
+            return load(self.model, self.origins, own, progress=progress, place=place, only=names)
+        whole = stored_as(self.model, entry, self.activations)
+        return place_converted(whole, entry, place, names)
+
+    def _entry(self, progress: bool) -> ConvertedCheckpoint | None:
+        """The weights as they are kept, quantized now if they are not yet; None: they are not."""
+        if not self._takes_long():
+            return None
+        try:
+            parent = kept.folder()
+            key = entry_key(_VERSION, self.model, self.spec, self.checkpoint, self.storages)
+            entry = kept.find(parent, key)
+            if entry is None:
+                say(f"weights are quantized, once; they are kept in {parent}")
+                shown, size = (
+                    progress or sys.stderr.isatty(),
+                    entry_bytes(self.model, self.storages),
+                )
+                entry = kept.make(parent, key, size, lambda folder: self._write(folder, shown))
+        except kept.NotWanted:
+            return None
+        except (kept.NotKept, OSError) as reason:
+            say(f"{reason}; weights are quantized at each start")
+            return None
+        return entry
+
+    def _takes_long(self) -> bool:
+        """Whether it does, and this process reads all of them."""
+        shapes = parameter_shapes(self.model)
+        count = sum(prod(shapes[name]) for name, each in self.storages.items() if not each.kept)
+        return count >= _FEWEST and process_count() == 1
+
+    def _write(self, folder: Path, progress: bool) -> None:
+        writer, same = EntryWriter(folder), dict[str, str]()
+
+        def place(names: Sequence[str], values: Any) -> None:
+            first, *others = names
+            writer.add(first, values)
+            same.update(dict.fromkeys(others, first))
+
+        load(self.model, self.origins, self.storages, progress=progress, place=place)
+        writer.finish(self.spec, self.checkpoint, same)
