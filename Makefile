@@ -65,7 +65,7 @@ wheel: $(VENV)/installed-dev
 	  --no-build-isolation --no-deps --no-cache-dir --wheel-dir dist "$$copy/source"
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist jinfer/cpu/prebuilt_library *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name "$(VENV)" -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The file pip is what venv writes last, so its presence means a whole environment. Each candidate

@@ -31,6 +31,8 @@ parser.add_argument(
     help="with --into: XLA's, of the oldest jaxlib that is to take them; else the installed one's",
 )
 options = parser.parse_args()
+if options.headers and options.into is None:
+    parser.error("--headers is for --into and --into-package")
 try:
     if options.into is not None:
         print(write_prebuilt(options.into, options.headers))

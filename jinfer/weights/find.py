@@ -19,7 +19,7 @@ from jinfer.weights.converted import (
     stored_as,
 )
 from jinfer.weights.load import Place, find_origins
-from jinfer.weights.methods import fed_names, with_feedback
+from jinfer.weights.methods import fed_names, searched, with_feedback
 from jinfer.weights.searched import Searched
 from jinfer.weights.storage import choose_storages, in_types, kept_types, stored
 from jinfer.weights.windows import Wanted
@@ -82,10 +82,11 @@ def find_weights(
         from jinfer.weights.fed import Fed
 
         exact = replace(model, rounded=False)  # what is found is to be the same on every processor
-        fed = Fed(exact, spec, checkpoint, origins, storages, activations, free_memory)
-        return Weights(whole, fed.load, fed.place)
-    searched = Searched(model, spec, checkpoint, origins, storages, activations)
-    return Weights(whole, searched.load, searched.place)
+        rest = Searched(exact, spec, checkpoint, origins, searched(storages), activations)
+        found: Fed | Searched = Fed(rest, storages, free_memory)
+    else:
+        found = Searched(model, spec, checkpoint, origins, storages, activations)
+    return Weights(whole, found.load, found.place)
 
 
 def _typed(

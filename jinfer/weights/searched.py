@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,40 +49,71 @@ class Searched:
     def load(self, progress: bool) -> tuple[Any, ...]:
         """The parameters, in the order of `model.names`."""
         entry = self._entry(progress)
-        if entry is None:
-            return load(self.model, self.origins, self.storages, progress=progress)
-        return load_converted(stored_as(self.model, entry, self.activations), entry)
+        if entry is not None:
+            return self.load_entry(entry)
+        return load(self.model, self.origins, self.storages, progress=progress)
 
     def place(self, place: Place, progress: bool, names: Wanted) -> tuple[Any, ...]:
         """What is made of each parameter that is wanted, as it is read."""
         entry = self._entry(progress)
-        if entry is None:
-            own = self.storages
-            return load(self.model, self.origins, own, progress=progress, place=place, only=names)
-        whole = stored_as(self.model, entry, self.activations)
-        return place_converted(whole, entry, place, names)
+        if entry is not None:
+            return self.place_entry(entry, place, names)
+        own = self.storages
+        return load(self.model, self.origins, own, progress=progress, place=place, only=names)
+
+    def load_entry(self, entry: ConvertedCheckpoint) -> tuple[Any, ...]:
+        """As `load`, of what is kept."""
+        return load_converted(stored_as(self.model, entry, self.activations), entry)
+
+    def place_entry(
+        self, entry: ConvertedCheckpoint, place: Place, names: Wanted
+    ) -> tuple[Any, ...]:
+        """As `place`, of what is kept."""
+        return place_converted(stored_as(self.model, entry, self.activations), entry, place, names)
+
+    def kept_as(
+        self,
+        storages: Mapping[str, Storage],
+        how: str,
+        version: int | str,
+        write: Callable[[Path, bool], None],
+        progress: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> ConvertedCheckpoint:
+        """The weights as they are kept, quantized now if they are not yet.
+
+        Args:
+            storages: of those that are quantized.
+            how: that is done, in words; "" as all is.
+            version: of what does it.
+            write: does it, and writes what comes of it to a folder, with a bar or without.
+            progress: show a bar also where standard error is no terminal.
+            check: is called before; raises `NotKept` where it cannot be done.
+
+        Raises:
+            NotKept: there is no room for it, or `check` says so.
+        """
+        parent = kept.folder()
+        key = entry_key(version, self.model, self.spec, self.checkpoint, storages)
+        entry = kept.find(parent, key)
+        if entry is not None:
+            return entry
+        check()
+        say(f"weights are quantized{how}, once; they are kept in {parent}")
+        shown, size = progress or sys.stderr.isatty(), entry_bytes(self.model, storages)
+        return kept.make(parent, key, size, lambda folder: write(folder, shown))
 
     def _entry(self, progress: bool) -> ConvertedCheckpoint | None:
-        """The weights as they are kept, quantized now if they are not yet; None: they are not."""
+        """The weights as they are kept; None: they are not."""
         if not self._takes_long():
             return None
         try:
-            parent = kept.folder()
-            key = entry_key(_VERSION, self.model, self.spec, self.checkpoint, self.storages)
-            entry = kept.find(parent, key)
-            if entry is None:
-                say(f"weights are quantized, once; they are kept in {parent}")
-                shown, size = (
-                    progress or sys.stderr.isatty(),
-                    entry_bytes(self.model, self.storages),
-                )
-                entry = kept.make(parent, key, size, lambda folder: self._write(folder, shown))
+            return self.kept_as(self.storages, "", _VERSION, self._write, progress)
         except kept.NotWanted:
             return None
         except (kept.NotKept, OSError) as reason:
             say(f"{reason}; weights are quantized at each start")
             return None
-        return entry
 
     def _takes_long(self) -> bool:
         """Whether it does, and this process reads all of them."""

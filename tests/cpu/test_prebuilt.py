@@ -102,13 +102,14 @@ def test_a_command_makes_it(packaged: Path, copier: str, tmp_path: Path) -> None
     assert loaded(tmp_path / "new") == (f"True {made}", "")
 
 
-def test_it_can_be_made_in_the_package() -> None:
+def test_without_a_compiler_nothing_is_written_to_the_package() -> None:
+    before = sorted(prebuilt.FOLDER.glob("*"))
     command = [sys.executable, "-m", "jinfer.cpu", "--into-package"]
     environment = {**os.environ, "CXX": "no-such-compiler"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: no C++ compiler no-such-compiler")
-    assert not list(prebuilt.FOLDER.glob("*"))
+    assert sorted(prebuilt.FOLDER.glob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ def test_it_can_be_made_in_the_package() -> None:
         (["--into", "{tmp}/file/new"], "Not a directory: '{tmp}/file/new'"),
         (["--into", "{tmp}/new", "--headers", "{tmp}"], "No such file or directory: '{tmp}/xla/"),
         (["--into", "{tmp}/new", "--here"], "not allowed with argument"),
+        (["--headers", "{tmp}"], "--headers is for --into and --into-package"),
     ],
 )
 def test_a_command_that_cannot(

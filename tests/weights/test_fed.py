@@ -204,4 +204,4 @@ def test_processors_that_round_to_bfloat16_find_the_same(cache: Path) -> None:
     found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
     assert found.model.rounded
     finder: Any = found.load
-    assert not finder.__self__.model.rounded
+    assert not finder.__self__.rest.model.rounded
