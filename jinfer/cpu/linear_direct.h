@@ -294,9 +294,9 @@ Direct direct_for(const Plan& plan, int64_t rows) {
 // meanwhile. Measured: a quarter faster than a panel for 16 rows, a tenth for 32 (AVX-512) or nothing
 // (AVX2); with 64 rows a panel is the faster one.
 constexpr int64_t kDirectRows = (Vector::kRows == 8 ? 4 : 3) * Vector::kRows;
-// Of two levels, of which panels take longer to make: 16 rows are 1.1 to 1.4 times as fast so (AVX2), 20
-// 1.0 to 1.2 times.
-constexpr int64_t kDirectLevels = std::max<int64_t>(kDirectRows, 5 * Vector::kRows);
+// Of two levels, of which panels take longer to make: 16 rows are 1.06 to 1.4 times as fast so (AVX2),
+// 20 0.97 to 1.2 times. (With 8 rows at a time there are no such kernels.)
+constexpr int64_t kDirectLevels = 5 * Vector::kRows;
 constexpr int64_t kDirectWords = 32 << 10;  // bytes
 
 // The product for up to kDirectRows rows, or kDirectLevels; false: there is no kernel for so many and this
