@@ -20,7 +20,8 @@ from kernels_pallas.triton_style import plt
 
 _NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
 _FAR = 1 << 30  # beyond every place
-_MERGED = 2048  # numbers of a tile of sums
+_MERGED = 256  # numbers of a tile of sums
+_AT_ONCE = 2  # splits whose sums are loaded before they are merged
 
 
 class Tokens(NamedTuple):
@@ -149,7 +150,7 @@ def _merge_splits(
         functools.partial(_merge_kernel, static=static, rows=rows),
         out_shape=result,
         grid=(tokens.rows.shape[0], -(-static.heads // rows)),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="merge_attention",
     )(tokens, sinks, sums)
@@ -259,18 +260,27 @@ def _merge_kernel(
     token = pl.program_id(0)
     head = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
     real = head < static.heads
-    power, low, last = tokens.power[token], tokens.low[token], tokens.last[token]
-    place = tokens.place[token]
+    power, low, last, place = (
+        part[token] for part in (tokens.power, tokens.low, tokens.last, tokens.place)
+    )
     before = low >> power
 
-    def step(i: Array, sums: Sums) -> Sums:
-        at = (place * static.splits + (before + i) % static.splits) * static.heads + head
-        outs = [_tile(outs_ref, at, span, real) for span in static.spans]
-        total = _at(total_ref, at, real, 0.0)
-        return _merged(sums, Sums((*outs, total), _at(highest_ref, at, real, _NEVER)))
-
     splits = jnp.where(last >= low, (last >> power) + 1 - before, 0)
-    sums = lax.fori_loop(0, splits, step, _summed(_nothing(rows, static)))
+
+    def of_split(i: Array) -> Sums:
+        there = real & (i < splits)
+        at = (place * static.splits + (before + i) % static.splits) * static.heads + head
+        outs = [_tile(outs_ref, at, span, there) for span in static.spans]
+        total = _at(total_ref, at, there, 0.0)
+        return Sums((*outs, total), _at(highest_ref, at, there, _NEVER))
+
+    def step(i: Array, sums: Sums) -> Sums:
+        # All loads before the first sum waits for one. A split that is not there changes no bit.
+        some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
+        return functools.reduce(_merged, some, sums)
+
+    turns = (splits + _AT_ONCE - 1) // _AT_ONCE
+    sums = lax.fori_loop(0, turns, step, _summed(_nothing(rows, static)))
     sinks = None if sinks_ref is None else _at(sinks_ref, head, real, 0.0)
     _store_results(outs, token * static.heads + head, static, sums, sinks, real)
 

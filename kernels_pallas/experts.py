@@ -17,7 +17,7 @@ from kernels_pallas import matmul_mosaic
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.matmul import computes, finish, product_of
 from kernels_pallas.rounding import rounded
-from kernels_pallas.tiling import FEW_ROWS, choose
+from kernels_pallas.tiling import choose
 from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -87,18 +87,15 @@ def expert_matmul(
     if backend == "xla" or not all(computes(backend, each) for each in matrices):
         return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)
-    # Of many rows shared memory would have to hold x for both matrices.
-    fused = gated and tiling.split == 1 and tiling.rows <= FEW_ROWS
     parts = product_of(backend)(
         arranged(x16, matrices[0]),
         factors,
         tiles_of(offsets, rows, tiling.rows).at[0].add(first),
         matrices,
         tiling,
-        gated=fused,
         interpret=interpret,
     )
-    return finish(parts, gated and not fused)
+    return finish(parts, gated)
 
 
 def _decoded(

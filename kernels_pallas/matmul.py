@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,16 +11,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas import matmul_mosaic, matmul_triton
+from kernels_pallas.decoding import decode
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
 from kernels_pallas.rows import Operand, Prepared, alone, fits, prepare
-from kernels_pallas.tiling import FEW_ROWS, LARGEST, SMALLEST, Tiling, choose
+from kernels_pallas.tiling import LARGEST, SMALLEST, Tiling, choose
 from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-MOST_ROWS = 1024  # above, decoding all weights once and a plain product cost less
+KERNEL_ROWS = 128  # above, decoding all weights once and a plain product cost less
 
 
 def matmul(
@@ -53,18 +55,15 @@ def matmul(
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
     index = jnp.zeros((1,), jnp.int32) if index is None else index
-    most = matmul_mosaic.MOST_ROWS if backend == "mosaic" else MOST_ROWS
-    if backend == "xla" or x.shape[0] > most:
+    if backend == "xla" or (backend == "mosaic" and x.shape[0] > matmul_mosaic.MOST_ROWS):
         return _epilogue(decoded(x, matrices, index), gated)
     results: list[Array | None] = [None] * len(matrices)
     for together in _groups(matrices):
         chosen = [matrices[i] for i in together]
         if not all(computes(backend, matrix) for matrix in chosen):
             parts = decoded(x, chosen, index)
-        elif gated and len(chosen) == 2:
-            return _kernel(x, chosen, index, True, backend, interpret)
         else:
-            parts = _kernel(x, chosen, index, False, backend, interpret)
+            parts = _kernel(x, chosen, index, backend, interpret)
         for i, part in zip(together, parts, strict=True):
             results[i] = part
     return _epilogue([result for result in results if result is not None], gated)
@@ -88,28 +87,25 @@ def _kernel(
     x: Array,
     matrices: Sequence[Packed],
     index: Array,
-    gated: bool,
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
     """Matrices of one group."""
     rows = x.shape[0]
-    fused = gated and _gates(rows, matrices)
     if backend == "triton" and fits(matrices[0].inputs):
         operands = [Operand(x, "full")]
         given, _ = prepare(operands, alone, rows, matrices[0], interpret=interpret)
     else:
         x16, factors = rounded(x)
         given = Prepared(arranged(x16, matrices[0]), factors)
-    parts = _parts(given, matrices, index, fused, backend, interpret)
-    return finish(parts, gated and not fused)
+    return finish(_parts(given, matrices, index, backend, interpret), False)
 
 
-def shares(matrices: Sequence[Packed], rows: int) -> bool:
-    """Whether `product_parts` takes so many rows for these matrices together."""
+def shares(matrices: Sequence[Packed]) -> bool:
+    """Whether `product_parts` takes these matrices together."""
     orders = {(matrix.per_code, matrix.superblocks, matrix.inputs) for matrix in matrices}
     small = min(matrix.outputs for matrix in matrices) < SMALLEST
-    return rows <= MOST_ROWS and len(orders) == 1 and not small and fits(matrices[0].inputs)
+    return len(orders) == 1 and not small and fits(matrices[0].inputs)
 
 
 def product_parts(
@@ -117,26 +113,18 @@ def product_parts(
     matrices: Sequence[Packed],
     *,
     index: Int[Array, 1] | None = None,
-    gated: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "split rows outputs"], ...]:
     """`matmul` of prepared rows, in parts that are to be added.
 
     Args:
         matrices: those that `shares` takes, and x was prepared for.
-
-    Returns:
-        Of each matrix; of a gated pair one result, or those of both, which are to be combined.
     """
     index = jnp.zeros((1,), jnp.int32) if index is None else index
-    if gated and _gates(x.x.shape[0], matrices):
-        return _parts(x, matrices, index, True, "triton", interpret)
     results: list[Any] = [None] * len(matrices)
     for places in _groups(matrices):
         chosen = [matrices[i] for i in places]
-        for i, part in zip(
-            places, _parts(x, chosen, index, False, "triton", interpret), strict=True
-        ):
+        for i, part in zip(places, _parts(x, chosen, index, "triton", interpret), strict=True):
             results[i] = part
     return tuple(results)
 
@@ -148,25 +136,17 @@ def _tiling(rows: int, matrices: Sequence[Packed]) -> Tiling:
     return choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
 
 
-def _gates(rows: int, matrices: Sequence[Packed]) -> bool:
-    """Whether one kernel combines gate and up.
-
-    Of many rows shared memory would have to hold x for both matrices.
-    """
-    tiling = _tiling(rows, matrices)
-    return len(_groups(matrices)) == 1 and tiling.split == 1 and tiling.rows <= FEW_ROWS
-
-
 def _parts(
     x: Prepared,
     matrices: Sequence[Packed],
     index: Array,
-    gated: bool,
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
     """Products with matrices of one group."""
     rows = x.x.shape[0]
+    if backend == "triton" and rows > KERNEL_ROWS:
+        return _whole(x, matrices, index, interpret)
     tiling = _tiling(rows, matrices)
     if backend == "mosaic":
         tiling = matmul_mosaic.fitted(tiling, rows)
@@ -174,7 +154,19 @@ def _parts(
     present = jnp.minimum(rows - first, tiling.rows)
     which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])
     product = product_of(backend)
-    return tuple(product(x.x, x.factors, which, matrices, tiling, gated=gated, interpret=interpret))
+    return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))
+
+
+def _whole(
+    x: Prepared, matrices: Sequence[Packed], index: Array, interpret: bool
+) -> tuple[Array, ...]:
+    """A plain product with the decoded matrices, [1, rows, outputs] of each."""
+    contracted = (((1,), (1,)), ((), ()))
+    weights = decode(matrices, index, interpret=interpret)
+    flat = x.x.reshape(x.x.shape[0], -1)
+    y = lax.dot_general(flat, weights, contracted, preferred_element_type=jnp.float32)
+    ends = list(accumulate(matrix.outputs for matrix in matrices))[:-1]
+    return tuple((part * x.factors[:, None])[None] for part in jnp.split(y, ends, axis=1))
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:

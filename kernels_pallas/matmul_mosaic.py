@@ -53,7 +53,6 @@ def product(
     matrices: Sequence[Packed],
     tiling: Tiling,
     *,
-    gated: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """See `matmul_triton.product`."""
@@ -69,8 +68,6 @@ def product(
         parts = _one(tiles, which, matrix, tiling, interpret)  # [tiles, split, outputs, rows]
         y = parts[tile, :, :, place[:, 0] - first[tile]]
         results.append(y.swapaxes(0, 1) * factors[None, :, None])
-    if gated:
-        results = [jax.nn.silu(results[0]) * results[1]]
     return tuple(results)
 
 

@@ -32,7 +32,6 @@ def product(
     matrices: Sequence[Packed],
     tiling: Tiling,
     *,
-    gated: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """x times the transpose of each matrix, in parts to be added.
@@ -43,23 +42,20 @@ def product(
         which: int32 [3, tiles]: the matrix of its stack that each tile of rows is for, the first of
             its rows, and how many there are; only these are read and written.
         matrices: stacks that share x; each has at least `tiling.outputs` outputs.
-        gated: two matrices, gate and up; the result is silu(x gate) * (x up); needs split = 1.
 
     Returns:
-        float32 [split, rows, outputs] of each matrix, or the one result of a gated pair.
+        float32 [split, rows, outputs] of each matrix.
     """
     rows = x.shape[0]
-    lead = matrices[:1] if gated else matrices
-    tiles = [-(-matrix.outputs // tiling.outputs) for matrix in lead]
-    shapes = [jax.ShapeDtypeStruct((tiling.split, rows, m.outputs), jnp.float32) for m in lead]
-    parts = [_operands(matrix) for matrix in matrices]
+    tiles = [-(-matrix.outputs // tiling.outputs) for matrix in matrices]
+    shapes = [jax.ShapeDtypeStruct((tiling.split, rows, m.outputs), jnp.float32) for m in matrices]
+    parts = [operands(matrix) for matrix in matrices]
     kernel = functools.partial(
         _kernel,
         matrices=matrices,
         counts=[len(part) for part in parts],
         tiles=tiles,
         tiling=tiling,
-        gated=gated,
         asm=not interpret,
     )
     return tuple(
@@ -74,7 +70,7 @@ def product(
     )
 
 
-def _operands(matrix: Packed) -> list[Array]:
+def operands(matrix: Packed) -> list[Array]:
     """What a kernel reads of a matrix: words, numbers of blocks, and the table of a codebook."""
     tables = [] if matrix.codebook is None else [jnp.asarray(codebook.table(matrix.codebook))]
     return [matrix.half_words(), *matrix.numbers(), *tables]
@@ -89,7 +85,6 @@ def _kernel(
     counts: Sequence[int],
     tiles: Sequence[int],
     tiling: Tiling,
-    gated: bool,
     asm: bool,
 ) -> None:
     given = iter(refs)
@@ -100,26 +95,23 @@ def _kernel(
     rows, there = pl.ds(row, tiling.rows), lax.iota(jnp.int32, tiling.rows) < present
     begin = 0
     for number, count in enumerate(tiles):
-        chosen = list(range(len(matrices))) if gated else [number]
         first = matrices[number].outputs - tiling.outputs
 
-        def compute(
-            number: int = number, chosen: list[int] = chosen, begin: int = begin, first: int = first
-        ) -> None:
+        def compute(number: int = number, begin: int = begin, first: int = first) -> None:
             # The last tile of a matrix begins earlier where outputs do not divide.
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
-            sums = _accumulate(
+            total = _accumulate(
                 x_ref,
-                [(matrices[i], *parts[i]) for i in chosen],
+                matrices[number],
+                parts[number],
                 (index, pl.ds(start, tiling.outputs), rows, present, part),
                 tiling,
                 asm,
             )
             factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))[None, :]
-            results = [total * factors for total in sums]
-            result = _silu(results[0]) * results[1] if gated else results[0]
+            result = (total * factors).T
             to = outs[number].at[part, rows, pl.ds(start, tiling.outputs)]
-            plt.store(to, result.T, mask=jnp.broadcast_to(there[:, None], result.T.shape))
+            plt.store(to, result, mask=jnp.broadcast_to(there[:, None], result.shape))
 
         here = present > 0
         if len(tiles) > 1:
@@ -130,41 +122,41 @@ def _kernel(
 
 def _accumulate(
     x_ref: Any,
-    matrices: Sequence[tuple[Any, ...]],
+    packed: Packed,
+    refs: Sequence[Any],
     where: tuple[Array, Any, Any, Array, Array],
     tiling: Tiling,
     asm: bool,
-) -> tuple[Array, ...]:
-    """Sums [outputs, rows] of a tile, of each matrix, over a part of the superblocks."""
+) -> Array:
+    """The sum [outputs, rows] of a tile, over a part of the superblocks."""
     index, outputs, rows, present, part = where
-    superblocks = matrices[0][0].superblocks
+    words_ref, *number_refs = refs
+    superblocks = packed.superblocks
     each = -(-superblocks // tiling.split)
-    width = 2 * matrices[0][0].columns
     # Rows that are not there cost no traffic; x would otherwise be read as often as the weights.
-    there = lax.broadcasted_iota(jnp.int32, (tiling.rows, width), 0) < present
+    there = lax.broadcasted_iota(jnp.int32, (tiling.rows, 2 * packed.columns), 0) < present
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         superblock = part * each + i
-        totals = []
-        for total, (packed, words_ref, *number_refs) in zip(sums, matrices, strict=True):
-            words = [words_ref[index, outputs, superblock, t, :] for t in range(packed.bits)]
-            numbers = _numbers(packed, number_refs, (index, outputs, superblock), asm)
-            for number, w in _weights(packed, words, numbers, number_refs[-1], asm):
-                at = x_ref.at[rows, superblock, jnp.int32(number), :]
-                piece = plt.load(at, mask=there, other=np.float16(0))
-                total = total + plt.dot(w, piece, trans_b=True)
-            totals.append(total)
-        return tuple(totals)
+        chains = list(sums)
+        words = [words_ref[index, outputs, superblock, t, :] for t in range(packed.bits)]
+        numbers = numbers_of(packed, number_refs, (index, outputs, superblock), asm)
+        slices = weights(packed, words, numbers, number_refs[-1], asm)
+        for turn, (number, w) in enumerate(slices):
+            at = x_ref.at[rows, superblock, jnp.int32(number), :]
+            piece = plt.load(at, mask=there, other=np.float16(0))
+            chains[turn % tiling.chains] += plt.dot(w, piece, trans_b=True)
+        return tuple(chains)
 
-    zeros = jnp.zeros((tiling.outputs, tiling.rows), jnp.float32)
     if superblocks % tiling.split == 0:
         count: Any = each
     else:
         count = jnp.clip(superblocks - part * each, 0, each)
-    return tuple(lax.fori_loop(0, count, step, tuple(zeros for _ in matrices)))
+    zeros = jnp.zeros((tiling.outputs, tiling.rows), jnp.float32)
+    return functools.reduce(jnp.add, lax.fori_loop(0, count, step, (zeros,) * tiling.chains))
 
 
-def _weights(
+def weights(
     packed: Packed,
     words: Sequence[Array],
     numbers: Sequence[registers.Numbers],
@@ -185,7 +177,7 @@ def _weights(
             yield 16 * half + 2 * s + e, w
 
 
-def _numbers(
+def numbers_of(
     packed: Packed, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
 ) -> list[registers.Numbers]:
     """For `registers.weights`: of both halves of a superblock, or of each block of a column."""
@@ -231,7 +223,3 @@ def _tile(
     shape = (outputs.size, blocks, width // part[1], numbers)
     tile = lax.broadcast_in_dim(tile.reshape(outputs.size, blocks, numbers), shape, (0, 1, 3))
     return tile.reshape(outputs.size, width)
-
-
-def _silu(x: Array) -> Array:
-    return x / (1 + jnp.exp(-x))

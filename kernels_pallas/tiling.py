@@ -7,7 +7,10 @@ from dataclasses import dataclass
 MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
 LARGEST = 128
-FEW_ROWS = 32  # of x in a tile, for which superblocks are loaded ahead
+_LEAST_ROWS = 8  # of x in a tile: what tensor cores take at least
+_SMALL_ROWS = 16  # for which a tile has few outputs
+_FEW_ROWS = 32  # for which superblocks are loaded ahead
+_SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor that programs can have
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,12 @@ class Tiling:
 
     Attributes:
         outputs: rows of the matrix in a tile; a power of two, at least 16.
-        rows: rows of x in a tile; a power of two, at least 16.
+        rows: rows of x in a tile; a power of two, at least 8.
         split: parts of the inputs, each summed by a program of its own.
         warps: of a program.
         stages: of the loop over superblocks; more than one loads ahead into shared memory.
+        chains: sums of a tile that are computed beside one another: a small product of tensor cores
+            waits longer for the one before it than it takes.
     """
 
     outputs: int
@@ -27,26 +32,38 @@ class Tiling:
     split: int
     warps: int = 4
     stages: int = 2
+    chains: int = 1
 
 
 def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: int) -> Tiling:
     """A tiling for x [rows, inputs].
 
-    Few rows: tiles of 64 outputs, a warp group's least, and so many programs that every
-    multiprocessor has some. Many rows: tiles as large as registers allow, because every tile of
-    rows decodes the weights again; x then takes the shared memory, and nothing is loaded ahead.
+    As measured on an H200. Up to 16 rows two warps have 32 outputs: several programs fit beside one
+    another, which hide each other's latencies. As long as all programs of a call fit so, more is
+    loaded ahead. Up to 32 rows 64 outputs, a warp group's least. Many rows: tiles as large as
+    registers allow, because every tile of rows decodes the weights again; x then takes the shared
+    memory, and nothing is loaded ahead.
 
     Args:
         outputs: of all matrices together.
         smallest: outputs of the smallest matrix.
         bits: of the widest code; many words leave registers for fewer rows.
     """
-    tile_rows = min(128 if bits < 6 else 64, max(16, 1 << (rows - 1).bit_length()))
-    few = tile_rows <= FEW_ROWS
-    tile = min(64 if few else LARGEST, 1 << (smallest.bit_length() - 1))
+    tile_rows = min(128 if bits < 6 else 64, max(_LEAST_ROWS, 1 << (rows - 1).bit_length()))
+    small, few = tile_rows <= _SMALL_ROWS, tile_rows <= _FEW_ROWS
+    widest = 32 if small else 64 if few else LARGEST
+    tile = min(widest, 1 << (smallest.bit_length() - 1))
     programs = -(-outputs // tile) * -(-rows // tile_rows)
+    wanted = MULTIPROCESSORS if small else 2 * MULTIPROCESSORS
     split = 1
-    while split < superblocks and programs * split < 2 * MULTIPROCESSORS:
+    while split < superblocks and programs * split < wanted:
         split *= 2
     split = min(split, superblocks)
-    return Tiling(tile, tile_rows, split, 8 if tile == LARGEST else 4, 2 if few else 1)
+    if not small:
+        return Tiling(tile, tile_rows, split, 8 if tile == LARGEST else 4, 2 if few else 1)
+    # Of a superblock: words, numbers of blocks, and x in fp16. One less than there are stages.
+    loaded = tile * 128 * (bits + 1) + 2 * 1024 * tile_rows
+    beside = _SHARED_MEMORY // (2 * loaded)
+    fits = programs * split <= beside * MULTIPROCESSORS
+    chains = 4 * _LEAST_ROWS // tile_rows  # of 16 rows each is two products
+    return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains)

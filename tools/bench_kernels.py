@@ -1,9 +1,9 @@
 """Times the GPU kernels: `python -m tools.bench_kernels [--json FILE]`.
 
 Products with the matrices of real models at every width and in GGUF's blocks, against what the
-machine's memory and tensor cores were measured to do, attention over caches of every kind, and the
-decode step of a model of Llama-3-8B's shape with random weights. Each time is of a loop over
-different matrices of a stack, or sequences, much larger than the machine's caches.
+machine's memory and tensor cores were measured to do, and attention over caches of every kind. Each
+time is of a loop over different matrices of a stack, or sequences, much larger than the machine's
+caches, launches and what stands before a product included; `bench_programs` times whole programs.
 """
 
 from __future__ import annotations
@@ -176,48 +176,6 @@ def time_attention(
     return took, (keys.nbytes + values.nbytes) * sequences // rows
 
 
-def time_decode(format: QuantFormat, context: int, backend: str) -> tuple[float, int]:
-    """Seconds of a token of a model of Llama-3-8B's shape, and the bytes it must read."""
-    layers, hidden, heads, kv_heads, dim, wide, vocab = 32, 4096, 32, 8, 128, 14336, 128256
-    stack = functools.partial(random_stack, format)
-    qkv = [stack(layers, n * dim, hidden) for n in (heads, kv_heads, kv_heads)]
-    out, down = stack(layers, hidden, heads * dim), stack(layers, hidden, wide)
-    gate_up = [stack(layers, wide, hidden) for _ in range(2)]
-    head = stack(1, vocab, hidden)
-    # A layer is a sequence of this cache.
-    cache = filled_pool("bf16", (layers * context // TOKENS, kv_heads, TOKENS, dim))
-    tables = scattered_tables(layers, context)
-    product = functools.partial(matmul, backend=backend)  # type: ignore[arg-type]
-
-    def norm(x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-5)
-
-    @jax.jit
-    def step(x: Array, weights: Any, cache: Kept) -> Array:
-        qkv, out, gate_up, down, head = weights
-
-        def layer(i: Array, x: Array) -> Array:
-            index = jnp.reshape(i, (1,)).astype(jnp.int32)
-            q, k, v = product(norm(x), qkv, index=index)
-            # New keys and values are used, not written.
-            q = (q + jnp.sum(k + v) * 1e-9).astype(jnp.bfloat16).reshape(1, heads, dim)
-            last = jnp.full_like(index, context - 1)
-            at = Queries(index, last, jnp.zeros_like(last), last, tables)
-            seen = attend(q, cache, cache, at, Scores(dim**-0.5))
-            x = x + product(seen.reshape(1, -1), [out], index=index)[0]
-            (inner,) = product(norm(x), gate_up, index=index, gated=True)
-            return x + product(inner, [down], index=index)[0]
-
-        (logits,) = product(norm(lax.fori_loop(0, layers, layer, x)), [head])
-        return jnp.argmax(logits)
-
-    x = jax.random.normal(jax.random.key(2), (1, hidden), jnp.float32)
-    weights = (qkv, out, gate_up, down, head)
-    read = layers * sum(m.nbytes for m in (*qkv, out, *gate_up, down)) + head.nbytes
-    return seconds(lambda: step(x, weights, cache)), read + 2 * cache.nbytes
-
-
 def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) -> dict[str, Any]:
     """All figures; times in seconds, rates in bytes or operations a second."""
     copied, multiplied = copy_rate(), matmul_rate()
@@ -256,13 +214,6 @@ def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) 
             f"{kind:<6} {decoding:4} {prompt:4} {took * 1e6:9.1f} {size / took / 1e9:8.0f} "
             f"{size / took / copied:8.0%}"
         )
-    print("width  decode of a Llama-3-8B shape, 1,024 tokens: ms, tokens/s, of copy")
-    result["decode"] = []
-    for width, format in formats.items():
-        took, size = time_decode(format, 1024, backend)
-        share = size / took / copied
-        result["decode"].append({"width": width, "seconds": took, "bytes": size, "of_copy": share})
-        print(f"{width:<6} {took * 1e3:8.2f} {1 / took:8.0f} {share:8.0%}", flush=True)
     return result
 
 

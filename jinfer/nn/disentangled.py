@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jinfer.nn.norm import LayerNorm
 from jinfer.nn.parameter import parameter
+from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import Bias
 from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
@@ -60,7 +63,8 @@ class DisentangledBias(nnx.Module):
 
 
 def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows"]:
-    return jnp.einsum("bthd,rhd->bhtr", x, vectors, preferred_element_type=jnp.float32)
+    how: Any = {"precision": precision_of(x), "preferred_element_type": jnp.float32}
+    return jnp.einsum("bthd,rhd->bhtr", x, vectors, **how)
 
 
 def rows_of_distances(block: blocks.Disentangled) -> Int[np.ndarray, " distances"]:

@@ -32,6 +32,7 @@ from jinfer.ops.attention_xla import (
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
 from jinfer.ops.entering import enter, enters
+from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import QuantizedVectors
@@ -233,7 +234,11 @@ def _at_once(
     here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
     distance = positions[:, :, None] - here[:, None]
     scores = rules.scale * jnp.einsum(
-        "bthd,bhkd->bhtk", q.astype(k.dtype), k, preferred_element_type=jnp.float32
+        "bthd,bhkd->bhtk",
+        q.astype(k.dtype),
+        k,
+        precision=precision_of(k),
+        preferred_element_type=jnp.float32,
     )
     visible = seen(distance, last, here, rules)
     scores = jnp.where(visible[:, None], changed(scores, distance, rules), -jnp.inf)

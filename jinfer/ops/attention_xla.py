@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import LayerCache, Placement, Rows, write
+from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import ScoreRules, changed, seen
 from jinfer.quant.vectors import QuantizedVectors
 from jinfer.shapes import Bool, Float, Int
@@ -220,6 +221,7 @@ def _partial(
         _rows(q, kv_heads).astype(k.dtype),
         k,
         (((3,), (3,)), batched),
+        precision=precision_of(k),
         preferred_element_type=jnp.float32,
     )
     scores = changed(scores.reshape(batch, heads, tokens, -1), distance, rules)
@@ -236,6 +238,7 @@ def _partial(
         weights.astype(v.dtype),
         jnp.where(number, v, jnp.zeros((), v.dtype)),
         (((3,), (2,)), batched),
+        precision=precision_of(v),
         preferred_element_type=jnp.float32,
     )
     broken = ~jnp.all(number, axis=-1)

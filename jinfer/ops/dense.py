@@ -14,6 +14,7 @@ from jax import Array, lax
 from jinfer.cpu import dense as cpu
 from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend, interpreted
+from jinfer.ops.precision import precision_of
 from jinfer.ops.quantized import FUSED, pick
 from jinfer.shapes import Float, Int
 
@@ -128,7 +129,11 @@ def by_head_reference(
     """The same in XLA's operations."""
     wanted = "rhi,hio->rho" if transposed else "rhi,hoi->rho"
     return jnp.einsum(
-        wanted, x, weight[:, part].astype(x.dtype), preferred_element_type=jnp.float32
+        wanted,
+        x,
+        weight[:, part].astype(x.dtype),
+        precision=precision_of(x),
+        preferred_element_type=jnp.float32,
     )
 
 
@@ -147,7 +152,8 @@ def products_reference(
     for weight in weights:
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
-        results.append(lax.dot_general(*both, contracted, preferred_element_type=jnp.float32))
+        exact = precision_of(both[0])
+        results.append(lax.dot_general(*both, contracted, exact, jnp.float32))
     return _activated(tuple(results), activation)
 
 

@@ -52,7 +52,9 @@ def mixture_reference(
     numbers = jnp.arange(experts.up.weight.shape[0])
     each = lax.map(lambda expert: _feed_forward(x, experts, expert), numbers)
     share = jnp.sum(jnp.where(_is(chosen, numbers), weights[:, :, None], 0.0), axis=1)
-    return jnp.einsum("re,erh->rh", share, each.astype(jnp.float32)).astype(x.dtype)
+    exact = lax.Precision.HIGHEST
+    total = jnp.einsum("re,erh->rh", share, each.astype(jnp.float32), precision=exact)
+    return total.astype(x.dtype)
 
 
 def mixture(

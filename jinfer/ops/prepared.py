@@ -103,14 +103,12 @@ class _Evaluation:
         params = operation.eqn.params
         matrices, index = jax.tree.unflatten(params["tree"], map(self._value, leaves))
         rows, width = x.aval.shape
-        if rows == width or width == 1 or not isinstance(x, Slot) or not shares(matrices, rows):
+        if rows == width or width == 1 or not isinstance(x, Slot) or not shares(matrices):
             self._run(operation)
             return
         given = self._prepare(x, matrices, interpret=params["interpret"])
-        parts = product_parts(
-            given, matrices, index=index, gated=params["gated"], interpret=params["interpret"]
-        )
-        if params["gated"] and len(parts) == 2:
+        parts = product_parts(given, matrices, index=index, interpret=params["interpret"])
+        if params["gated"]:
             self._combine(parts, operation)
         else:
             self._parts |= dict(zip(operation.results, parts, strict=True))

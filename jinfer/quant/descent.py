@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jinfer.quant.exact import product
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.tiles import by_rows
@@ -117,7 +118,7 @@ def _descend(
     def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         n = turn % blocks
         error, codes, scale, base = state
-        slope = products[n] @ error.reshape(-1, rows)
+        slope = product(products[n], error.reshape(-1, rows))
         own = lax.dynamic_slice_in_dim(products[n], n * block, block, 1)
         here = _Block(codes[n], scale[n], base[n], error[n], slope, own, free[n], format)
         here.fit()
@@ -164,11 +165,11 @@ class _Block:
     def fit(self) -> None:
         """The best scale and base for the codes, where they are better as they are stored."""
         q, free = self.codes * self.free, self.free
-        Hq = self.H @ q
+        Hq = product(self.H, q)
         qq, down = _dot(Hq, q), -_dot(self.slope, q)
         more, lift = _ratio(down, qq, qq > 0), jnp.zeros_like(down)
         if not self.format.symmetric:
-            Hf = self.H @ free
+            Hf = product(self.H, free)
             qf, ff, flat = _dot(Hq, free), _dot(Hf, free), -_dot(self.slope, free)
             det = qq * ff - qf * qf
             some = det > 1e-6 * qq * ff
@@ -178,7 +179,7 @@ class _Block:
         scale, base = _fp16(before[0] + more), _fp16(before[1] + lift)
         wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
         change = q * wider[None] + free * raised[None]
-        bend = self.H @ change
+        bend = product(self.H, change)
         better = 2 * _dot(self.slope, change) + _dot(bend, change) < 0
         self.error += jnp.where(better[None], change, 0)
         self.slope += jnp.where(better[None], bend, 0)

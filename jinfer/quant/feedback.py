@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jinfer.quant.exact import product
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.search import block_weights, numbers, rounded
@@ -130,8 +131,8 @@ def _sweep(
     def one_block(n: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         errors, moved, scales, bases = state
         coupled, given = lower[n], left[n]
-        added = coupled @ errors
-        whole = given + settled[n] @ added
+        added = product(coupled, errors)
+        whole = given + product(settled[n], added)
         whole = jnp.where(real[n][:, None], whole, whole[:1])  # padding widens no range
         within = lax.dynamic_slice_in_dim(coupled, n * block, block, 1).T  # [from, to]
         kept = jnp.zeros_like(whole, bool) if exact is None else exact[n]

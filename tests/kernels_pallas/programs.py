@@ -12,26 +12,13 @@ import json
 import os
 import re
 import tempfile
-import tomllib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.kernels_pallas.sass import H200_PROPERTIES
 
-FAMILY = Path(__file__).parents[2] / "specs" / "families" / "llama.toml"
-LLAMA_3_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
 FEW, MANY = 2, 4  # layers; what the second program has more of is two layers
 SLOTS = 16
 CONTEXT = 8192
@@ -119,36 +106,6 @@ def largest_copy(hlo: str) -> int:
     return max(sizes)
 
 
-def llama(format: str, layers: int) -> Any:
-    """A model of Llama 3 8B's shape as a GPU has it, without numbers."""
-    import jax.numpy as jnp
-
-    from jinfer.model import build
-    from jinfer.quant import parse_format
-    from jinfer.quant.format import QuantFormat
-    from jinfer.quant.tensor import abstract
-    from jinfer.spec.resolve import Facts, resolve
-    from jinfer.spec.values import Missing
-    from jinfer.weights.storage import columns_here
-
-    known: Mapping[str, Any] = {**LLAMA_3_8B, "num_hidden_layers": layers}
-
-    def lookup(key: str) -> Any:
-        if key not in known:
-            raise Missing(key)
-        return known[key]
-
-    table = tomllib.loads(FAMILY.read_text(encoding="utf-8"))
-    spec = resolve([table], str(FAMILY), Facts(lookup=lookup), {})
-    kept = QuantFormat("4", 32, two_level=True) if format == "Q4_K" else parse_format(format)
-    model = build(spec, jnp.bfloat16)
-    parameters = tuple(
-        one if role == "plain" else abstract(one.shape, kept, columns_here(kept))
-        for one, role in zip(model.parameters, model.roles, strict=True)
-    )
-    return replace(model, parameters=parameters)
-
-
 def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     """One program, and what XLA says of it."""
     import jax
@@ -159,6 +116,7 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     from jinfer.engine.programs import Programs, Shape, Sizes
     from jinfer.ops.backend import target
     from tests.kernels_pallas.helpers import H200
+    from tools.bench_programs import LLAMA_3_8B, llama
 
     for old in folder.iterdir():
         old.unlink()
@@ -172,7 +130,7 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     else:
         shape = Shape("logits", int(tokens), 1)
     with target("gpu"), jax.sharding.use_abstract_mesh(H200):
-        model = llama(format, layers)
+        model = llama(format, {**LLAMA_3_8B, "num_hidden_layers": layers})
         sizes = Sizes(SLOTS, CONTEXT, model.vocab, {"all": BLOCKS}, jnp.bfloat16)
         function, donated, args = Programs(model, sizes)._function(shape)
         args = jax.tree.map(
@@ -188,7 +146,7 @@ def count(name: str, folder: Path) -> Counts:
     (few, small), (many, large) = (compiled(name, layers, folder) for layers in (FEW, MANY))
     layers = MANY - FEW
     memory, more = small.memory_analysis(), large.memory_analysis()
-    pools = FEW * 2 * BLOCKS * 64 * LLAMA_3_8B["num_key_value_heads"] * 128 * 2
+    pools = FEW * 2 * BLOCKS * 64 * 8 * 128 * 2  # 8 heads of keys, 128 numbers each
     named = {key: each / layers for key, each in (many.kernels - few.kernels).items()}
     return Counts(
         kernels=round((many.kernels.total() - few.kernels.total()) / layers),

@@ -37,7 +37,7 @@ device_description_str: "NVIDIA H200"
 
 
 # The names of kernels, which something may follow.
-KERNELS = r"\w*packed_product|dense_experts|prepare_rows|enter_cache|\w+_attention"
+KERNELS = r"\w*packed_product|decode_matrices|dense_experts|prepare_rows|enter_cache|\w+_attention"
 
 
 @dataclass(frozen=True)

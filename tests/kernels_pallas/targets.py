@@ -13,6 +13,7 @@ from jinfer.quant.ggml import KEPT as GGUF
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import zeros
 from kernels_pallas.attention import Queries, Scores, attend, attend_part
+from kernels_pallas.decoding import decode
 from kernels_pallas.enter import Heads, Places, Rotation, enter
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
@@ -61,6 +62,16 @@ def one(format: QuantFormat, rows: int, backend: str = "triton") -> Target:
     return Target(f"{backend}-{format.name}-{rows}", function, args)
 
 
+def whole(name: str) -> Target:
+    """Two matrices decoded for products of many rows."""
+    matrices = [shapes(GGUF.get(name) or FORMATS[name], (), n, 4096) for n in (4096, 1024)]
+
+    def function(index: Any, matrices: list[Packed]) -> Any:
+        return decode(matrices, index)
+
+    return Target(f"whole-{name}", function, (Shape((1,), jnp.int32), matrices))
+
+
 def several(width: Width) -> Target:
     """Queries, keys and values in one call, with inputs split."""
     matrices = [shapes(QuantFormat(width), (32,), n, 4096) for n in (4096, 1024, 1024)]
@@ -73,7 +84,7 @@ def several(width: Width) -> Target:
 
 
 def gated(width: Width, rows: int = 1) -> Target:
-    """Gate and up with their product."""
+    """Gate and up, and what is computed of both."""
     matrices = [shapes(QuantFormat(width), (32,), 18944, 3584) for _ in range(2)]
 
     def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
@@ -227,13 +238,16 @@ def compiled_targets() -> list[Target]:
         one(QuantFormat("4", symmetric=True), 1),
         one(QuantFormat("8", symmetric=True), 1),
         one(QuantFormat("3.5", 128), 1),
-        one(QuantFormat("4"), 1024),
-        one(QuantFormat("8"), 1024),
+        one(QuantFormat("4"), 16),
+        one(QuantFormat("6"), 16),
+        one(QuantFormat("4"), 128),
+        one(QuantFormat("8"), 128),
         *(of_gguf(name, 1) for name in ("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")),
-        *(of_gguf(name, 1024) for name in ("Q4_K", "Q6_K", "IQ4_XS")),
+        *(of_gguf(name, 128) for name in ("Q4_K", "Q6_K", "IQ4_XS")),
+        *(whole(name) for name in ("q2", "q3.5", "q8", "Q4_K", "IQ4_XS")),
         several("4"),
         gated("4"),
-        gated("4", 512),
+        gated("4", 128),
         experts("4"),
         *(dense_experts(rows) for rows in (8, 8192)),
         rows("norm", "4"),

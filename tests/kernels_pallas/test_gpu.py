@@ -36,7 +36,6 @@ from tests.ops.paged import expected as expected_attention
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU"),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 run = functools.partial(jax.jit, static_argnames=("backend", "gated"))(matmul)
 run_experts = functools.partial(jax.jit, static_argnames=("backend", "gated"))(expert_matmul)

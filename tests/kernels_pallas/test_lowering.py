@@ -20,9 +20,8 @@ from tests.kernels_pallas.targets import (
     one,
     rows,
     several,
+    whole,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 # Every width with one kind of blocks; every width for Mosaic, and every kind of cache, where
 # nothing but how codes are taken apart differs, as some.
@@ -34,6 +33,7 @@ SOME = [
     *(of_gguf(name, 1) for name in OF_GGUF),
     *(one(QuantFormat(width), 1, "mosaic") for width in ("3.5", "8")),
     several("4"),
+    whole("q3.5"),
     gated("3.5"),
     experts("4"),
     experts("4", "mosaic"),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jinfer.quant import pack
 from jinfer.quant.format import QuantFormat, Width
 from kernels_pallas import layout, registers
-from kernels_pallas.matmul import matmul
+from kernels_pallas.decoding import decode
+from kernels_pallas.matmul import KERNEL_ROWS, matmul
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
@@ -92,7 +93,7 @@ def test_matrices_of_a_stack_that_share_x() -> None:
         assert_near(y, x, values[2])
 
 
-@pytest.mark.parametrize("inputs", [512, 2048])  # in the kernel; beside it, where inputs are split
+@pytest.mark.parametrize("inputs", [512, 2048])  # whole; in parts
 def test_gate_and_up(inputs: int) -> None:
     gate, g = random_matrix(QuantFormat("4"), (20, inputs), 1)
     up, u = random_matrix(QuantFormat("4"), (20, inputs), 2)
@@ -102,13 +103,31 @@ def test_gate_and_up(inputs: int) -> None:
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("rows", [3, 1100])
-def test_plain_xla(rows: int) -> None:
+def test_plain_xla() -> None:
     matrix, values = random_matrix(QuantFormat("3.5"), (2, 40, 600))
-    x = random_rows(rows, 600)
-    backend = "xla" if rows == 3 else "triton"  # many rows take the same way
-    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend=backend)
+    x = random_rows(3, 600)
+    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend="xla")
     assert_near(y, x, values[1])
+
+
+def test_many_rows_of_matrices_that_share_x() -> None:
+    """All of them decoded once."""
+    formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
+    built = [random_matrix(f, (3, n, 1500), n) for f, n in zip(formats, (70, 20, 33), strict=True)]
+    x = random_rows(KERNEL_ROWS + 1, 1500)
+    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    for y, (_, values) in zip(results, built, strict=True):
+        assert_near(y, x, values[2])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_decoded_in_the_order_of_the_other_factor(format: QuantFormat) -> None:
+    built = [random_matrix(format, (2, n, 2048), n) for n in (17, 40)]
+    given = [matrix for matrix, _ in built]
+    found = decode(given, jnp.asarray([1], jnp.int32), interpret=True)
+    wanted = np.concatenate([values[1] for _, values in built])
+    ordered = layout.arranged(jnp.asarray(wanted), given[0]).reshape(found.shape)
+    np.testing.assert_allclose(found, ordered, rtol=2e-3, atol=6e-3 * np.abs(wanted).max())
 
 
 MOSAIC = [

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plt
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.ggml import KEPT as GGUF
 from kernels_pallas.layout import arranged
-from kernels_pallas.matmul_triton import _numbers, _operands, _weights
+from kernels_pallas.matmul_triton import numbers_of, operands, weights
 from tests.kernels_pallas.helpers import WIDTHS, random_blocks, random_matrix
 from tests.kernels_pallas.ptx import elementwise_inline_asm
 
@@ -43,12 +43,12 @@ def test_instructions_give_the_weights(name: str, monkeypatch: pytest.MonkeyPatc
     make = random_blocks if name in GGUF else random_matrix
     matrix, values = make(FORMATS[name], (16, 2048))
     expected = np.asarray(arranged(jnp.asarray(values), matrix))[:, 1]
-    words, *numbers = (Ref(operand) for operand in _operands(matrix))
+    words, *numbers = (Ref(operand) for operand in operands(matrix))
     outputs, superblock = pl.ds(0, 16), 1
     tiles = [words[0, outputs, superblock, t] for t in range(matrix.bits)]
-    known = _numbers(matrix, numbers, (jnp.int32(0), outputs, jnp.int32(superblock)), asm=True)
+    known = numbers_of(matrix, numbers, (jnp.int32(0), outputs, jnp.int32(superblock)), asm=True)
     places = set()
-    for place, w in _weights(matrix, tiles, known, numbers[-1], asm=True):
+    for place, w in weights(matrix, tiles, known, numbers[-1], asm=True):
         error = np.abs(np.asarray(w, np.float64) - expected[:, place])
         # A code of 0 gives a number that is rounded, a few times as large as the weights are.
         assert error.max() < 2**-9 * np.abs(expected).max(), place

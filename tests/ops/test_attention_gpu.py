@@ -174,7 +174,6 @@ def test_whole_texts(window: int | None) -> None:
         for kind in KINDS
     ],
 )
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_lowers_for_a_gpu(kind: str) -> None:
     """A decoding step; the decoded cache, of float32 or the queries' type, is nowhere in it."""
     cache = empty({"a": CacheShape(8, 128, 128)}, 256, parse_kind(kind))["a"]

@@ -132,7 +132,6 @@ def plain_product(
     matrices: Sequence[Packed],
     tiling: Tiling,
     *,
-    gated: bool,
     interpret: bool,
 ) -> tuple[Array, ...]:
     """In place of `kernels_pallas.matmul_triton.product`: words as they are, as if weights."""
@@ -146,7 +145,6 @@ def plain_product(
         return x @ weights[:, : x.shape[1]].T * factors[:, None]
 
     y = [product(matrix) for matrix in matrices]
-    y = [jax.nn.silu(y[0]) * y[1]] if gated else y
     share = jnp.arange(1, tiling.split + 1, dtype=jnp.float32)
     share = (share / jnp.sum(share))[:, None, None]
     return tuple(each[None] * share for each in y)

@@ -19,7 +19,6 @@ from jinfer.quant.ggml import KEPT
 from jinfer.quant.tensor import abstract, from_codes
 from tests.kernels_pallas.helpers import H200
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 SWITCH = "JINFER_NO_KERNELS"
 OTHERS = {"q4": QuantFormat("4"), "q3.5": QuantFormat("3.5")}
 FORMATS = {**KEPT, **OTHERS}

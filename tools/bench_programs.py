@@ -1,0 +1,270 @@
+"""Times jinfer's own programs on a GPU: `python -m tools.bench_programs [--formats q4 Q4_K ...]`.
+
+A model of Llama 3 8B's shape with random weights: decoding one and more sequences, and prompts.
+Beside each time its share of what the machine's memory and its tensor cores were measured to do,
+and with `--kernels` where it goes, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.commands.program import program
+from jinfer.engine.chosen import MAX_STEPS
+from jinfer.engine.programs import Programs, Shape, Sizes
+from jinfer.engine.state import State
+from jinfer.model import AbstractModel, build
+from jinfer.quant import parse_format
+from jinfer.quant.ggml import KEPT
+from jinfer.quant.tensor import abstract
+from jinfer.spec.files import families
+from jinfer.spec.resolve import Facts, resolve
+from jinfer.spec.values import Missing
+from jinfer.weights.storage import columns_here
+
+from .bench_kernels import copy_rate, matmul_rate
+from .command import run
+from .kernel_times import Kernels, kernels_of, lines
+
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+FORMATS = ("q4", "q3.5", "q8", "Q4_K", "bf16")
+TASKS = ("decode-1", "decode-16", "prompt-512")
+SLOTS = 16
+CONTEXT = 8192
+BLOCKS = 2048  # of the cache
+LENGTH = 1024  # tokens of sequences that decode
+_REPEATS = 5
+
+
+def llama(format: str, sizes: Mapping[str, Any] = LLAMA_3_8B) -> AbstractModel:
+    """A model of the Llama line as a GPU has it, without numbers."""
+
+    def lookup(key: str) -> Any:
+        if key not in sizes:
+            raise Missing(key)
+        return sizes[key]
+
+    path = families()["llama"]
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    model = build(resolve([table], str(path), Facts(lookup=lookup), {}), jnp.bfloat16)
+    if format == "bf16":
+        return model
+    kept = KEPT[format] if format in KEPT else parse_format(format)
+    parameters = tuple(
+        one if role == "plain" else abstract(one.shape, kept, columns_here(kept))
+        for one, role in zip(model.parameters, model.roles, strict=True)
+    )
+    return replace(model, parameters=parameters)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random(shape: tuple[int, ...], dtype: Any, key: Array) -> Array:
+    """Codes of any kind, and numbers with which activations stay in range."""
+    if dtype == jnp.uint32:
+        return jax.random.bits(key, shape, dtype)
+    if dtype == jnp.int8:
+        return jnp.full(shape, 20, dtype)
+    if dtype == jnp.float16:
+        return jnp.full(shape, 1e-3, dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * 0.02).astype(dtype)
+
+
+def random_leaves(programs: Programs) -> tuple[Array, ...]:
+    """What programs are given of a model with random weights."""
+    keys = jax.random.split(jax.random.key(0), len(programs.leaves))
+    return tuple(
+        _random(leaf.shape, leaf.dtype, key)
+        for leaf, key in zip(programs.leaves, keys, strict=True)
+    )
+
+
+def state_at(programs: Programs, length: int) -> State:
+    """All slots have a sequence of so many tokens and go on."""
+    state = programs.empty_state()
+    rows = state.lengths.shape[0]
+
+    def counts(value: int) -> Array:
+        return jnp.full((rows,), value, jnp.int32)
+
+    history = jax.random.randint(jax.random.key(4), state.history.shape, 0, programs.sizes.vocab)
+    return state._replace(
+        history=history.astype(jnp.int32),
+        lengths=counts(length),
+        prompts=counts(length),
+        limits=counts(programs.sizes.context),
+    )
+
+
+def scattered(programs: Programs) -> dict[str, Array]:
+    """Tables of all slots, whose blocks lie anywhere."""
+    order = jax.random.permutation(jax.random.key(3), BLOCKS).astype(jnp.int32)
+    share = BLOCKS // SLOTS
+    table = jnp.pad(order.reshape(SLOTS, share), ((0, 0), (0, programs.sizes.table - share)))
+    return {group: jnp.array(table) for group in programs.sizes.blocks}
+
+
+def compile_task(programs: Programs, task: str) -> Any:
+    """The program of a task."""
+    kind, count = task.split("-")
+    if kind == "decode":
+        shape = Shape("decode", int(count), stages=("temperature",))
+    else:
+        shape = Shape("logits", int(count), 1)
+    function, donated, arguments = programs._function(shape)
+    return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+
+
+def time_task(
+    programs: Programs, compiled: Any, leaves: tuple[Array, ...], task: str, *, kernels: bool
+) -> tuple[float, Kernels]:
+    """Seconds of a step or of a prompt, and where they go."""
+    kind, number = task.split("-")
+    count, steps = int(number), MAX_STEPS if kind == "decode" else 1
+    cache, state = programs.empty_cache(), state_at(programs, LENGTH)
+    every, tables = jnp.arange(count, dtype=jnp.int32), scattered(programs)
+    if kind == "decode":
+        given: tuple[Any, ...] = (every, tables, jnp.int32(steps), jnp.int32(0))
+    else:
+        given = (jnp.zeros_like(every), every, tables, jnp.full((1,), count - 1, jnp.int32))
+
+    def call() -> None:
+        nonlocal cache, state
+        if kind == "decode":
+            cache, state, out = compiled(leaves, cache, state, *given)
+        else:
+            cache, out, _ = compiled(leaves, cache, state, *given)
+        jax.block_until_ready(out)
+
+    call()
+    times = []
+    for _ in range(_REPEATS):
+        begun = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begun) / steps)
+    return statistics.median(times), kernels_of(call, steps) if kernels else {}
+
+
+def bytes_read(model: AbstractModel, task: str) -> int:
+    """Of weights that a step or a prompt reads, and of keys and values before it."""
+    kind, count = task.split("-")
+    weights = sum(
+        leaf.size * leaf.dtype.itemsize
+        for one, role in zip(model.parameters, model.roles, strict=True)
+        if role != "table"
+        for leaf in jax.tree.leaves(one)
+    )
+    each = sum(
+        2 * shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values()
+    )
+    return weights + (each * LENGTH * int(count) if kind == "decode" else 0)
+
+
+def operations(model: AbstractModel, task: str) -> int:
+    """Multiplications and additions of the products."""
+    kind, count = task.split("-")
+    total = 0
+    for one, role in zip(model.parameters, model.roles, strict=True):
+        if role in ("matrix", "head"):
+            rows = 1 if role == "head" and kind != "decode" else int(count)
+            total += 2 * rows * math.prod(one.shape)
+    return total
+
+
+def measure(formats: Sequence[str], tasks: Sequence[str], *, kernels: bool) -> dict[str, Any]:
+    """All figures; times in seconds, rates in bytes or operations a second."""
+    copied, multiplied = copy_rate(), matmul_rate()
+    device = jax.devices()[0].device_kind
+    print(f"{device}: copy {copied / 1e12:.2f} TB/s, bf16 {multiplied / 1e12:.0f} TFLOP/s")
+    print("format  task            ms  tokens/s  of copy  of matmul")
+    rows: list[dict[str, Any]] = []
+    for format in formats:
+        model = llama(format)
+        sizes = Sizes(SLOTS, CONTEXT, model.vocab, {"all": BLOCKS}, jnp.bfloat16)
+        programs = Programs(model, sizes)
+        leaves = random_leaves(programs)
+        with ThreadPoolExecutor() as pool:
+            compiled_tasks = list(pool.map(functools.partial(compile_task, programs), tasks))
+        for task, compiled in zip(tasks, compiled_tasks, strict=True):
+            took, found = time_task(programs, compiled, leaves, task, kernels=kernels)
+            tokens = int(task.split("-")[1]) / took
+            memory = bytes_read(model, task) / took / copied
+            work = operations(model, task) / took / multiplied
+            print(
+                f"{format:<7} {task:<11} {took * 1e3:8.3f} {tokens:9.0f} {memory:8.0%} {work:9.0%}",
+                flush=True,
+            )
+            for line in lines(found):
+                print(line, flush=True)
+            row = {"format": format, "task": task, "seconds": took, "of_copy": memory}
+            rows.append({**row, "of_matmul": work, "kernels": found})
+        del leaves
+    return {"device": device, "copy": copied, "matmul": multiplied, "programs": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    return run(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Times the programs of a model of Llama 3 8B's shape on a GPU.",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument(
+        "--tasks", nargs="+", type=_task, default=list(TASKS), help="decode-N and prompt-N"
+    )
+    parser.add_argument("--kernels", action="store_true", help="where the time goes")
+    return parser
+
+
+def _task(word: str) -> str:
+    if re.fullmatch(r"(decode|prompt)-[1-9]\d*", word) is None:
+        raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N or prompt-N")
+    return word
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.kernels:  # in command buffers the profiler may see no kernels
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
+    if jax.default_backend() != "gpu":
+        raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
+    result = measure(options.formats, options.tasks, kernels=options.kernels)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
