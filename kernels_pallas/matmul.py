@@ -15,7 +15,7 @@ from kernels_pallas.decoding import decode
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import rounded
 from kernels_pallas.rows import Operand, Prepared, alone, fits, prepare
-from kernels_pallas.tiling import LARGEST, SMALLEST, Tiling, choose
+from kernels_pallas.tiling import LARGEST, SMALLEST, Tiling, choose, tiles_of_rows
 from kernels_pallas.triton_style import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def matmul(
             )
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
-    index = jnp.zeros((1,), jnp.int32) if index is None else index
     if backend == "xla" or (backend == "mosaic" and x.shape[0] > matmul_mosaic.MOST_ROWS):
         return _epilogue(decoded(x, matrices, index), gated)
     results: list[Array | None] = [None] * len(matrices)
@@ -86,7 +85,7 @@ def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
 def _kernel(
     x: Array,
     matrices: Sequence[Packed],
-    index: Array,
+    index: Array | None,
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
@@ -120,7 +119,6 @@ def product_parts(
     Args:
         matrices: those that `shares` takes, and x was prepared for.
     """
-    index = jnp.zeros((1,), jnp.int32) if index is None else index
     results: list[Any] = [None] * len(matrices)
     for places in _groups(matrices):
         chosen = [matrices[i] for i in places]
@@ -139,7 +137,7 @@ def _tiling(rows: int, matrices: Sequence[Packed]) -> Tiling:
 def _parts(
     x: Prepared,
     matrices: Sequence[Packed],
-    index: Array,
+    index: Array | None,
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
@@ -150,18 +148,17 @@ def _parts(
     tiling = _tiling(rows, matrices)
     if backend == "mosaic":
         tiling = matmul_mosaic.fitted(tiling, rows)
-    first = jnp.arange(0, rows, tiling.rows, dtype=jnp.int32)
-    present = jnp.minimum(rows - first, tiling.rows)
-    which = jnp.stack([jnp.broadcast_to(index, first.shape), first, present])
+    which = None if index is None else tiles_of_rows(rows, tiling.rows, index)
     product = product_of(backend)
     return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))
 
 
 def _whole(
-    x: Prepared, matrices: Sequence[Packed], index: Array, interpret: bool
+    x: Prepared, matrices: Sequence[Packed], index: Array | None, interpret: bool
 ) -> tuple[Array, ...]:
     """A plain product with the decoded matrices, [1, rows, outputs] of each."""
     contracted = (((1,), (1,)), ((), ()))
+    index = jnp.zeros((1,), jnp.int32) if index is None else index
     weights = decode(matrices, index, interpret=interpret)
     flat = x.x.reshape(x.x.shape[0], -1)
     y = lax.dot_general(flat, weights, contracted, preferred_element_type=jnp.float32)
@@ -169,12 +166,13 @@ def _whole(
     return tuple((part * x.factors[:, None])[None] for part in jnp.split(y, ends, axis=1))
 
 
-def decoded(x: Array, matrices: Sequence[Packed], index: Array) -> tuple[Array, ...]:
+def decoded(x: Array, matrices: Sequence[Packed], index: Array | None) -> tuple[Array, ...]:
     """Products by plain XLA, with the chosen matrices decoded to fp16 in memory."""
     x16, factors = rounded(x)
     results = []
     for matrix in matrices:
-        chosen = at(matrix, index[0]) if matrix.words.ndim > 5 else matrix
+        stacked = matrix.words.ndim > 5
+        chosen = at(matrix, jnp.int32(0) if index is None else index[0]) if stacked else matrix
         contracted = (((1,), (1,)), ((), ()))
         weights = chosen.dequantize(jnp.float16)
         y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)

@@ -22,7 +22,7 @@ from kernels_pallas import mosaic, registers
 from kernels_pallas.assembly import assembled
 from kernels_pallas.layout import Packed
 from kernels_pallas.mosaic import plgpu
-from kernels_pallas.tiling import Tiling
+from kernels_pallas.tiling import Tiling, tiles_of_rows
 
 OUTPUTS = mosaic.ROWS  # of a tile
 MOST_ROWS = 128  # above, decoding all weights once and a plain product cost less
@@ -49,7 +49,7 @@ def fitted(tiling: Tiling, rows: int) -> Tiling:
 def product(
     x: Array,
     factors: Array,
-    which: Array,
+    which: Array | None,
     matrices: Sequence[Packed],
     tiling: Tiling,
     *,
@@ -57,6 +57,7 @@ def product(
 ) -> tuple[Array, ...]:
     """See `matmul_triton.product`."""
     rows = x.shape[0]
+    which = tiles_of_rows(rows, tiling.rows, jnp.int32(0)) if which is None else which
     first, present = which[1], which[2]
     place = jnp.arange(rows, dtype=jnp.int32)[:, None]
     mine = (place >= first[None]) & (place < (first + present)[None])

@@ -28,7 +28,7 @@ from kernels_pallas.triton_style import plt
 def product(
     x: Array,
     factors: Array,
-    which: Array,
+    which: Array | None,
     matrices: Sequence[Packed],
     tiling: Tiling,
     *,
@@ -40,7 +40,8 @@ def product(
         x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order.
         factors: float32 [rows]: what each row of the result is multiplied by.
         which: int32 [3, tiles]: the matrix of its stack that each tile of rows is for, the first of
-            its rows, and how many there are; only these are read and written.
+            its rows, and how many there are; only these are read and written. None: of all rows,
+            for the only matrix of each stack; no load then waits for this one.
         matrices: stacks that share x; each has at least `tiling.outputs` outputs.
 
     Returns:
@@ -50,6 +51,7 @@ def product(
     tiles = [-(-matrix.outputs // tiling.outputs) for matrix in matrices]
     shapes = [jax.ShapeDtypeStruct((tiling.split, rows, m.outputs), jnp.float32) for m in matrices]
     parts = [operands(matrix) for matrix in matrices]
+    row_tiles = -(-rows // tiling.rows) if which is None else which.shape[1]
     kernel = functools.partial(
         _kernel,
         matrices=matrices,
@@ -62,7 +64,7 @@ def product(
         pl.pallas_call(
             kernel,
             out_shape=shapes,
-            grid=(sum(tiles), which.shape[1], tiling.split),
+            grid=(sum(tiles), row_tiles, tiling.split),
             compiler_params=plt.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
             interpret=interpret,
             name="packed_product",
@@ -91,7 +93,11 @@ def _kernel(
     parts = [tuple(islice(given, count)) for count in counts]
     outs = tuple(given)
     tile, part = pl.program_id(0), pl.program_id(2)
-    index, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
+    if which_ref is None:
+        index, row = jnp.int32(0), pl.program_id(1) * tiling.rows
+        present = jnp.minimum(x_ref.shape[0] - row, tiling.rows)
+    else:
+        index, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
     rows, there = pl.ds(row, tiling.rows), lax.iota(jnp.int32, tiling.rows) < present
     begin = 0
     for number, count in enumerate(tiles):

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
@@ -67,3 +74,10 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
     fits = programs * split <= beside * MULTIPROCESSORS
     chains = 4 * _LEAST_ROWS // tile_rows  # of 16 rows each is two products
     return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains)
+
+
+def tiles_of_rows(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
+    """For all tiles of rows: which matrix of a stack, its first row, and how many there are."""
+    first = jnp.arange(0, rows, size, dtype=jnp.int32)
+    present = jnp.minimum(rows - first, size)
+    return jnp.stack([jnp.broadcast_to(index, first.shape), first, present])

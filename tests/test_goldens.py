@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -81,12 +82,15 @@ def values(name: str) -> dict[str, np.ndarray]:
     return expected(CAUSAL[name])
 
 
-def test_logits(llm: LLM, values: dict[str, np.ndarray]) -> None:
+def test_logits(name: str, llm: LLM, values: dict[str, np.ndarray]) -> None:
+    # A GPU's kernels round both factors of products with quantized matrices to fp16.
+    rounded = name == "gguf_llama_mixed" and jax.default_backend() == "gpu"
     *rows, long = llm.logits(prompts(values))
     compared = [(row, values["logits"][i][: len(row)]) for i, row in enumerate(rows)]
     for got, reference in [*compared, (long[3::4], values["long_logits"][0])]:
         assert got.dtype == np.float32
-        np.testing.assert_allclose(got, reference, rtol=0, atol=TOLERANCE)
+        tolerance = 250 * TOLERANCE if rounded else TOLERANCE
+        np.testing.assert_allclose(got, reference, rtol=0, atol=tolerance)
 
 
 def test_hidden_states(name: str, llm: LLM, values: dict[str, np.ndarray]) -> None:

@@ -53,7 +53,8 @@ def test_code(name: str) -> None:
     width = width.partition("_")[0] if width not in GGUF else width
     if kind in ("rows", "entering", "whole"):
         (code,) = codes
-        assert any("LDG.E.128" in op for op in code["counts"])
+        wide = "LDG.E.64" if name == "whole-q3.5" else "LDG.E.128"  # half as many columns
+        assert any(wide in op for op in code["counts"])
         return
     kernels = [code for code in codes if not code["name"].startswith(("merge", "prepare"))]
     parts = kind.endswith("attention") and rest[0] in ("128", "512", "alone")
