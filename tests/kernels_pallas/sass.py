@@ -115,10 +115,13 @@ def compile_target(target: Any, folder: Path) -> list[Code]:
     with jax.sharding.use_abstract_mesh(H200):
         compiled = jax.jit(target.function).trace(*args).lower().compile()
     weights = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args))
+    results = {leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(compiled.out_info)}
     copies = [
         line.strip()
         for line in compiled.as_text().splitlines()
-        if re.search(r"= \S+ (copy|dynamic-slice|fusion)\(", line) and _bytes(line) > weights // 16
+        if re.search(r"= \S+ (copy|dynamic-slice|fusion)\(", line)
+        and _bytes(line) > weights // 16
+        and _bytes(line) not in results
     ]
     return [
         _code(ptx, name[1], copies)

@@ -57,7 +57,10 @@ def test_code(name: str) -> None:
         assert any(wide in op for op in code["counts"])
         return
     kernels = [code for code in codes if not code["name"].startswith(("merge", "prepare"))]
-    parts = kind.endswith("attention") and rest[0] in ("128", "512", "alone")
+    # Of 256 numbers registers hold few rows only, so that long runs take no call of their own.
+    parts = (
+        kind.endswith("attention") and rest[0] in ("128", "512", "alone") and rest[1:] != ["256"]
+    )
     assert len(kernels) == (2 if parts else 1)
     for code in kernels:
         check(code, kind, width, rest)
