@@ -58,9 +58,8 @@ def test_code(name: str) -> None:
         return
     kernels = [code for code in codes if not code["name"].startswith(("merge", "prepare"))]
     # Of 256 numbers registers hold few rows only, so that long runs take no call of their own.
-    parts = (
-        kind.endswith("attention") and rest[0] in ("128", "512", "alone") and rest[1:] != ["256"]
-    )
+    long = rest[0] in ("128", "512", "alone") and rest[1:] != ["256"]
+    parts = kind.endswith("attention") and long
     assert len(kernels) == (2 if parts else 1)
     for code in kernels:
         check(code, kind, width, rest)
