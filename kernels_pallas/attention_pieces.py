@@ -83,9 +83,10 @@ class Shape(NamedTuple):
 def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
     """As much as registers and shared memory hold."""
     read = [keys] if values is None else [keys, values]
-    if any(part.tile_type == jnp.float32 for part in read):
-        return Tile(_FEW_ROWS, 32, 4)  # without tensor cores: more rows would cost as much more
     width = read[-1].padded
+    if any(part.tile_type == jnp.float32 for part in read):
+        # Without tensor cores: more rows would cost as much more.
+        return Tile(_FEW_ROWS, 32, 4 if width <= _WIDE // 2 else 8)
     warps = 4 if width <= _WIDE else 8
     # A split's sums, and those of the splits before it.
     fitting = 1 << max(0, (_SUMS * 32 * warps // (2 * width)).bit_length() - 1)

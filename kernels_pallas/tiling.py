@@ -72,8 +72,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
     loaded = tile * 128 * (bits + 1) + 2 * 1024 * tile_rows
     beside = _SHARED_MEMORY // (2 * loaded)
     fits = programs * split <= beside * MULTIPROCESSORS
-    chains = 4 * _LEAST_ROWS // tile_rows  # of 16 rows each is two products
-    return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains)
+    return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains=2)
 
 
 def tiles_of_rows(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
