@@ -256,31 +256,28 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
 def _merge_kernel(
     tokens: Tokens, sinks_ref: Any, sums_refs: Any, *outs: Any, static: Static, rows: int
 ) -> None:
-    outs_ref, highest_ref, total_ref = sums_refs
-    token = pl.program_id(0)
+    (outs_ref, highest_ref, total_ref), token = sums_refs, pl.program_id(0)
     head = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
     real = head < static.heads
     power, low, last, place = (
         part[token] for part in (tokens.power, tokens.low, tokens.last, tokens.place)
     )
     before = low >> power
-
     splits = jnp.where(last >= low, (last >> power) + 1 - before, 0)
 
     def of_split(i: Array) -> Sums:
         there = real & (i < splits)
         at = (place * static.splits + (before + i) % static.splits) * static.heads + head
-        outs = [_tile(outs_ref, at, span, there) for span in static.spans]
-        total = _at(total_ref, at, there, 0.0)
-        return Sums((*outs, total), _at(highest_ref, at, there, _NEVER))
+        tiles = (_tile(outs_ref, at, span, there) for span in static.spans)
+        return Sums((*tiles, _at(total_ref, at, there, 0)), _at(highest_ref, at, there, _NEVER))
 
     def step(i: Array, sums: Sums) -> Sums:
         # All loads before the first sum waits for one. A split that is not there changes no bit.
         some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
         return functools.reduce(_merged, some, sums)
 
-    turns = (splits + _AT_ONCE - 1) // _AT_ONCE
-    sums = lax.fori_loop(0, turns, step, _summed(_nothing(rows, static)))
+    nothing = _summed(_nothing(rows, static))
+    sums = lax.fori_loop(0, pl.cdiv(splits, _AT_ONCE), step, nothing)
     sinks = None if sinks_ref is None else _at(sinks_ref, head, real, 0.0)
     _store_results(outs, token * static.heads + head, static, sums, sinks, real)
 
