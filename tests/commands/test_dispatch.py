@@ -32,14 +32,17 @@ def test_every_command_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == alone * 2
     lines = dict(re.findall(r"^  (\w+) +(\S.*)$", alone, re.MULTILINE))
     assert set(lines) == {command.name.split()[0] for command in COMMANDS}
-    assert "cpu, engine, serve, speculate, linear, kernels, partition, models" in lines["bench"]
+    assert (
+        "cpu, engine, serve, speculate, linear, kernels, programs, partition, models"
+        in lines["bench"]
+    )
 
 
 @pytest.mark.parametrize("words", [["bench"], ["bench", "--help"], ["help", "bench"]])
 def test_a_group_lists_its_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     found = re.findall(r"^  bench (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert " ".join(found) == "cpu engine serve speculate linear kernels partition models"
+    assert " ".join(found) == "cpu engine serve speculate linear kernels programs partition models"
 
 
 def test_every_tool_is_a_command() -> None:
