@@ -23,7 +23,7 @@ KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
     {"shapes"},
     KERNELS,
-    {"guard", "records", "version"},
+    {"guard", "precision", "records", "version"},
     {"spec", "checkpoint", "tokenizer", "template", "quant"},
     {"ops"},
     {"nn"},

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jinfer.quant.vectors import zeros
 from kernels_pallas import Backend, Kept, Packed, Queries, Scores, attend, matmul
 from kernels_pallas.kept import TOKENS
 
-from .command import run
+from .command import check_places, run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default
@@ -236,12 +236,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check(options.json)
+    result = measure(options.widths, options.rows, options.backend, options.caches)
+    write(options.json, result)
+    return 0
+
+
+def check(file: Path | None) -> None:
+    """Raises `OSError` without a GPU, and `SourceError` where figures cannot be written."""
     if jax.default_backend() != "gpu":
         raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
-    result = measure(options.widths, options.rows, options.backend, options.caches)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    check_places(None if file is None else str(file))
+
+
+def write(file: Path | None, figures: Mapping[str, Any]) -> None:
+    """All figures as JSON, where a file was named."""
+    if file:
+        file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

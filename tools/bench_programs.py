@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import re
@@ -40,7 +39,7 @@ from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.values import Missing
 from jinfer.weights.storage import columns_here
 
-from .bench_kernels import copy_rate, matmul_rate
+from .bench_kernels import check, copy_rate, matmul_rate, write
 from .command import run
 from .kernel_times import Kernels, kernels_of, lines
 
@@ -249,8 +248,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _task(word: str) -> str:
-    if re.fullmatch(r"(decode|prompt)-[1-9]\d*", word) is None:
+    if (found := re.fullmatch(r"(decode|prompt)-([1-9]\d*)", word)) is None:
         raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N or prompt-N")
+    if int(found[2]) > (most := SLOTS if found[1] == "decode" else CONTEXT):
+        raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{most}")
     return word
 
 
@@ -258,11 +259,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.kernels:  # in command buffers the profiler may see no kernels
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
-    if jax.default_backend() != "gpu":
-        raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
+    check(options.json)
     result = measure(options.formats, options.tasks, kernels=options.kernels)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.json, result)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from jinfer.nn.norm import LayerNorm
 from jinfer.nn.parameter import parameter
-from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import Bias
+from jinfer.precision import precision_of
 from jinfer.shapes import Float, Int
 from jinfer.spec import blocks
 
@@ -63,8 +63,8 @@ class DisentangledBias(nnx.Module):
 
 
 def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows"]:
-    how: Any = {"precision": precision_of(x), "preferred_element_type": jnp.float32}
-    return jnp.einsum("bthd,rhd->bhtr", x, vectors, **how)
+    product = partial(jnp.einsum, "bthd,rhd->bhtr", precision=precision_of(x))
+    return product(x, vectors, preferred_element_type=jnp.float32)
 
 
 def rows_of_distances(block: blocks.Disentangled) -> Int[np.ndarray, " distances"]:

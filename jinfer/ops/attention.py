@@ -32,8 +32,8 @@ from jinfer.ops.attention_xla import (
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, LayerCache, Placement, Rows, write
 from jinfer.ops.entering import enter, enters
-from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import ScoreRules, changed, seen
+from jinfer.precision import precision_of
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.vectors import QuantizedVectors
 from jinfer.shapes import Float, Int

@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from jinfer.ops.attention_parts import Part
 from jinfer.ops.cache import LayerCache, Placement, Rows, write
-from jinfer.ops.precision import precision_of
 from jinfer.ops.score_rules import ScoreRules, changed, seen
+from jinfer.precision import precision_of
 from jinfer.quant.vectors import QuantizedVectors
 from jinfer.shapes import Bool, Float, Int
 

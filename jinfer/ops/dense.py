@@ -14,8 +14,8 @@ from jax import Array, lax
 from jinfer.cpu import dense as cpu
 from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend, interpreted
-from jinfer.ops.precision import precision_of
 from jinfer.ops.quantized import FUSED, pick
+from jinfer.precision import precision_of
 from jinfer.shapes import Float, Int
 
 _ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
@@ -152,8 +152,8 @@ def products_reference(
     for weight in weights:
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
-        exact = precision_of(both[0])
-        results.append(lax.dot_general(*both, contracted, exact, jnp.float32))
+        product = partial(lax.dot_general, precision=precision_of(both[0]))
+        results.append(product(*both, contracted, preferred_element_type=jnp.float32))
     return _activated(tuple(results), activation)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.quant.exact import product
+from jinfer.precision import product
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.tiles import by_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jinfer.quant.exact import product
+from jinfer.precision import product
 
 _WHOLE = 64  # rows of what is factored at once
 

@@ -8,7 +8,7 @@ import pytest
 from jinfer.ops.backend import target
 from tools import bench_programs
 from tools.bench_programs import LLAMA_3_8B, bytes_read, llama, operations
-from tools.kernel_times import lines
+from tools.kernel_times import kernels_of, lines
 
 TINY = {
     **LLAMA_3_8B,
@@ -24,7 +24,7 @@ TINY = {
 def test_says_what_it_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if jax.default_backend() == "gpu":
+    if on_gpu():
         pytest.skip("there is one")
     monkeypatch.setenv("XLA_FLAGS", "")
     assert bench_programs.main(["--kernels"]) == 2
@@ -32,6 +32,17 @@ def test_says_what_it_needs(
     with pytest.raises(SystemExit):
         bench_programs.main(["--tasks", "decode"])
     assert "'decode' is none; give decode-N or prompt-N" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_programs.main(["--tasks", "decode-17"])
+    assert "'decode-17' is too many; give at most decode-16" in capsys.readouterr().err
+
+
+def test_a_place_that_is_none_is_told_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert bench_programs.main(["--json", "/no/such/figures.json"]) == 2
+    assert capsys.readouterr().err.startswith("error: /no/such/figures.json: there is no folder")
 
 
 def test_what_programs_must_read_and_compute() -> None:
@@ -66,3 +77,8 @@ def test_kernels_are_listed() -> None:
         "9.0 us 6.0 kernels in all",
     ]
     assert list(lines({})) == []
+    assert kernels_of(lambda: jax.block_until_ready(jax.numpy.arange(3))) == {} or on_gpu()
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"

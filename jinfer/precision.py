@@ -6,6 +6,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
+def precision_of(x: Array) -> lax.Precision | None:
+    """For products of x, of whatever type."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
 def product(a: Array, b: Array) -> Array:
     """a @ b."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(a, b, precision=precision_of(a))
