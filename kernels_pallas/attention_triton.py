@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.attention_pieces import Launch
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.kept import TOKENS, Kept, load
 from kernels_pallas.triton_style import plt
 
@@ -116,8 +117,7 @@ def attend_pieces(
     count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
     width = sum(numbers for _, numbers in static.spans)
     result = [jax.ShapeDtypeStruct((count * static.heads, width), dtype)]
-    if static.partial:
-        result += 2 * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
+    result += 2 * int(static.partial) * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
     lines = launch.tokens * static.splits * static.heads
     per_line = jax.ShapeDtypeStruct((lines,), jnp.float32)
     sums = [jax.ShapeDtypeStruct((lines, width), jnp.float32), per_line, per_line]
@@ -160,13 +160,13 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     launch, tile = static.launch, static.launch.tile
     heads, kv_heads = static.heads, static.keys.data.shape[1]
     group, count = heads // kv_heads, given.tokens.rows.shape[0]
-    head, part = pl.program_id(1), pl.program_id(2)
-    first = given.firsts[pl.program_id(0) // launch.tiles]
+    piece, head, part = first_program_id(asm=static.asm), pl.program_id(1), pl.program_id(2)
+    first = given.firsts[piece // launch.tiles]
     known = jnp.minimum(first, count - 1)
     sequence, power = given.tokens.rows[known], given.tokens.power[known]
 
     # The tile's rows: heads of a token, then those of the next one of the same run.
-    row = pl.program_id(0) % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
+    row = piece % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
     token = jnp.minimum(first + row // group, count - 1)
     inside = (row < launch.most * group) & (first + row // group < count)
     inside &= _at(given.tokens.rows, token, inside, -1) == sequence
@@ -256,7 +256,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
 def _merge_kernel(
     tokens: Tokens, sinks_ref: Any, sums_refs: Any, *outs: Any, static: Static, rows: int
 ) -> None:
-    (outs_ref, highest_ref, total_ref), token = sums_refs, pl.program_id(0)
+    (outs_ref, highest_ref, total_ref), token = sums_refs, first_program_id(asm=static.asm)
     head = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
     real = head < static.heads
     power, low, last, place = (

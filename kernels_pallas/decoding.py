@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul_triton import numbers_of, operands, weights
 from kernels_pallas.triton_style import plt
@@ -66,7 +67,7 @@ def _kernel(
 ) -> None:
     *given, out_ref = refs
     left = iter(given)
-    index, tile, superblock = index_ref[0], pl.program_id(0), pl.program_id(1)
+    tile, superblock, index = first_program_id(asm=asm), pl.program_id(1), index_ref[0]
     ends = list(accumulate(tiles))
     above = [0, *accumulate(matrix.outputs for matrix in matrices)]
     for matrix, count, end, size, row in zip(matrices, operands, ends, tiles, above, strict=False):

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.rows import Compute, Form, Operand, Reductions, read_row
 from kernels_pallas.triton_style import plt
 
@@ -142,7 +143,7 @@ def _kernel(
     interpret: bool,
 ) -> None:
     out_ref, *pools = refs[-3:]
-    token, number = pl.program_id(0), pl.program_id(1)
+    token, number = first_program_id(asm=not interpret), pl.program_id(1)
     begin, first = 0, 0
     for index, part in enumerate(parts):
         end = begin + len(part.forms) + (2 if part.pairs else 0)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.experts import tiles_of
 from kernels_pallas.triton_style import plt
 
@@ -54,7 +55,7 @@ def dense_expert_matmul(
     tile = min(_OUTPUTS, 1 << (outputs.bit_length() - 1))
     which = tiles_of(offsets, rows, size)
     return pl.pallas_call(
-        functools.partial(_kernel, size=size, tile=tile, step=_step(matrices)),
+        functools.partial(_kernel, size=size, tile=tile, step=_step(matrices), asm=not interpret),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
         grid=(-(-outputs // tile), which.shape[1]),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
@@ -70,12 +71,21 @@ def _step(matrices: Array) -> int:
 
 
 def _kernel(
-    which_ref: Any, x_ref: Any, matrices_ref: Any, out_ref: Any, *, size: int, tile: int, step: int
+    which_ref: Any,
+    x_ref: Any,
+    matrices_ref: Any,
+    out_ref: Any,
+    *,
+    size: int,
+    tile: int,
+    step: int,
+    asm: bool,
 ) -> None:
+    column = first_program_id(asm=asm)
     expert, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
     outputs, inputs = matrices_ref.shape[1:]
     # The last tile begins earlier where outputs do not divide.
-    start = jnp.minimum(pl.program_id(0) * tile, outputs - tile)
+    start = jnp.minimum(column * tile, outputs - tile)
     same = x_ref.dtype == matrices_ref.dtype
 
     @pl.when(present > 0)

@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas import codebook, registers
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.layout import CODES, Packed
 from kernels_pallas.tiling import Tiling
 from kernels_pallas.triton_style import plt
@@ -38,7 +39,8 @@ def product(
 
     Args:
         x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order.
-        factors: float32 [rows]: what each row of the result is multiplied by.
+        factors: float32 [rows]: what each row of the result is multiplied by; or [rows,
+            superblocks]: what each superblock's share of it is.
         which: int32 [3, tiles]: the matrix of its stack that each tile of rows is for, the first of
             its rows, and how many there are; only these are read and written. None: of all rows,
             for the only matrix of each stack; no load then waits for this one.
@@ -92,7 +94,7 @@ def _kernel(
     given = iter(refs)
     parts = [tuple(islice(given, count)) for count in counts]
     outs = tuple(given)
-    tile, part = pl.program_id(0), pl.program_id(2)
+    tile, part = first_program_id(asm=asm), pl.program_id(2)
     if which_ref is None:
         index, row = jnp.int32(0), pl.program_id(1) * tiling.rows
         present = jnp.minimum(x_ref.shape[0] - row, tiling.rows)
@@ -106,16 +108,16 @@ def _kernel(
         def compute(number: int = number, begin: int = begin, first: int = first) -> None:
             # The last tile of a matrix begins earlier where outputs do not divide.
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
-            total = _accumulate(
-                x_ref,
-                matrices[number],
-                parts[number],
-                (index, pl.ds(start, tiling.outputs), rows, present, part),
-                tiling,
-                asm,
-            )
-            factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))[None, :]
-            result = (total * factors).T
+            where = (index, pl.ds(start, tiling.outputs), rows, present, part)
+            if len(factors_ref.shape) == 1:
+                factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))
+                total = _accumulate(x_ref, matrices[number], parts[number], where, tiling, asm)
+                total *= factors[None, :]
+            else:
+                total = _accumulate(
+                    x_ref, matrices[number], parts[number], where, tiling, asm, factors_ref
+                )
+            result = total.T
             to = outs[number].at[part, rows, pl.ds(start, tiling.outputs)]
             plt.store(to, result, mask=jnp.broadcast_to(there[:, None], result.shape))
 
@@ -133,18 +135,24 @@ def _accumulate(
     where: tuple[Array, Any, Any, Array, Array],
     tiling: Tiling,
     asm: bool,
+    factors_ref: Any = None,
 ) -> Array:
-    """The sum [outputs, rows] of a tile, over a part of the superblocks."""
+    """The sum [outputs, rows] of a tile, over a part of the superblocks.
+
+    Args:
+        factors_ref: float32 [rows, superblocks]: what each superblock's share is multiplied by.
+    """
     index, outputs, rows, present, part = where
     words_ref, *number_refs = refs
     superblocks = packed.superblocks
     each = -(-superblocks // tiling.split)
+    none = (jnp.zeros((tiling.outputs, tiling.rows), jnp.float32),) * tiling.chains
     # Rows that are not there cost no traffic; x would otherwise be read as often as the weights.
     there = lax.broadcasted_iota(jnp.int32, (tiling.rows, 2 * packed.columns), 0) < present
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         superblock = part * each + i
-        chains = list(sums)
+        chains = list(sums if factors_ref is None else none)
         words = [words_ref[index, outputs, superblock, t, :] for t in range(packed.bits)]
         numbers = numbers_of(packed, number_refs, (index, outputs, superblock), asm)
         slices = weights(packed, words, numbers, number_refs[-1], asm)
@@ -152,14 +160,19 @@ def _accumulate(
             at = x_ref.at[rows, superblock, jnp.int32(number), :]
             piece = plt.load(at, mask=there, other=np.float16(0))
             chains[turn % tiling.chains] += plt.dot(w, piece, trans_b=True)
-        return tuple(chains)
+        if factors_ref is None:
+            return tuple(chains)
+        real = lax.iota(jnp.int32, tiling.rows) < present
+        at = factors_ref.at[rows, superblock]
+        factors = plt.load(at, mask=real, other=np.float32(0))
+        return (sums[0] + functools.reduce(jnp.add, chains) * factors[None, :],)
 
     if superblocks % tiling.split == 0:
         count: Any = each
     else:
         count = jnp.clip(superblocks - part * each, 0, each)
-    zeros = jnp.zeros((tiling.outputs, tiling.rows), jnp.float32)
-    return functools.reduce(jnp.add, lax.fori_loop(0, count, step, (zeros,) * tiling.chains))
+    sums = lax.fori_loop(0, count, step, none if factors_ref is None else none[:1])
+    return functools.reduce(jnp.add, sums)
 
 
 def weights(

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.dependents import first_program_id
 from kernels_pallas.layout import Packed, arranged
 from kernels_pallas.rounding import power_of, rounded
 from kernels_pallas.triton_style import plt
@@ -60,7 +61,8 @@ class Prepared(NamedTuple):
 
     Attributes:
         x: float16 [rows, superblocks, 16 p, 2 G].
-        factors: float32 [rows]: what each row was divided by.
+        factors: float32 [rows], or [rows, superblocks]: what each row, or each superblock of it,
+            was divided by.
     """
 
     x: Any
@@ -84,6 +86,7 @@ def prepare(
     like: Packed,
     extra: Sequence[Any] = (),
     *,
+    apart: bool = False,
     interpret: bool = False,
 ) -> tuple[Prepared, tuple[Array, ...]]:
     """Computes rows, rounds them to fp16, each by its own power of two, and arranges them.
@@ -93,12 +96,13 @@ def prepare(
         rows: of the result.
         like: a matrix that x is multiplied with; `fits(like.inputs)`.
         extra: types of what else is wanted.
+        apart: each superblock has a program, and a power of two, of its own; nothing is reduced.
 
     Returns:
         x, and what else is wanted: [rows, width] each.
     """
     width, superblocks = like.inputs, like.superblocks
-    tile = _tile(width)
+    tile, programs = (_SUPERBLOCK, superblocks) if apart else (_tile(width), 1)
     kernel = functools.partial(
         _kernel,
         operands=tuple(Form.of(operand) for operand in operands),
@@ -110,25 +114,26 @@ def prepare(
     )
     shapes = [
         jax.ShapeDtypeStruct((rows * superblocks * _SUPERBLOCK,), jnp.float16),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((rows * programs,), jnp.float32),
         *(jax.ShapeDtypeStruct((rows * width,), dtype) for dtype in extra),
     ]
     warps = max(4, min(16, tile // 512))
     x, factors, *others = pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=(rows,),
+        grid=(rows, programs),
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="prepare_rows",
     )(*(operand.array.reshape(-1) for operand in operands))
     x = x.reshape(rows, superblocks, like.per_code * 16, 2 * like.columns)
+    factors = factors.reshape(rows, superblocks) if apart else factors
     return Prepared(x, factors), tuple(other.reshape(rows, width) for other in others)
 
 
 def prepare_reference(
-    operands: Sequence[Operand], compute: Compute, rows: int, like: Packed
-) -> tuple[Float[Array, "rows superblocks slices places"], Float[Array, " rows"], Sequence[Array]]:
+    operands: Sequence[Operand], compute: Compute, rows: int, like: Packed, *, apart: bool = False
+) -> tuple[Float[Array, "rows superblocks slices places"], Array, Sequence[Array]]:
     """The same in XLA's operations."""
     shapes = {"full": (rows, -1), "row": (rows, 1), "vector": (1, -1), "one": (1, 1)}
 
@@ -144,8 +149,14 @@ def prepare_reference(
 
     reductions = Reductions(*(functools.partial(reduced, one) for one in (jnp.sum, jnp.max)))
     x, *others = compute([value(operand) for operand in operands], reductions)
-    x16, factors = rounded(jnp.broadcast_to(x, full))
-    return arranged(x16, like), factors, [jnp.broadcast_to(other, full) for other in others]
+    x, others = jnp.broadcast_to(x, full), [jnp.broadcast_to(other, full) for other in others]
+    if not apart:
+        x16, factors = rounded(x)
+        return arranged(x16, like), factors, others
+    padded = jnp.pad(x, ((0, 0), (0, like.padded_inputs - like.inputs)))
+    x16, factors = rounded(padded.reshape(-1, _SUPERBLOCK))
+    x16 = x16.reshape(rows, -1)[:, : like.inputs]
+    return arranged(x16, like), factors.reshape(rows, -1), others
 
 
 class Form(NamedTuple):
@@ -193,9 +204,10 @@ def _kernel(
     tile: int,
     interpret: bool,
 ) -> None:
-    row, width = pl.program_id(0), like.inputs
+    row, width = first_program_id(asm=not interpret), like.inputs
+    part, parts = pl.program_id(1), pl.num_programs(1)
     x_ref, factors_ref, *others = refs[len(operands) :]
-    place = lax.iota(jnp.int32, tile)
+    place = part * tile + lax.iota(jnp.int32, tile)
     inside = place < width
 
     def whole(x: Array) -> Array:
@@ -214,7 +226,7 @@ def _kernel(
     x, *wanted = compute(values, reductions)
     x = jnp.where(inside, whole(x), np.float32(0))
     factor = power_of(jnp.max(jnp.abs(x)))
-    factors_ref[row] = factor
+    factors_ref[row * parts + part] = factor
     p, g = like.per_code, like.columns
     x16 = (x / factor).astype(jnp.float16).reshape(-1, p, g, 8, 2, 2)
     x16 = x16.transpose(0, 1, 3, 5, 2, 4).reshape(tile)

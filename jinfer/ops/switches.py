@@ -3,7 +3,7 @@
 import os
 from typing import Literal, get_args
 
-type Kernels = Literal["products", "attention", "experts"]
+type Kernels = Literal["products", "attention", "experts", "sampling"]
 
 OFF = "JINFER_NO_KERNELS"
 _KNOWN: tuple[Kernels, ...] = get_args(Kernels.__value__)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import choosing
+from jinfer.ops.backend import backend
 from jinfer.ops.greatest import argmax
 from jinfer.sampling import penalties, truncation
 from jinfer.sampling.chance import noise
@@ -111,9 +112,7 @@ def _allowed(
     if mask is None or masked is None:
         return logits
     obey = masked[slots]
-    return lax.cond(
-        jnp.any(obey), lambda x: penalties.masked(x, mask, slots, obey), lambda x: x, logits
-    )
+    return _if_some(obey, lambda: penalties.masked(logits, mask, slots, obey), lambda: logits)
 
 
 def _drawn(
@@ -125,17 +124,27 @@ def _drawn(
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
     left = filtered(logits, sampler, progress, past, stages)
-    tokens = lax.cond(
-        jnp.any(sampler.whole("draws") > 0),
+    tokens = _if_some(
+        sampler.whole("draws") > 0,
         lambda: argmax(noisy(left, sampler, progress)),
         lambda: argmax(left),
     )
-    mu = lax.cond(
-        jnp.any(sampler.whole("mirostat") > 0),
+    mu = _if_some(
+        sampler.whole("mirostat") > 0,
         lambda: adapted(sampler, progress.mu, _at(left, tokens)),
         lambda: progress.mu,
     )
     return tokens, mu
+
+
+def _if_some(
+    rows: Bool[Array, " rows"], all_rows: Callable[[], Array], otherwise: Callable[[], Array]
+) -> Array:
+    """What some rows need, which the others do not notice; without such rows, the same for less."""
+    if backend() == "gpu":
+        # Its host decides which it is to be, for which it waits longer than this takes.
+        return all_rows()
+    return lax.cond(jnp.any(rows), all_rows, otherwise)
 
 
 def filtered(

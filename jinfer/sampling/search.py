@@ -2,6 +2,7 @@
 
 A threshold is found by bisection over the bits of the numbers, which needs 32 sums over the
 vocabulary: on XLA:CPU a sort of 49k logits takes 5 to 27 ms, as long as a small model's whole step.
+On a GPU kernels do it, four bits at once (`kernels_pallas.thresholds`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.ops import thresholds
 from jinfer.shapes import Bool, Float, Int, UInt
 
 _LEAST_MASS = 1e-30
@@ -22,9 +24,13 @@ def greatest(
     """Which numbers are among the `count` greatest, whatever equals the last of them included."""
     order = ordered_bits(x)
     count = jnp.clip(count, 1, x.shape[-1])
-    least = largest(
-        lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count, count.shape
-    )
+    if thresholds.available():
+        least = thresholds.least(order, jnp.ones_like(x), count.astype(x.dtype))
+    else:
+        least = largest(
+            lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count,
+            count.shape,
+        )
     return order >= least[:, None]
 
 
@@ -40,6 +46,8 @@ def heaviest(
     order = ordered_bits(x)
     # Without a bound a tiny mass would keep not even the first.
     mass = jnp.maximum(mass, _LEAST_MASS)
+    if thresholds.available():
+        return order >= thresholds.least(order, weights, mass)[:, None]
 
     def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
         return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass

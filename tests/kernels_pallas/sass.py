@@ -37,7 +37,8 @@ device_description_str: "NVIDIA H200"
 
 
 # The names of kernels, which something may follow.
-KERNELS = r"\w*packed_product|decode_matrices|dense_experts|prepare_rows|enter_cache|\w+_attention"
+KERNELS = r"\w*packed_product|decode_matrices|dense_experts|prepare_rows|enter_cache"
+KERNELS += r"|\w+_attention|find_digit"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Code:
         registers, spilled: registers of a thread, and bytes that did not fit into them.
         loop: instructions of its longest loop, or of all where there is none.
         counts: of the loop's instructions by name.
+        early: whether it lets the next kernel begin, and not before it has waited for the last one.
         copies: operations of the program around it that copy or convert an array.
     """
 
@@ -57,6 +59,7 @@ class Code:
     spilled: int
     loop: int
     counts: dict[str, int]
+    early: bool
     copies: list[str]
 
 
@@ -148,7 +151,8 @@ def _code(ptx: Path, name: str, copies: list[str]) -> Code:
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     (registers,) = re.findall(r"Used (\d+) registers", log)
     counts = Counter(name_of(text) for text in loop)
-    return Code(name, int(registers), spilled, len(loop), dict(counts), copies)
+    early = re.search(r"\bACQBULK\b.*\bPREEXIT\b", listing, re.DOTALL) is not None
+    return Code(name, int(registers), spilled, len(loop), dict(counts), early, copies)
 
 
 def _bytes(line: str) -> int:

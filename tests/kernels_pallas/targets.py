@@ -21,6 +21,7 @@ from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul
 from kernels_pallas.rows import Operand, alone, prepare
+from kernels_pallas.thresholds import least
 from kernels_pallas.triton_style import Backend
 
 Shape = jax.ShapeDtypeStruct
@@ -146,6 +147,12 @@ def rows(kind: str, width: Width, count: int = 1) -> Target:
     return Target(f"rows-q{width}-{kind}", function, args)
 
 
+def thresholds(vocab: int) -> Target:
+    """What a share of the probability leaves of a vocabulary."""
+    args = tuple(Shape((2, vocab), kind) for kind in (jnp.uint32, jnp.float32))
+    return Target(f"thresholds-f32-{vocab}", least, (*args, Shape((2,), jnp.float32)))
+
+
 def entering(count: int, adjacent: bool = False) -> Target:
     """Queries, keys and values of new tokens from a product's parts, rotated and written."""
     parts = [Shape((4, 16, heads * 128), jnp.float32) for heads in (32, 8, 8)]
@@ -252,6 +259,7 @@ def compiled_targets() -> list[Target]:
         *(dense_experts(rows) for rows in (8, 8192)),
         rows("norm", "4"),
         rows("gate", "3.5"),
+        thresholds(128_256),
         entering(1),
         entering(16, adjacent=True),
         *(attention(kind) for kind in (*PLAIN, *FORMATS)),

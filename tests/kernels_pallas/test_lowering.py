@@ -20,6 +20,7 @@ from tests.kernels_pallas.targets import (
     one,
     rows,
     several,
+    thresholds,
     whole,
 )
 
@@ -40,6 +41,7 @@ SOME = [
     dense_experts(8),
     rows("norm", "3.5", 3),
     rows("gate", "4"),
+    thresholds(3000),
     entering(2, adjacent=True),
     *(attention(kind) for kind in ("bf16", "q3.5")),
     attention("bf16", dim=96, softcap=30.0, name="softcap"),

@@ -49,9 +49,13 @@ def test_code(name: str) -> None:
     codes: list[dict[str, Any]] = json.loads(out.splitlines()[-1])[name]
     assert all(code["spilled"] == 0 for code in codes)
     kind, width, *rest = name.split("-")
+    assert kind.startswith("mosaic") or all(code["early"] for code in codes)
     # Here pools are not given away, so they are copied once; `test_programs` has them in place.
     assert kind == "entering" or all(code["copies"] == [] for code in codes)
     width = width.partition("_")[0] if width not in GGUF else width
+    if kind == "thresholds":
+        assert sum("LDG.E.128" in code["counts"] for code in codes) == len(codes) - 1
+        return
     if kind in ("rows", "entering", "whole"):
         (code,) = codes
         wide = "LDG.E.64" if name == "whole-q3.5" else "LDG.E.128"  # half as many columns

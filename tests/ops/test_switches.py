@@ -14,8 +14,8 @@ from jinfer.ops.switches import SwitchError
     [
         ("", set()),
         ("0", set()),
-        ("1", {"products", "attention", "experts"}),
-        ("all", {"products", "attention", "experts"}),
+        ("1", {"products", "attention", "experts", "sampling"}),
+        ("all", {"products", "attention", "experts", "sampling"}),
         ("attention", {"attention"}),
         ("products, experts", {"products", "experts"}),
     ],
@@ -36,7 +36,7 @@ def test_unknown_words_are_said_before_anything_is_read(monkeypatch: pytest.Monk
     assert SwitchError in USER_ERRORS
     with pytest.raises(SwitchError) as caught:
         LLM("nothing")
-    known = "products, attention, experts"
+    known = "products, attention, experts, sampling"
     assert str(caught.value) == (
         f"JINFER_NO_KERNELS: there are no kernels 'norms'; give 1, all, or some of {known}"
     )

@@ -13,12 +13,13 @@ from numpy.testing import assert_allclose
 from jinfer.cpu import build
 from jinfer.cpu.instructions import Isa
 from jinfer.ops import choosing
+from jinfer.ops.backend import target
 from jinfer.sampling.history import History
 from jinfer.sampling.names import SAMPLERS
 from jinfer.sampling.order import PLAIN, chain, is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler
-from jinfer.sampling.sampler import sample
+from jinfer.sampling.sampler import filtered, sample
 from tests.cpu.helpers import isas
 from tests.sampling.batches import FILTER, SAMPLE, Batch, Jitted, batch, params
 
@@ -209,6 +210,7 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
     assert isinstance(row.sampler, Sampler)
 
 
+ON_A_GPU = Jitted(sample), Jitted(filtered)
 KINDS = ["plain", "ties", "forbidden", "flat", "huge"]
 
 
@@ -251,3 +253,17 @@ def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) 
     assert_allclose(progress.mu, wanted_mu, rtol=1e-5, atol=1e-4)
     assert np.array_equal(left > -np.inf, wanted > -np.inf)
     assert_allclose(left, wanted, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_with_its_kernels_chooses_what_xla_chooses(kind: str, both_ways: str) -> None:
+    if both_ways == "call":
+        pytest.skip("once is enough")
+    rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
+    x, (wanted_tokens, wanted_mu, wanted) = jnp.asarray(logits_of_kind(kind)), by_xla(kind)
+    with target("gpu", interpret=True):
+        tokens, progress = ON_A_GPU[0](x, *rows)
+        left = np.asarray(ON_A_GPU[1](x, rows.sampler, rows.progress, rows.past))
+    assert np.array_equal(tokens, wanted_tokens)
+    assert_allclose(progress.mu, wanted_mu, rtol=1e-5, atol=1e-4)
+    assert np.array_equal(left, wanted)
