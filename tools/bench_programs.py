@@ -1,6 +1,7 @@
 """Times jinfer's own programs on a GPU: `python -m tools.bench_programs [--formats q4 Q4_K ...]`.
 
-A model of Llama 3 8B's shape with random weights: decoding one and more sequences, and prompts.
+A model of Llama 3 8B's shape with random weights: decoding one and more sequences, greedily or as
+most requests do (temperature and top_p), and prompts.
 Beside each time its share of what the machine's memory and its tensor cores were measured to do,
 and with `--kernels` where it goes, kernel by kernel.
 """
@@ -34,6 +35,9 @@ from jinfer.model import AbstractModel, build
 from jinfer.quant import parse_format
 from jinfer.quant.ggml import KEPT
 from jinfer.quant.tensor import abstract
+from jinfer.sampling.order import stage_sets
+from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.rows import sampler_row
 from jinfer.spec.files import families
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.values import Missing
@@ -55,7 +59,9 @@ LLAMA_3_8B = {
     "rope_theta": 500000.0,
 }
 FORMATS = ("q4", "q3.5", "q8", "Q4_K", "bf16")
-TASKS = ("decode-1", "decode-16", "prompt-512")
+TASKS = ("decode-1", "decode-16", "sampled-1", "prompt-512")
+DRAWN = SamplingParams(temperature=0.7, top_p=0.9, seed=0)
+GREEDY = SamplingParams(temperature=0.0)
 SLOTS = 16
 CONTEXT = 8192
 BLOCKS = 2048  # of the cache
@@ -105,10 +111,12 @@ def random_leaves(programs: Programs) -> tuple[Array, ...]:
     )
 
 
-def state_at(programs: Programs, length: int) -> State:
-    """All slots have a sequence of so many tokens and go on."""
+def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
+    """All slots have a sequence of so many tokens and go on, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
+    one = sampler_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
+    sampler = jax.tree.map(lambda each: jnp.repeat(jnp.asarray(each), rows, axis=0), one)
 
     def counts(value: int) -> Array:
         return jnp.full((rows,), value, jnp.int32)
@@ -119,6 +127,7 @@ def state_at(programs: Programs, length: int) -> State:
         lengths=counts(length),
         prompts=counts(length),
         limits=counts(programs.sizes.context),
+        sampler=sampler,
     )
 
 
@@ -133,8 +142,8 @@ def scattered(programs: Programs) -> dict[str, Array]:
 def compile_task(programs: Programs, task: str) -> Any:
     """The program of a task."""
     kind, count = task.split("-")
-    if kind == "decode":
-        shape = Shape("decode", int(count), stages=("temperature",))
+    if kind != "prompt":
+        shape = Shape("decode", int(count), stages=stage_sets()[0])
     else:
         shape = Shape("logits", int(count), 1)
     function, donated, arguments = programs._function(shape)
@@ -146,20 +155,22 @@ def time_task(
 ) -> tuple[float, Kernels]:
     """Seconds of a step or of a prompt, and where they go."""
     kind, number = task.split("-")
-    count, steps = int(number), MAX_STEPS if kind == "decode" else 1
-    cache, state = programs.empty_cache(), state_at(programs, LENGTH)
+    count, steps = int(number), 1 if kind == "prompt" else MAX_STEPS
+    state = state_at(programs, LENGTH, sampled=kind == "sampled")
+    cache = programs.empty_cache()
     every, tables = jnp.arange(count, dtype=jnp.int32), scattered(programs)
-    if kind == "decode":
-        given: tuple[Any, ...] = (every, tables, jnp.int32(steps), jnp.int32(0))
+    if kind == "prompt":
+        last = jnp.full((1,), count - 1, jnp.int32)
+        given: tuple[Any, ...] = (jnp.zeros_like(every), every, tables, last)
     else:
-        given = (jnp.zeros_like(every), every, tables, jnp.full((1,), count - 1, jnp.int32))
+        given = (every, tables, jnp.int32(steps), jnp.int32(0))
 
     def call() -> None:
         nonlocal cache, state
-        if kind == "decode":
-            cache, state, out = compiled(leaves, cache, state, *given)
-        else:
+        if kind == "prompt":
             cache, out, _ = compiled(leaves, cache, state, *given)
+        else:
+            cache, state, out = compiled(leaves, cache, state, *given)
         jax.block_until_ready(out)
 
     call()
@@ -183,7 +194,7 @@ def bytes_read(model: AbstractModel, task: str) -> int:
     each = sum(
         2 * shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values()
     )
-    return weights + (each * LENGTH * int(count) if kind == "decode" else 0)
+    return weights + (0 if kind == "prompt" else each * LENGTH * int(count))
 
 
 def operations(model: AbstractModel, task: str) -> int:
@@ -192,7 +203,7 @@ def operations(model: AbstractModel, task: str) -> int:
     total = 0
     for one, role in zip(model.parameters, model.roles, strict=True):
         if role in ("matrix", "head"):
-            rows = 1 if role == "head" and kind != "decode" else int(count)
+            rows = 1 if role == "head" and kind == "prompt" else int(count)
             total += 2 * rows * math.prod(one.shape)
     return total
 
@@ -241,16 +252,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument(
-        "--tasks", nargs="+", type=_task, default=list(TASKS), help="decode-N and prompt-N"
+        "--tasks",
+        nargs="+",
+        type=_task,
+        default=list(TASKS),
+        help="decode-N, sampled-N and prompt-N",
     )
     parser.add_argument("--kernels", action="store_true", help="where the time goes")
     return parser
 
 
 def _task(word: str) -> str:
-    if (found := re.fullmatch(r"(decode|prompt)-([1-9]\d*)", word)) is None:
-        raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N or prompt-N")
-    if int(found[2]) > (most := SLOTS if found[1] == "decode" else CONTEXT):
+    if (found := re.fullmatch(r"(decode|sampled|prompt)-([1-9]\d*)", word)) is None:
+        raise argparse.ArgumentTypeError(f"{word!r} is none; give decode-N, sampled-N or prompt-N")
+    if int(found[2]) > (most := CONTEXT if found[1] == "prompt" else SLOTS):
         raise argparse.ArgumentTypeError(f"{word!r} is too many; give at most {found[1]}-{most}")
     return word
 

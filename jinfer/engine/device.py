@@ -19,7 +19,8 @@ from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.records import dataclass, field
 
-# Tokens of flat batches; the largest is `prefill_chunk`.
+# Tokens of flat batches; the largest is `prefill_chunk`, before it 512, 1,024 and so on.
+_LARGE = 512
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
 # Those of steps that only continue sequences, and of the ends of prompts.
 FEW: tuple[int, ...] = (1, 4, 8)
@@ -161,4 +162,5 @@ def padded_length(tokens: int) -> int:
 def flat_sizes(chunk: int, mixed: int, slots: int) -> tuple[int, ...]:
     """Sizes of flat batches, rising; the largest has room for a chunk, a mixed step, all slots."""
     most = max(chunk, mixed, slots + 1)
-    return (*(size for size in (*FEW, *SIZES) if size < most), most)
+    doubled = (_LARGE << n for n in range(most.bit_length()))
+    return (*(size for size in (*FEW, *SIZES, *doubled) if size < most), most)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jinfer.engine.blocks import BlockManager, BlockPool
+from jinfer.engine.device import flat_sizes
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.engine.scheduler import Plan, Running, Scheduler, shares
 from jinfer.ops.cache import BLOCK
@@ -303,3 +304,10 @@ def test_steps_are_not_mostly_padding() -> None:
     assert s.filling(250) == 250
     assert s.filling(5) == 5, "two steps cost more than three rows"
     assert s.filling(40, decoding=30) == 40, "of 32 rows two would be left"
+
+
+def test_sizes_of_batches_are_doubled_up_to_a_chunk() -> None:
+    usual = flat_sizes(512, 96, 8)
+    assert usual[-1] == 512
+    assert flat_sizes(2000, 96, 8) == (*usual, 1024, 2000)
+    assert flat_sizes(20, 17, 40)[-1] == 41

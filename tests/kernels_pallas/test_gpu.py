@@ -15,12 +15,15 @@ from jax import Array
 from jinfer.ops.attention import _route, extend
 from jinfer.ops.cache import LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
-from jinfer.quant.format import QuantFormat
+from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.ggml import KEPT as GGUF
 from jinfer.quant.kind import PLAIN
+from jinfer.sampling.search import heaviest
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.experts_dense import dense_expert_matmul
-from kernels_pallas.matmul import matmul
+from kernels_pallas.layout import Packed
+from kernels_pallas.matmul import matmul, product_parts
+from kernels_pallas.rows import Operand, alone, prepare
 from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import (
     KINDS,
@@ -53,6 +56,33 @@ def test_every_format_and_number_of_rows(format: QuantFormat) -> None:
         x = random_rows(rows, 3000)
         (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
         assert_near(y, x, values[1])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_long_rows_are_prepared_in_superblocks(width: Width) -> None:
+    matrix, values = random_matrix(QuantFormat(width), (1, 1000, 9000))
+
+    @jax.jit
+    def product_of(x: Array, matrix: Packed) -> Array:
+        given, _ = prepare([Operand(x, "full")], alone, x.shape[0], matrix, apart=True)
+        return jnp.sum(product_parts(given, [matrix])[0], axis=0)
+
+    for rows in (1, 5, 16):
+        x = random_rows(rows, 9000)
+        assert_near(product_of(jnp.asarray(x), matrix), x, values[0])
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_thresholds_of_a_vocabulary(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 128_256)).astype(np.float32) * 5
+    weights = rng.integers(0, 8, x.shape).astype(np.float32)
+    mass = np.floor(weights.sum(axis=1) * 0.3)
+    kept = jax.jit(lambda *given: heaviest(*given))(*map(jnp.asarray, (x, weights, mass)))
+    for row in range(rows):
+        descending = np.argsort(-x[row], kind="stable")
+        last = np.searchsorted(np.cumsum(weights[row, descending]), mass[row])
+        assert np.array_equal(kept[row], x[row] >= x[row, descending[last]])
 
 
 @pytest.mark.parametrize("name", GGUF)

@@ -31,7 +31,7 @@ def test_says_what_it_needs(
     assert capsys.readouterr().err == "error: this needs a GPU; JAX found cpu\n"
     with pytest.raises(SystemExit):
         bench_programs.main(["--tasks", "decode"])
-    assert "'decode' is none; give decode-N or prompt-N" in capsys.readouterr().err
+    assert "'decode' is none; give decode-N, sampled-N or prompt-N" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench_programs.main(["--tasks", "decode-17"])
     assert "'decode-17' is too many; give at most decode-16" in capsys.readouterr().err
@@ -63,10 +63,11 @@ def test_programs_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_programs, "BLOCKS", 512)
     for rate in ("copy_rate", "matmul_rate"):
         monkeypatch.setattr(bench_programs, rate, lambda: 1e9)
-    found = bench_programs.measure(["q4"], ["decode-2", "prompt-64"], kernels=False)
-    assert [row["task"] for row in found["programs"]] == ["decode-2", "prompt-64"]
+    tasks = ["decode-2", "sampled-2", "prompt-64"]
+    found = bench_programs.measure(["q4"], tasks, kernels=False)
+    assert [row["task"] for row in found["programs"]] == tasks
     assert all(row["seconds"] > 0 and row["of_copy"] > 0 for row in found["programs"])
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 def test_kernels_are_listed() -> None:
