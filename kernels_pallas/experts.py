@@ -83,7 +83,8 @@ def expert_matmul(
         bits=max(matrix.bits for matrix in matrices),
     )
     if backend == "mosaic":
-        tiling = matmul_mosaic.fitted(tiling, -(-rows // count))
+        bits = max(matrix.bits for matrix in matrices)
+        tiling = matmul_mosaic.fitted(tiling, -(-rows // count), bits)
     if backend == "xla" or not all(computes(backend, each) for each in matrices):
         return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)

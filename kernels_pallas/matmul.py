@@ -147,7 +147,8 @@ def _parts(
         return _whole(x, matrices, index, interpret)
     tiling = _tiling(rows, matrices)
     if backend == "mosaic":
-        tiling = matmul_mosaic.fitted(tiling, rows)
+        bits = max(matrix.bits for matrix in matrices)
+        tiling = matmul_mosaic.fitted(tiling, rows, bits)
     which = None if index is None else tiles_of_rows(rows, tiling.rows, index)
     product = product_of(backend)
     return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))

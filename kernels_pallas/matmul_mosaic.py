@@ -27,6 +27,7 @@ from kernels_pallas.tiling import Tiling, tiles_of_rows
 OUTPUTS = mosaic.ROWS  # of a tile
 MOST_ROWS = 128  # above, decoding all weights once and a plain product cost less
 _LEAST_ROWS, _TILE_ROWS = 8, 32  # of x in a tile
+_MANY_BITS = 6
 _ALIGNED = 8  # outputs: the rows of a tile in shared memory that lie together
 
 
@@ -36,13 +37,14 @@ def takes(matrix: Packed) -> bool:
     return plain and matrix.outputs >= OUTPUTS and matrix.outputs % _ALIGNED == 0
 
 
-def fitted(tiling: Tiling, rows: int) -> Tiling:
+def fitted(tiling: Tiling, rows: int, bits: int) -> Tiling:
     """The same cut with tiles of this kernel.
 
     Args:
         rows: of x that meet one matrix.
+        bits: of the widest code: two superblocks of many leave shared memory for fewer rows.
     """
-    size = min(tiling.rows, _TILE_ROWS)
+    size = min(tiling.rows, _TILE_ROWS if bits < _MANY_BITS else _TILE_ROWS // 2)
     return replace(tiling, outputs=OUTPUTS, rows=_LEAST_ROWS if rows <= _LEAST_ROWS else size)
 
 

@@ -33,6 +33,7 @@ SOME = [
     one(QuantFormat("4"), 64),
     *(of_gguf(name, 1) for name in OF_GGUF),
     *(one(QuantFormat(width), 1, "mosaic") for width in ("3.5", "8")),
+    *(one(QuantFormat(width), 64, "mosaic") for width in ("5", "8")),  # fits into shared memory
     several("4"),
     whole("q3.5"),
     gated("3.5"),
