@@ -4,7 +4,8 @@ From Hopper on a kernel can be launched before the one it waits for has ended (p
 dependent launch, CUDA C++ Programming Guide): its programs take their places and wait in front of
 their first instruction, where XLA has put `griddepcontrol.wait`, until all of the other's results
 can be seen. Without being asked a kernel lets the next one begin when its programs end; asked for
-at their start, the microsecond or so that a launch takes is gone.
+at their start, the microsecond or so that a launch takes is gone. They ask after having waited
+themselves, so that whoever begins early finds all but the results of this kernel done.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas.triton_style import plt
 
 _HOPPER = 90  # compute capability
-_BEGIN = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+# Waits once more, in case that XLA ever has it done later than first of all.
+_BEGIN = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
 
 def first_program_id(*, asm: bool) -> Any:
