@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import Array
 
 from jinfer.quant import pack
 from jinfer.quant.format import QuantFormat, Width
 from kernels_pallas import layout, registers
 from kernels_pallas.decoding import decode
-from kernels_pallas.matmul import KERNEL_ROWS, matmul
+from kernels_pallas.matmul import KERNEL_ROWS, matmul, product_parts
+from kernels_pallas.rows import Operand, alone, prepare
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
@@ -82,6 +84,23 @@ def test_odd_shapes(width: Width, rows: int, outputs: int, inputs: int) -> None:
     (y,) = interpret(jnp.asarray(x), [matrix])
     # In a row of two weights nearly all of a base's rounding can be left.
     assert_near(y, x, values, 4e-3)
+
+
+@pytest.mark.parametrize("width", ["4", "3.5"])
+def test_each_superblock_of_x_has_a_power_of_two(width: Width) -> None:
+    matrix, values = random_matrix(QuantFormat(width), (1, 20, 2100))
+    x = random_rows(3, 2100)
+    x[:, 1024:2048] *= 1e-6  # nothing of it were left in fp16 beside the others
+
+    @jax.jit
+    def parts(x: Array) -> Array:
+        given, _ = prepare([Operand(x, "full")], alone, 3, matrix, apart=True, interpret=True)
+        return jnp.concatenate(product_parts(given, [matrix], interpret=True)[0])
+
+    each = parts(jnp.asarray(x)).reshape(3, 3, 20)
+    for n in range(3):
+        inputs = slice(1024 * n, 1024 * (n + 1))
+        assert_near(each[n], x[:, inputs], values[0][:, inputs])
 
 
 def test_matrices_of_a_stack_that_share_x() -> None:

@@ -26,7 +26,9 @@ from kernels_pallas import matmul_triton
 from kernels_pallas.layout import Packed
 from kernels_pallas.tiling import Tiling
 
-MATMUL = import_module("kernels_pallas.matmul")
+MATMUL, ROWS, PREPARED = map(
+    import_module, ("kernels_pallas.matmul", "kernels_pallas.rows", "jinfer.ops.prepared")
+)
 HEADS, KV_HEADS, DIM = 4, 2, 64
 SIZE, WIDE = HEADS * DIM, 600
 
@@ -142,7 +144,8 @@ def plain_product(
     def product(matrix: Packed) -> Array:
         numbers = matrix.half_words()[0].reshape(matrix.outputs, -1).astype(jnp.float32)
         weights = jnp.tile(numbers / 2.0**20 - 2.0**-5, (1, -(-x.shape[1] // numbers.shape[1])))
-        return x @ weights[:, : x.shape[1]].T * factors[:, None]
+        # A power of two of its own has at most the only superblock.
+        return x @ weights[:, : x.shape[1]].T * factors.reshape(x.shape[0], 1)
 
     y = [product(matrix) for matrix in matrices]
     share = jnp.arange(1, tiling.split + 1, dtype=jnp.float32)
@@ -155,6 +158,25 @@ def plain_product(
 def test_layers(layer: Callable[..., Array], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, dtype = (1, jnp.bfloat16) if layer in (before, after) else (5, jnp.float32)
     check_layer(layer, rows, dtype, monkeypatch)
+
+
+@pytest.mark.usefixtures("_plain_products")
+def test_rows_that_nothing_reduces_are_prepared_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARED, "_LONG", 1)  # superblocks
+    monkeypatch.setattr(ROWS, "prepare", noting := Noting(ROWS.prepare))
+    check_layer(before, 5, jnp.float32, monkeypatch)
+    assert noting.apart == [False, True, False, True] * (len(noting.apart) // 4)
+
+
+class Noting:
+    """A function that is called, and how."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.apart = function, list[bool]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.apart.append(kwargs["apart"])
+        return self.function(*args, **kwargs)
 
 
 @pytest.mark.soak
