@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas import codebook, registers
 from kernels_pallas.dependents import first_program_id
 from kernels_pallas.layout import CODES, Packed
-from kernels_pallas.tiling import Tiling
+from kernels_pallas.tiling import SMALL_ROWS, Tiling
 from kernels_pallas.triton_style import plt
 
 
@@ -110,9 +110,11 @@ def _kernel(
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
             where = (index, pl.ds(start, tiling.outputs), rows, present, part)
             if len(factors_ref.shape) == 1:
-                factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))
+                load = functools.partial(plt.load, factors_ref.at[rows], mask=there)
+                # Registers hold those of few rows meanwhile.
+                ahead = load(other=np.float32(0)) if tiling.rows <= SMALL_ROWS else None
                 total = _accumulate(x_ref, matrices[number], parts[number], where, tiling, asm)
-                total *= factors[None, :]
+                total *= (load(other=np.float32(0)) if ahead is None else ahead)[None, :]
             else:
                 total = _accumulate(
                     x_ref, matrices[number], parts[number], where, tiling, asm, factors_ref

@@ -15,7 +15,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
 LARGEST = 128
 _LEAST_ROWS = 8  # of x in a tile: what tensor cores take at least
-_SMALL_ROWS = 16  # for which a tile has few outputs
+SMALL_ROWS = 16  # for which a tile has few outputs
 _FEW_ROWS = 32  # for which superblocks are loaded ahead
 _SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor that programs can have
 
@@ -57,7 +57,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
         bits: of the widest code; many words leave registers for fewer rows.
     """
     tile_rows = min(128 if bits < 6 else 64, max(_LEAST_ROWS, 1 << (rows - 1).bit_length()))
-    small, few = tile_rows <= _SMALL_ROWS, tile_rows <= _FEW_ROWS
+    small, few = tile_rows <= SMALL_ROWS, tile_rows <= _FEW_ROWS
     widest = 32 if small else 64 if few else LARGEST
     tile = min(widest, 1 << (smallest.bit_length() - 1))
     programs = -(-outputs // tile) * -(-rows // tile_rows)
