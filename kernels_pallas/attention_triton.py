@@ -117,7 +117,8 @@ def attend_pieces(
     count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
     width = sum(numbers for _, numbers in static.spans)
     result = [jax.ShapeDtypeStruct((count * static.heads, width), dtype)]
-    result += 2 * int(static.partial) * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
+    if static.partial:
+        result += 2 * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
     lines = launch.tokens * static.splits * static.heads
     per_line = jax.ShapeDtypeStruct((lines,), jnp.float32)
     sums = [jax.ShapeDtypeStruct((lines, width), jnp.float32), per_line, per_line]
@@ -392,8 +393,7 @@ def _at(ref: Any, index: Array, mask: Array, other: float) -> Array:
 
 
 def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
-    exact = False if a.dtype == jnp.float32 else None
-    return plt.dot(a, b, trans_b=trans_b, allow_tf32=exact)
+    return plt.dot(a, b, trans_b=trans_b, allow_tf32=False if a.dtype == jnp.float32 else None)
 
 
 def _tanh(x: Array) -> Array:

@@ -83,8 +83,7 @@ def expert_matmul(
         bits=max(matrix.bits for matrix in matrices),
     )
     if backend == "mosaic":
-        bits = max(matrix.bits for matrix in matrices)
-        tiling = matmul_mosaic.fitted(tiling, -(-rows // count), bits)
+        tiling = matmul_mosaic.fitted(tiling, -(-rows // count), matrices)
     if backend == "xla" or not all(computes(backend, each) for each in matrices):
         return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
     x16, factors = rounded(x)

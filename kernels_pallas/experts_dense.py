@@ -81,11 +81,11 @@ def _kernel(
     step: int,
     asm: bool,
 ) -> None:
-    column = first_program_id(asm=asm)
+    number = first_program_id(asm=asm)
     expert, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
     outputs, inputs = matrices_ref.shape[1:]
     # The last tile begins earlier where outputs do not divide.
-    start = jnp.minimum(column * tile, outputs - tile)
+    start = jnp.minimum(number * tile, outputs - tile)
     same = x_ref.dtype == matrices_ref.dtype
 
     @pl.when(present > 0)

@@ -147,8 +147,7 @@ def _parts(
         return _whole(x, matrices, index, interpret)
     tiling = _tiling(rows, matrices)
     if backend == "mosaic":
-        bits = max(matrix.bits for matrix in matrices)
-        tiling = matmul_mosaic.fitted(tiling, rows, bits)
+        tiling = matmul_mosaic.fitted(tiling, rows, matrices)
     which = None if index is None else tiles_of_rows(rows, tiling.rows, index)
     product = product_of(backend)
     return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))

@@ -27,7 +27,7 @@ from kernels_pallas.tiling import Tiling, tiles_of_rows
 OUTPUTS = mosaic.ROWS  # of a tile
 MOST_ROWS = 128  # above, decoding all weights once and a plain product cost less
 _LEAST_ROWS, _TILE_ROWS = 8, 32  # of x in a tile
-_MANY_BITS = 6
+_MANY_BITS = 6  # of a code
 _ALIGNED = 8  # outputs: the rows of a tile in shared memory that lie together
 
 
@@ -37,14 +37,15 @@ def takes(matrix: Packed) -> bool:
     return plain and matrix.outputs >= OUTPUTS and matrix.outputs % _ALIGNED == 0
 
 
-def fitted(tiling: Tiling, rows: int, bits: int) -> Tiling:
+def fitted(tiling: Tiling, rows: int, matrices: Sequence[Packed]) -> Tiling:
     """The same cut with tiles of this kernel.
 
     Args:
         rows: of x that meet one matrix.
-        bits: of the widest code: two superblocks of many leave shared memory for fewer rows.
+        matrices: two superblocks of wide codes leave shared memory for fewer rows.
     """
-    size = min(tiling.rows, _TILE_ROWS if bits < _MANY_BITS else _TILE_ROWS // 2)
+    wide = max(matrix.bits for matrix in matrices) >= _MANY_BITS
+    size = min(tiling.rows, _TILE_ROWS // 2 if wide else _TILE_ROWS)
     return replace(tiling, outputs=OUTPUTS, rows=_LEAST_ROWS if rows <= _LEAST_ROWS else size)
 
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas import codebook, registers
 from kernels_pallas.dependents import first_program_id
 from kernels_pallas.layout import CODES, Packed
-from kernels_pallas.tiling import SMALL_ROWS, Tiling
+from kernels_pallas.tiling import Tiling
 from kernels_pallas.triton_style import plt
 
 
@@ -109,16 +109,12 @@ def _kernel(
             # The last tile of a matrix begins earlier where outputs do not divide.
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
             where = (index, pl.ds(start, tiling.outputs), rows, present, part)
-            if len(factors_ref.shape) == 1:
-                load = functools.partial(plt.load, factors_ref.at[rows], mask=there)
-                # Registers hold those of few rows meanwhile.
-                ahead = load(other=np.float32(0)) if tiling.rows <= SMALL_ROWS else None
-                total = _accumulate(x_ref, matrices[number], parts[number], where, tiling, asm)
-                total *= (load(other=np.float32(0)) if ahead is None else ahead)[None, :]
-            else:
-                total = _accumulate(
-                    x_ref, matrices[number], parts[number], where, tiling, asm, factors_ref
-                )
+            of_row = len(factors_ref.shape) == 1
+            inside = None if of_row else factors_ref
+            total = _accumulate(x_ref, matrices[number], parts[number], where, tiling, asm, inside)
+            if of_row:
+                factors = plt.load(factors_ref.at[rows], mask=there, other=np.float32(0))
+                total *= factors[None, :]
             result = total.T
             to = outs[number].at[part, rows, pl.ds(start, tiling.outputs)]
             plt.store(to, result, mask=jnp.broadcast_to(there[:, None], result.shape))
@@ -137,12 +133,13 @@ def _accumulate(
     where: tuple[Array, Any, Any, Array, Array],
     tiling: Tiling,
     asm: bool,
-    factors_ref: Any = None,
+    factors_ref: Any,
 ) -> Array:
     """The sum [outputs, rows] of a tile, over a part of the superblocks.
 
     Args:
-        factors_ref: float32 [rows, superblocks]: what each superblock's share is multiplied by.
+        factors_ref: float32 [rows, superblocks]: what each superblock's share is multiplied by;
+            None: the sum is not multiplied here.
     """
     index, outputs, rows, present, part = where
     words_ref, *number_refs = refs

@@ -19,9 +19,9 @@ from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.records import dataclass, field
 
-# Tokens of flat batches; the largest is `prefill_chunk`, before it 512, 1,024 and so on.
-_LARGE = 512
+# Tokens of flat batches; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
+_LARGE = 512  # from here on doubled
 # Those of steps that only continue sequences, and of the ends of prompts.
 FEW: tuple[int, ...] = (1, 4, 8)
 

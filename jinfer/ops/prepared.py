@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from kernels_pallas.rows import Compute, Prepared, Reductions
 
 _MOST = 24  # operands of a kernel
-# Superblocks of long rows are computed apart: a program takes 5 us for 14 of them, 1.5 for 4. Tiles
-# of more rows than these have no registers for a sum of a superblock besides that of the row.
-_LONG, _FEW_ROWS = 8, 16
+# Superblocks of a long row: computed apart, as one program takes 5 us for 14 of them, 1.5 for 4.
+_LONG = 8
 
 
 def prepared[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -132,6 +131,7 @@ class _Evaluation:
     def _prepare(self, x: Slot, matrices: Sequence[Any], *, interpret: bool) -> Prepared:
         """The rows of x for these matrices, once for all products that read them."""
         from kernels_pallas.rows import prepare
+        from kernels_pallas.tiling import SMALL_ROWS
 
         rows, width = x.aval.shape
         key = self._root(x), (matrices[0].per_code, matrices[0].superblocks)
@@ -144,14 +144,15 @@ class _Evaluation:
             self._value(x)
             cone.add(x)
         wanted = [slot for slot in cone.inside if self._is_wanted(slot, cone)]
-        few = rows <= _FEW_ROWS and matrices[0].superblocks >= _LONG
+        # Tiles of more rows have no registers for a superblock's sum beside that of the row.
+        apart = rows <= SMALL_ROWS and matrices[0].superblocks >= _LONG
         given, others = prepare(
             cone.operands(),
             cone.compute([x, *wanted]),
             rows,
             matrices[0],
             [slot.aval.dtype for slot in wanted],
-            apart=few and not any(operation.name in REDUCE for operation in cone.operations),
+            apart=apart and not any(operation.name in REDUCE for operation in cone.operations),
             interpret=interpret,
         )
         for slot, other in zip(wanted, others, strict=True):

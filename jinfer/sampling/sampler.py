@@ -2,7 +2,8 @@
 
 Every row goes through stages of its own, in its own order. A row's result depends on its logits,
 parameters, progress and history alone, to the bit. On CPUs a custom call chooses; XLA's operations,
-its reference, compute what only some rows need only if there are such rows.
+its reference, compute what only some rows need only if there are such rows; on a GPU some of it
+always.
 """
 
 from __future__ import annotations
