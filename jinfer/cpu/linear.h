@@ -44,6 +44,11 @@ struct Matrix {
 // In tiles a row has the same numbers one kind after the other: int8 codes[columns][32], float
 // scales[columns], int32 sums[parts][columns].
 //
+// For codes of 16 bits a record holds whole numbers of 14, one digit that does for all:
+//
+//   int16 codes[16][G][2]    word s of each column side by side
+//   float scales[G]
+//
 // A row may have several digits, the first of which counts most: each is a row of its own to the
 // kernels, whose scales are kBase (linear_kernels.h) times those of the next one, and their products
 // are added up.
@@ -54,12 +59,14 @@ struct Form {
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
   int digits;
   bool tiles;       // as LinearKernels::tile_rows says
+  bool wide;        // for codes of 16 bits
 
   bool operator==(const Form& o) const {
     return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
-           digits == o.digits && tiles == o.tiles;
+           digits == o.digits && tiles == o.tiles && wide == o.wide;
   }
-  int64_t column_bytes() const { return 36 + 4 * parts; }
+  static constexpr int64_t wide_bytes() { return 68; }  // of a column
+  int64_t column_bytes() const { return wide ? wide_bytes() : 36 + 4 * parts; }
   int64_t digit_bytes() const {
     const int64_t bytes = columns * column_bytes();
     return tiles ? (bytes + 63) / 64 * 64 : bytes;
@@ -90,7 +97,9 @@ struct LinearKernels {
 };
 
 // Whether a matrix can be multiplied in tiles: its codes less that of 0 are signed bytes.
-inline bool fits_tiles(const Matrix& m) { return m.affine() || m.bits < 8 || m.zero == 128; }
+inline bool fits_tiles(const Matrix& m) {
+  return m.bits <= 8 && (m.affine() || m.bits < 8 || m.zero == 128);
+}
 
 const LinearKernels& linear_portable();
 const LinearKernels& linear_avx2();

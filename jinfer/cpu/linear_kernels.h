@@ -9,6 +9,7 @@
 
 #include "gate.h"
 #include "linear_panel.h"
+#include "linear_wide.h"
 
 namespace {
 
@@ -253,6 +254,7 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
   const int64_t groups_of_tile = matrix.R / plan.rows;
   begin *= groups_of_tile;
   end *= groups_of_tile;
+  if (x.form.wide) return multiply_wide(plan, x, rows, begin, end, y, stride, scratch);
   if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
   with_columns(matrix.G, [&](auto g) {
     multiply_groups<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
@@ -283,29 +285,51 @@ struct Whole {
   }
 };
 
+// A column's activations as whole numbers up to `limit`, and what one of them is worth. A block with a
+// number that is not finite becomes NaN; one below 1e-30 becomes 0.
+Whole round_column(const float* x, int64_t inputs, int64_t column, float limit, float& scale) {
+  const int64_t left = inputs - column * 32;
+  const float* from = x + column * 32;
+  alignas(64) float padded[32];
+  if (left < 32) {
+    std::memset(padded, 0, sizeof padded);
+    if (left > 0) std::memcpy(padded, from, left * sizeof(float));
+    from = padded;
+  }
+  const uint32_t bits = Vector::magnitude(from);
+  float most;
+  std::memcpy(&most, &bits, 4);
+  const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
+  scale = finite ? (some ? most / limit : 0.0f) : NAN;
+  Whole whole = {};
+  for (int i = 0; some && i < 32 / L; ++i)
+    whole.v[i] =
+        Vector::rounded(Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
+  return whole;
+}
+
+void prepare_wide(const float* x, int64_t inputs, const Form& form, char* row) {
+  constexpr int g = kWideColumns;
+  for (int64_t column = 0; column < form.columns; ++column) {
+    char* to = row + column / g * g * form.column_bytes();
+    const int64_t lane = column % g;
+    float scale;
+    const Whole whole = round_column(x, inputs, column, kWideLimit, scale);
+    alignas(64) int16_t codes[32];
+    Vector::to_halves(whole.v, codes);
+    for (int s = 0; s < 16; ++s) std::memcpy(to + 4 * (s * g + lane), codes + 2 * s, 4);
+    std::memcpy(to + 64 * g + 4 * lane, &scale, 4);
+  }
+}
+
 void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
+  if (form.wide) return prepare_wide(x, inputs, form, row);
   const int g = form.group;
   const int64_t record = g * form.column_bytes(), digit_bytes = form.digit_bytes();
   for (int64_t column = 0; column < form.columns; ++column) {
-    const int64_t lane = column % g, left = inputs - column * 32;
-    const float* from = x + column * 32;
-    alignas(64) float padded[32];
-    if (left < 32) {
-      std::memset(padded, 0, sizeof padded);
-      if (left > 0) std::memcpy(padded, from, left * sizeof(float));
-      from = padded;
-    }
-    // A block with a number that is not finite becomes NaN; one below 1e-30 becomes 0.
-    const uint32_t bits = Vector::magnitude(from);
-    float most;
-    std::memcpy(&most, &bits, 4);
-    const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
-    const float limit = largest(form.digits);
-    float scale = finite ? (some ? most / limit : 0.0f) : NAN;
-    Whole whole = {};
-    for (int i = 0; some && i < 32 / L; ++i)
-      whole.v[i] = Vector::rounded(
-          Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
+    const int64_t lane = column % g;
+    float scale;
+    Whole whole = round_column(x, inputs, column, largest(form.digits), scale);
     for (int digit = form.digits - 1; digit >= 0; --digit, scale *= kBase) {
       alignas(64) int8_t codes[32];
       int32_t total[2];

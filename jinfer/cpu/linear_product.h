@@ -42,6 +42,8 @@ inline ffi::Error invalid(const std::string& what) {
 // Whether the fields of a tensor are those of a format there are kernels for.
 inline bool is_format(const int64_t* field, size_t codebook) {
   const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
+  if (bits == 16)
+    return field[kHalves] == 1 && block == 64 && numbers == 1 && !field[kSteps] && !field[kCodebook];
   return bits >= 2 && bits <= (field[kSteps] ? 6 : 8) && field[kHalves] == (bits == 7 ? 2 : 1) &&
          (block == 32 || (field[kSteps] ? block == 16 : block == 64 || block == 128)) &&
          (numbers == 1 || numbers == 2) &&
@@ -111,9 +113,10 @@ constexpr int kMostDigits = 3;
 
 // `rows`: that a matrix is multiplied with, on average.
 inline Form form_of(const Matrix& m, int digits, int64_t rows) {
+  if (m.bits == 16) return {m.columns(), m.G, 0, 1, 1, false, true};
   const int64_t tile_rows = linear_kernels().tile_rows;
   const bool tiles = tile_rows && rows * digits >= tile_rows && fits_tiles(m);
-  return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, tiles};
+  return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, tiles, false};
 }
 
 // The tiles of one tensor for one segment.

@@ -1,4 +1,4 @@
-// GGUF's blocks as tiles of words and numbers, without loss: what `jinfer/quant/ggml.py` says of
+// GGUF's blocks as tiles of words and numbers, without loss, and plain numbers nearly so: what `jinfer/quant/ggml.py` says of
 // each type, and does with NumPy where there is no library. A plain function, which Python calls
 // without its lock, as a start waits for this.
 #include <cstdint>
@@ -242,10 +242,78 @@ void repack_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& t
   }
 }
 
+// Plain numbers of 16 bits as whole numbers of blocks of 64: `whole_numbers` in jinfer/quant/wide.py.
+struct Half {
+  static constexpr uint16_t infinite = 0x7c00;
+  // The magnitude: exact, as a power of two is all that the bits lack.
+  static float widened(uint16_t bits) {
+    const uint32_t shifted = (bits & 0x7fffu) << 13;
+    float value;
+    std::memcpy(&value, &shifted, 4);
+    return value * 5.192296858534828e33f;  // 2^112
+  }
+};
+struct Bfloat {
+  static constexpr uint16_t infinite = 0x7f80;
+  static float widened(uint16_t bits) {
+    const uint32_t shifted = (bits & 0x7fffu) << 16;
+    float value;
+    std::memcpy(&value, &shifted, 4);
+    return value;
+  }
+};
+
+inline float power_of_two(int power) {
+  const uint32_t bits = (127 + power) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <class Number>
+void repack_wide_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
+  constexpr int kBlock = 64, kBits = 13, kLeast = -24, kMost = 15;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
+  const int64_t lanes = to.rows * to.columns, in_tile = row % to.rows;
+  for (int64_t b = 0; b < blocks; ++b, from += 2 * kBlock) {
+    uint16_t bits[kBlock], most = 0;
+    std::memcpy(bits, from, sizeof bits);
+    for (int i = 0; i < kBlock; ++i) {
+      const uint16_t magnitude = bits[i] & 0x7fff;
+      most = magnitude > most ? magnitude : most;
+    }
+    const float largest = Number::widened(most);
+    uint32_t largest_bits;
+    std::memcpy(&largest_bits, &largest, 4);
+    int power = static_cast<int>(largest_bits >> 23) - 126 - kBits;
+    const bool known = most < Number::infinite && power <= kMost;
+    power = power < kLeast ? kLeast : power > kMost ? kMost : power;
+    const float by = power_of_two(-power);
+    uint16_t codes[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+      const float rounded = Number::widened(bits[i]) * by + kRound;
+      uint32_t whole;
+      std::memcpy(&whole, &rounded, 4);
+      const uint16_t code = whole, negative = bits[i] >> 15;
+      codes[i] = known ? static_cast<uint16_t>((code ^ -negative) + negative) : 0;
+    }
+    const int64_t superblock = row / to.rows * to.superblocks + b;
+    uint32_t* words = to.words + superblock * 16 * lanes + in_tile * to.columns;
+    for (int t = 0; t < 16; ++t)
+      for (int column = 0; column < 2; ++column)
+        std::memcpy(words + t * lanes + column, codes + 32 * column + 2 * t, 4);
+    const uint16_t scale = !known         ? 0x7e00
+                           : power >= -14 ? (power + 15) << 10
+                                          : 1 << (power + 24);
+    std::memcpy(to.scales + 2 * (superblock * to.rows + in_tile), &scale, 2);
+  }
+}
+
 using RepackRow = void (*)(const uint8_t*, int64_t, int64_t, const Tiles&);
 struct Named {
   const char* name;
   RepackRow repack;
+  int64_t columns = 0;  // of a superblock, where it cannot have others
 };
 constexpr Named kTypes[] = {
     {"Q4_0", repack_row<FourBits<1>>}, {"Q4_1", repack_row<FourBits<2>>},
@@ -254,7 +322,8 @@ constexpr Named kTypes[] = {
     {"MXFP4", repack_row<Mxfp4>},      {"Q2_K", repack_row<Q2K>},
     {"Q3_K", repack_row<Q3K>},         {"Q4_K", repack_row<Q4K>},
     {"Q5_K", repack_row<Q5K>},         {"Q6_K", repack_row<Q6K>},
-    {"IQ4_XS", repack_row<Iq4Xs>},
+    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_wide_row<Half>, 2},
+    {"BF16", repack_wide_row<Bfloat>, 2},
 };
 
 }  // namespace
@@ -268,6 +337,7 @@ extern "C" __attribute__((visibility("default"))) int jinfer_repack(
     uint8_t* steps) {
   for (const jinfer::Named& known : jinfer::kTypes) {
     if (std::strcmp(known.name, type)) continue;
+    if (known.columns && known.columns != columns) return 0;
     const jinfer::Tiles to{superblocks, tile_rows, columns, words, scales, steps};
     for (int64_t row = 0; row < rows; ++row)
       known.repack(from + row * stride, blocks, row, to);

@@ -92,6 +92,16 @@ struct Vector {
     return v;
   }
 #endif
+  // sum += the products of both numbers of 16 bits in each lane.
+  static void dot_wide(I& sum, I codes, I x) {
+#if defined(JINFER_AVXVNNI)
+    sum = _mm256_dpwssd_avx_epi32(sum, codes, x);
+#else
+    const I both = _mm256_madd_epi16(codes, x);
+    // Compilers would add to another register, and move it back.
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(both));
+#endif
+  }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -230,6 +240,11 @@ struct Vector {
     return _mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
   }
   static I rounded(F v) { return _mm256_cvtps_epi32(v); }
+  static void to_halves(const I* v, int16_t* codes) {
+    for (int i = 0; i < 2; ++i)
+      store(codes + 16 * i,
+            _mm256_permute4x64_epi64(_mm256_packs_epi32(v[2 * i], v[2 * i + 1]), 0xd8));
+  }
   static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part, codes += 16) {
       const I a = v[2 * part], b = v[2 * part + 1];

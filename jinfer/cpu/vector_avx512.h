@@ -66,6 +66,8 @@ struct Vector {
   static void dot(I& sum, I&, I codes, I x, int) {
     sum = _mm512_dpbusd_epi32(sum, codes, x);
   }
+  // sum += the products of both numbers of 16 bits in each lane.
+  static void dot_wide(I& sum, I codes, I x) { sum = _mm512_dpwssd_epi32(sum, codes, x); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -226,6 +228,11 @@ struct Vector {
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
   }
   static I rounded(F v) { return _mm512_cvtps_epi32(v); }
+  // 32 whole numbers of 16 bits each.
+  static void to_halves(const I* v, int16_t* codes) {
+    for (int i = 0; i < 2; ++i)
+      _mm256_storeu_si256((__m256i*)(codes + 16 * i), _mm512_cvtepi32_epi16(v[i]));
+  }
   // 32 whole numbers of a byte each; the sums of each 16.
   static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part) {

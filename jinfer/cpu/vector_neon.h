@@ -105,6 +105,14 @@ struct Vector {
   static I signed_dot(I sum, I a, I b) {
     return {signed_dot(sum.low, a.low, b.low), signed_dot(sum.high, a.high, b.high)};
   }
+  static uint32x4_t dot_wide(uint32x4_t sum, uint32x4_t codes, uint32x4_t x) {
+    const int16x8_t q = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(x);
+    const int32x4_t low = vmull_s16(vget_low_s16(q), vget_low_s16(y)), high = vmull_high_s16(q, y);
+    return vaddq_u32(sum, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
+  }
+  static void dot_wide(I& sum, I codes, I x) {
+    sum = {dot_wide(sum.low, codes.low, x.low), dot_wide(sum.high, codes.high, x.high)};
+  }
   static I add(I a, I b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
   static F to_float(I v) {
     return {vcvtq_f32_s32(vreinterpretq_s32_u32(v.low)),
@@ -208,6 +216,11 @@ struct Vector {
   static I rounded(F v) {
     return {vreinterpretq_u32_s32(vcvtnq_s32_f32(v.low)),
             vreinterpretq_u32_s32(vcvtnq_s32_f32(v.high))};
+  }
+  static void to_halves(const I* v, int16_t* codes) {
+    for (int i = 0; i < 4; ++i)
+      vst1q_s16(codes + 8 * i, vmovn_high_s32(vmovn_s32(vreinterpretq_s32_u32(v[i].low)),
+                                              vreinterpretq_s32_u32(v[i].high)));
   }
   static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part, codes += 16) {

@@ -66,6 +66,10 @@ struct Vector {
     sum += (q >> 16 & 255) * (y << 8 >> 24);
     a = reinterpret_cast<I>(sum + (q >> 24 & 255) * (y >> 24));
   }
+  static void dot_wide(I& a, I codes, I x) {
+    const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
+    a += reinterpret_cast<I>((q << 16 >> 16) * (y << 16 >> 16) + (q >> 16) * (y >> 16));
+  }
   static I add(I a, I b) { return a + b; }
   static F to_float(I a) { return __builtin_convertvector(reinterpret_cast<Signed>(a), F); }
   static F mul(F a, F b) { return a * b; }
@@ -111,6 +115,9 @@ struct Vector {
     int32_t values[L];
     for (int i = 0; i < L; ++i) values[i] = static_cast<int32_t>(std::nearbyintf(v[i]));
     return load(values);
+  }
+  static void to_halves(const I* v, int16_t* codes) {
+    for (int i = 0; i < 32; ++i) codes[i] = static_cast<int16_t>(v[i / L][i % L]);
   }
   static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
     sums[0] = sums[1] = 0;

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jinfer.records import dataclass
 
-type Width = Literal["2", "3", "3.5", "4", "5", "6", "8"]
+type Width = Literal["2", "3", "3.5", "4", "5", "6", "8", "16"]
 
 # Levels of a weight, bits of a code, weights in a code.
 _WIDTHS: dict[str, tuple[int, int, int]] = {
@@ -18,6 +18,7 @@ _WIDTHS: dict[str, tuple[int, int, int]] = {
     "5": (32, 5, 1),
     "6": (64, 6, 1),
     "8": (256, 8, 1),
+    "16": (1 << 16, 16, 1),
 }
 _BLOCKS = (32, 64, 128)
 _NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|affine))?")
@@ -86,14 +87,21 @@ class QuantFormat:
 
     @property
     def name(self) -> str:
-        """The name that `parse_format` reads; shortest form."""
-        default = FORMATS[f"q{self.width}"]
+        """The name that `parse_format` reads, where it can be asked for; shortest form."""
+        default = FORMATS.get(f"q{self.width}", WIDE)
         block = "" if self.block == default.block else f"_b{self.block}"
         kind = "_sym" if self.symmetric else "_affine"
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
 
 
-FORMATS = {f"q{width}": QuantFormat(width, symmetric=width == "8") for width in _WIDTHS}  # type: ignore[arg-type]
+# What F16 and BF16 are multiplied as where float32 is slower: see `jinfer.quant.wide`.
+WIDE = QuantFormat("16", 64, symmetric=True)
+# Those that can be asked for.
+FORMATS = {
+    f"q{width}": QuantFormat(width, symmetric=width == "8")  # type: ignore[arg-type]
+    for width in _WIDTHS
+    if width != WIDE.width
+}
 
 
 def parse_format(name: str) -> QuantFormat:

@@ -13,11 +13,14 @@ numbers as in `jinfer.checkpoint.ggml`:
     IQ4_XS             (s * d) * codebook[q]                 32, d of 256
 
 No product has more significant bits than float32, so that at most the sum is rounded.
+
+Plain numbers of 16 bits are kept in the same way as blocks of whole numbers, nearly without loss,
+where that is asked for: see `jinfer.quant.wide`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -26,7 +29,8 @@ from jinfer.checkpoint.base import Tensor
 from jinfer.checkpoint.ggml import BLOCKS
 from jinfer.checkpoint.mapped import release
 from jinfer.cpu import repacking
-from jinfer.quant.format import QuantFormat, Width
+from jinfer.quant import wide
+from jinfer.quant.format import WIDE, QuantFormat, Width
 from jinfer.quant.pack import pack_fours
 from jinfer.quant.tensor import CHUNK, QuantizedTensor, empty, fill
 from jinfer.records import dataclass
@@ -56,10 +60,15 @@ class _Kind:
     check: Callable[[np.ndarray], bool] | None = None
 
 
-def kept_format(tensors: Tensor | Sequence[Tensor]) -> QuantFormat | None:
+def kept_format(
+    tensors: Tensor | Sequence[Tensor], plain: Collection[str] = ()
+) -> QuantFormat | None:
     """The format that `quantized_tensor` gives; None where numbers have to be decoded.
 
     Only MXFP4 is looked into: a file may have scales that float16 has not.
+
+    Args:
+        plain: those of `jinfer.quant.wide.TYPES` that are to be kept, where rows are whole blocks.
 
     Raises:
         CheckpointError: the file is broken.
@@ -68,6 +77,8 @@ def kept_format(tensors: Tensor | Sequence[Tensor]) -> QuantFormat | None:
     kinds = {_KINDS.get(file.type) if len(file.shape) > 1 else None for file in files}
     kind = kinds.pop()
     if kinds or kind is None:
+        return None
+    if kind.format == WIDE and (files[0].type not in plain or files[0].shape[-1] % WIDE.block):
         return None
     if kind.check is not None and not all(kind.check(_blocks(file)) for file in files):
         return None
@@ -79,6 +90,7 @@ def quantized_tensor(
     rows: slice | np.ndarray | None = None,
     *,
     columns: int | None = None,
+    plain: Collection[str] = (),
 ) -> QuantizedTensor | None:
     """Reads matrices as they are stored, with a few MB of memory beyond the result.
 
@@ -87,6 +99,7 @@ def quantized_tensor(
             which are stacked along a new first axis.
         rows: those of each matrix to take, in this order; None: all.
         columns: see `from_codes`.
+        plain: see `kept_format`.
 
     Returns:
         A tensor of NumPy arrays, which `jax.device_put` to a CPU takes over; None where the numbers
@@ -95,7 +108,7 @@ def quantized_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    format = kept_format(tensors)
+    format = kept_format(tensors, plain)
     if format is None:
         return None
     files = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -122,12 +135,12 @@ def repack(
     """Fills a matrix with stored blocks.
 
     Args:
-        type_name: a kept GGML type, "Q4_1".
+        type_name: a kept type, "Q4_1".
         raw: the file's rows.
         target: a matrix that `empty` made in this type's format.
         rows: the file's rows that the target's are, in order; None: all.
     """
-    kind, block = _KINDS[type_name], BLOCKS[type_name]
+    kind, size = _KINDS[type_name], _bytes(type_name)
     if isinstance(rows, slice):
         raw, rows = raw[rows], None
     each = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
@@ -135,11 +148,11 @@ def repack(
         count = min(each, target.outputs - begin)
         part = slice(begin, begin + count)
         taken = raw[part if rows is None else rows[part]]
-        tile, sizes = begin // target.rows, (block.bytes, block.values)
+        tile, sizes = begin // target.rows, (size, _values(type_name))
         words, scales = target.words[tile:], target.scales[tile:]
         steps = None if target.steps is None else target.steps[tile:]
         if not repacking.repack(type_name, taken, sizes, words, scales, steps):
-            _repack(kind, taken.reshape(-1, block.bytes), begin, count, target)
+            _repack(kind, taken.reshape(-1, size), begin, count, target)
         if rows is None:
             release(taken)  # a large tensor is never in memory twice
 
@@ -157,7 +170,17 @@ def _repack(
 
 
 def _blocks(file: Tensor) -> np.ndarray:
-    return file.raw().reshape(-1, BLOCKS[file.type].bytes)
+    return file.raw().reshape(-1, _bytes(file.type))
+
+
+def _bytes(type_name: str) -> int:
+    """Of a block."""
+    return wide.BYTES if type_name in wide.TYPES else BLOCKS[type_name].bytes
+
+
+def _values(type_name: str) -> int:
+    """Weights of a block."""
+    return WIDE.block if type_name in wide.TYPES else BLOCKS[type_name].values
 
 
 # Four bytes at a time: a field of codes is read as uint32 words, each of them four consecutive
@@ -357,9 +380,10 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "Q5_K": _Kind(_of_256("5", 32), _q5_k_words, _q4_k_scales, _step_and_floor(0)),
         "Q6_K": _Kind(_of_256("6", 16, True), _q6_k_words, _q6_k_scales, _halves(208, 1)),
         "IQ4_XS": _Kind(_with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)),
+        **{name: _Kind(WIDE, wide.words_of(name), wide.scales_of(name)) for name in wide.TYPES},
     }
 )
-# Types that are kept -> what they are then.
+# Types of blocks -> what they are then.
 KEPT: Mapping[str, QuantFormat] = MappingProxyType(
-    {name: kind.format for name, kind in _KINDS.items()}
+    {name: kind.format for name, kind in _KINDS.items() if name not in wide.TYPES}
 )

@@ -7,6 +7,8 @@ shift on the two half-words gives the two fp16 fractions that a tensor core's op
 
 Where b does not divide 8, byte t holds code t in its low bits, and the bits left over hold the
 last codes in pieces.
+
+Codes of 16 bits stand in pairs, each less 2^15, as a number with a sign: what is multiplied.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Piece(NamedTuple):
 
 
 _NOTHING = Piece(0, 0, 0, 0)
+_SIGN = 0x8000  # of a code of 16 bits
 
 # PIECES[code_bits][code]: where the bits of each of 8 codes stand in code_bits bytes.
 PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
@@ -58,7 +61,9 @@ PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [..., 32] below 2**bits -> uint32 [..., bits]."""
+    """uint8, or uint16 where they have 16 bits, [..., 32] below 2**bits -> uint32 [..., bits]."""
+    if bits == 16:
+        return np.ascontiguousarray(codes ^ np.uint16(_SIGN)).view("<u4")
     fours = np.ascontiguousarray(codes).view("<u4")  # [..., 8]
     return np.moveaxis(pack_fours(np.ascontiguousarray(np.moveaxis(fours, -1, 0)), bits), 0, -1)
 
@@ -95,6 +100,9 @@ def unpack(words: Any, bits: int, xp: ModuleType = np) -> Any:
     Args:
         xp: numpy, or jax.numpy for arrays of JAX.
     """
+    if bits == 16:
+        pairs = xp.stack([words & xp.uint32(0xFFFF), words >> xp.uint32(16)], axis=-1)
+        return pairs.reshape(*words.shape[:-1], 32) ^ xp.uint32(_SIGN)
     lead = (1,) * (words.ndim - 1)
     strip = np.arange(0, 32, 8, dtype=np.uint32)
     codes: Any = None

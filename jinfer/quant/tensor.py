@@ -150,7 +150,8 @@ def from_codes(
     """Packs codes and the numbers of their blocks.
 
     Args:
-        codes: uint8 [*stack, outputs, inputs], below `format.levels`.
+        codes: uint8, or uint16 where codes have 16 bits, [*stack, outputs, inputs], below
+            `format.levels`.
         scales: [*stack, outputs, ceil(inputs / block), numbers].
         steps: [*stack, outputs, ceil(inputs / 256), numbers], for two-level formats.
         columns: G, where the layout is to be another than `columns_of` gives; inputs are padded to
@@ -163,10 +164,11 @@ def from_codes(
     tensor = empty(codes.shape, format, columns)
     g, p = tensor.columns, format.per_code
     each = max(1, CHUNK // (tensor.rows * tensor.padded_inputs)) * tensor.rows
+    padding = format.zero if format.code_bits == 16 else 0
     for index in np.ndindex(*stack):
         for begin in range(0, outputs, each):
             rows = slice(begin, min(begin + each, outputs))
-            part = np.zeros((rows.stop - begin, tensor.padded_inputs), np.uint8)
+            part = np.full((rows.stop - begin, tensor.padded_inputs), padding, codes.dtype)
             part[:, :inputs] = codes[(*index, rows)]
             if p == 2:
                 halves = part.reshape(len(part), -1, 2, 32 * g)
@@ -283,7 +285,8 @@ def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
 def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """What `from_codes` was given: codes, numbers, steps; inputs still padded."""
     host = jax.tree.map(np.asarray, tensor)
-    codes = _codes(host, np)[..., : tensor.outputs, :].astype(np.uint8)
+    kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
+    codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
     scales = _rows_first(host.scales)[..., : tensor.outputs, :, :]
     steps = None if host.steps is None else _rows_first(host.steps)[..., : tensor.outputs, :, :]
     return codes, scales, steps

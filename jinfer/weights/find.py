@@ -8,7 +8,7 @@ from typing import Any
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
-from jinfer.ops.dense import reads_as_stored
+from jinfer.ops.dense import reads_as_stored, wide_types
 from jinfer.quant.tensor import Activations
 from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
@@ -73,8 +73,9 @@ def find_weights(
             lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
+    plain = _as_whole_numbers(model, activations)
     model = _typed(model, kept_types(model, spec.quantization, origins), activations)
-    storages = choose_storages(model, spec.quantization, origins, activations, spec.path)
+    storages = choose_storages(model, spec.quantization, origins, activations, spec.path, plain)
     storages = with_feedback(model, spec, origins, storages)
     whole = stored(model, storages)
     if fed_names(storages):
@@ -87,6 +88,12 @@ def find_weights(
     else:
         found = Searched(model, spec, checkpoint, origins, storages, activations)
     return Weights(whole, found.load, found.place)
+
+
+def _as_whole_numbers(model: AbstractModel, activations: Activations) -> tuple[str, ...]:
+    """The types of checkpoints whose matrices are kept as whole numbers; see `kept_format`."""
+    wider = all(parameter.dtype.itemsize > 2 for parameter in model.parameters)
+    return wide_types() if wider and activations == "int8" and reads_as_stored() else ()
 
 
 def _typed(

@@ -15,6 +15,7 @@ from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.cpu.build import isa, lowered_isa
 from jinfer.ops import dense
 from jinfer.quant import QuantizedTensor
+from jinfer.quant.format import WIDE
 from jinfer.spec.quantization import QuantizationSpec
 from jinfer.weights.load import find_origins, load
 from jinfer.weights.storage import in_types, kept_types
@@ -69,18 +70,42 @@ def test_what_is_kept_gives_what_it_gives_in_full(name: str, type: str) -> None:
 @needs_calls
 @pytest.mark.parametrize("name", ["smollm2", "mixtral", "llama2"])
 def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
-    """To the type of the weights; not where numbers in full are asked for."""
+    """To the type of the weights, or to whole numbers; not where numbers in full are asked for."""
     jax.clear_caches()
     exact = open_model(name, dtype="auto", **{"quantization.activations": "float"})
     wanted, rounded = exact.logits([IDS])[0], open_model(name, dtype="auto")
     with lowered_isa(isa()):  # whichever way is the faster one here
         difference = np.abs(rounded.logits([IDS])[0] - wanted).max()
     pairs = isa() in BF16 and name != "llama2"  # which has float16
-    assert (difference > 0) == pairs
+    whole = isa() == "avx2" and name != "smollm2"  # of which a row is no whole blocks
+    assert (difference > 0) == (pairs or whole)
     assert difference < 0.02 * np.abs(wanted).max()
     if pairs:
         with lowered_isa("avx512"):
             np.testing.assert_array_equal(rounded.logits([IDS])[0], wanted)
+
+
+@needs_calls
+@pytest.mark.parametrize("name", ["llama2", "mixtral", "gguf_phi2"])
+def test_whole_numbers_where_they_are_faster(name: str) -> None:
+    with lowered_isa("avx2"):
+        llm = open_model(name, dtype="auto")
+        quantized = [leaf for leaf in llm._engine.parameters if isinstance(leaf, QuantizedTensor)]
+        assert {leaf.format for leaf in quantized} == ({WIDE} if isa() == "avx2" else set())
+        whole = llm.logits([IDS])[0]
+        in_parts = np.concatenate([llm.logits([IDS[:n]])[0][-1:] for n in (1, 3, len(IDS))])
+    wanted = open_model(name).logits([IDS])[0]
+    np.testing.assert_allclose(whole, wanted, rtol=0, atol=2e-3 * np.abs(wanted).max())
+    np.testing.assert_array_equal(in_parts, whole[[0, 2, -1]])
+
+
+@needs_calls
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, {"quantization.activations": "int16"}, PLAIN]
+)
+def test_whole_numbers_are_for_products_in_float32_that_may_round(settings: dict[str, str]) -> None:
+    with lowered_isa("avx2"):
+        assert types(open_model("llama2", **{"dtype": "auto", **settings}), "matrix")
 
 
 @needs_calls

@@ -1,0 +1,64 @@
+"""Numbers of 16 bits as whole numbers: what F16 and BF16 become for products of integers on a CPU.
+
+A block of 64 numbers has a scale that is a power of two, so that its largest magnitude becomes 2^12
+to 2^13. A code is the number divided by it, rounded to the nearest, ties to even. F16 down to a
+quarter of the largest keeps all of its 11 significant bits, and no number is further off than a
+2^-13th of that. Scales are float16, not below 2^-24, which all numbers of F16 are multiples of. The
+scale of a block with a number that is not finite, or too large, is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from jinfer.quant.format import WIDE
+from jinfer.quant.pack import pack
+from jinfer.shapes import Float, Int, UInt, UInt8
+
+BYTES = 2 * WIDE.block  # of a block in a file
+# Types of checkpoints, and NumPy's.
+TYPES = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+_BITS = 13  # of the largest magnitude
+_LEAST, _MOST = -24, 15  # powers of two that float16 has
+
+
+def whole_numbers(
+    values: np.ndarray,
+) -> tuple[Int[np.ndarray, "*blocks 64"], Float[np.ndarray, "*blocks"]]:
+    """Codes, with their sign, and scales of [*blocks, 64] numbers."""
+    with np.errstate(invalid="ignore"):  # what is no number may be a signalling one
+        numbers = values.astype(np.float32)
+        most = np.abs(numbers).max(axis=-1)
+    finite = np.isfinite(most)
+    most, numbers = np.where(finite, most, 0), np.where(finite[..., None], numbers, 0)
+    power = np.where(most > 0, np.frexp(most)[1] - _BITS, _LEAST)
+    known = finite & (power <= _MOST)
+    power = np.clip(power, _LEAST, _MOST)
+    codes = np.rint(np.ldexp(np.where(known[..., None], numbers, 0), -power[..., None]))
+    scales = np.where(known, np.ldexp(np.float32(1), power), np.nan)
+    return codes.astype(np.int16), scales.astype(np.float16)
+
+
+def words_of(
+    type_name: str,
+) -> Callable[[UInt8[np.ndarray, "n bytes"]], UInt[np.ndarray, "16 n 2"]]:
+    """How a file's blocks of this type become words: those of their two columns."""
+
+    def words(blocks: np.ndarray) -> np.ndarray:
+        codes, _ = whole_numbers(blocks.view(TYPES[type_name]))
+        codes = codes.astype(np.int32) + WIDE.zero
+        packed = pack(codes.astype(np.uint16).reshape(len(codes), 2, 32), WIDE.code_bits)
+        return np.moveaxis(packed, -1, 0)
+
+    return words
+
+
+def scales_of(
+    type_name: str,
+) -> Callable[[UInt8[np.ndarray, "n bytes"]], Float[np.ndarray, "n 1 1"]]:
+    """How a file's blocks of this type become scales."""
+    return lambda blocks: whole_numbers(blocks.view(TYPES[type_name]))[1][:, None, None]
