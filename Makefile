@@ -28,9 +28,10 @@ demo: $(VENV)/installed
 TEST = "$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-dev
-	$(TEST)
+	$(TEST) --some-variants
 
-# Programs are optimized here as they are for users, in most of the tests of `make test` they are not.
+# All variants of all tests. Programs are optimized here as they are for users, in most of the tests of
+# `make test` they are not.
 soak: $(VENV)/installed-dev
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(TEST)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 "$(BIN)/python" -m pytest -m soak --hypothesis-profile random

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,14 +65,45 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order in which files are handed to processes, see `--no-loadscope-reorder`."""
+# Of a test's variants in these folders `make test` takes one in so many, which are half of all its time.
+ONE_IN = {
+    **{f"tests/{folder}/": 2 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
+    **{f"tests/{folder}/": 2 for folder in ("server", "speculate", "tools", "weights")},
+    **{"tests/ops/": 3, "tests/sampling/": 3, "tests/kernels_pallas/": 4},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    some = "leave out variants of tests that have many: those of `make test`; `make soak` has all"
+    parser.addoption("--some-variants", action="store_true", help=some)
+
+
+@pytest.hookimpl(trylast=True)  # of what is left when markers have been looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is run, and the order in which files are handed to processes: `--no-loadscope-reorder`."""
+    if config.getoption("--some-variants"):
+        _leave_out(config, items)
 
     def rank(item: pytest.Item) -> int:
         found = (n for n, name in enumerate(LONGEST) if item.nodeid.startswith(name))
         return next(found, len(LONGEST))
 
     items.sort(key=rank)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The same ones every time, other ones of each test; at least one stays."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = list[pytest.Item]()
+    for name, each in variants.items():
+        one_in = next((n for folder, n in ONE_IN.items() if name.startswith(folder)), 1)
+        first = zlib.crc32(name.encode()) % min(one_in, len(each))
+        left_out += [item for n, item in enumerate(each) if n % one_in != first]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jinfer.model import build
 from jinfer.opening.settings import open_model
@@ -22,10 +23,15 @@ def leaves(source: Path, **quantization: Any) -> dict[str, Any]:
 
 
 def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model, by name, with any keys of its specification."""
+    """The parameters of a model, by name, with any keys of its specification.
+
+    Plain ones stay so, as in a converted checkpoint, which is mapped as it is.
+    """
     opened = open_model(source, overrides)
     model = build(opened.spec, opened.dtype)
-    weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jinfer.weights.find.wide_types", lambda: ())
+        weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return dict(zip(model.names, weights.load(False), strict=True))
 
 

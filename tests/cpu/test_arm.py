@@ -17,9 +17,9 @@ import pytest
 from jinfer.cpu import build
 from jinfer.cpu.linear import Mode
 from jinfer.cpu.units import FLAGS, ISA_FLAGS
-from jinfer.quant.format import QuantFormat
+from jinfer.quant.format import WIDE, QuantFormat
 from jinfer.quant.tensor import QuantizedTensor
-from tests.cpu import test_build, test_linear
+from tests.cpu import test_build, test_linear, test_wide
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _PROGRAMS = Path(__file__).parent / "arm"
@@ -86,7 +86,11 @@ def matrices() -> list[QuantizedTensor]:
         *(QuantFormat("4", 32, True, two, test_linear.CODEBOOK) for two in (False, True)),
     ]
     return [
-        test_linear.matrix(format, 37, 330, seed=number) for number, format in enumerate(formats)
+        *(
+            test_linear.matrix(format, 37, 330, seed=number)
+            for number, format in enumerate(formats)
+        ),
+        test_wide.wide(37, 330),
     ]
 
 
@@ -113,6 +117,8 @@ def test_products(linear: Path, rows: int) -> None:
     for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
         for mode, (portable, neon) in zip(MODES, results, strict=True):
             wanted = x if mode == "float" else test_linear.rounded(x, mode)
+            if tensor.format == WIDE:
+                wanted = test_wide.rounded_to_14_bits(x)
             test_linear.assert_product(neon, wanted, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)
 

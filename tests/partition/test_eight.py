@@ -28,10 +28,11 @@ def run_on_eight(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_eight_devices() -> None:
+def test_eight_devices(request: pytest.FixtureRequest) -> None:
     """All in one process, in which files share what one device gives."""
     assert CHECKS
-    run_on_eight(*CHECKS)
+    some = ["--some-variants"] if request.config.getoption("--some-variants") else []
+    run_on_eight(*CHECKS, *some)
 
 
 @pytest.mark.soak

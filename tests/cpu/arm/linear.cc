@@ -14,7 +14,9 @@ namespace {
 using namespace jinfer;
 
 void run(const LinearKernels& kernels, const Matrix& m, const float* x, int64_t rows, int digits) {
-  const Form form{m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, false};
+  const bool wide = m.bits == 16;
+  const Form form{m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, wide ? 1 : digits,
+                  false, wide};
   char* records = guarded(rows * form.row_bytes());
   for (int64_t row = 0; row < rows; ++row)
     kernels.prepare(x + row * m.inputs, m.inputs, form, records + row * form.row_bytes());
