@@ -65,11 +65,11 @@ LONGEST = (
 )
 
 
-# Of a test's variants in these folders `make test` takes one in so many, which are half of all its time.
+# Of a test's variants in these folders, which take most of the time, `make test` runs one in so many.
 ONE_IN = {
     **{f"tests/{folder}/": 2 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
     **{f"tests/{folder}/": 2 for folder in ("server", "speculate", "tools", "weights")},
-    **{"tests/ops/": 3, "tests/sampling/": 3, "tests/kernels_pallas/": 4},
+    "tests/ops/": 3, "tests/sampling/": 3, "tests/kernels_pallas/": 4,
 }
 
 
@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # of what is left when markers have been looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is run, and the order in which files are handed to processes: `--no-loadscope-reorder`."""
+    """What is run, and the order in which processes get files, see `--no-loadscope-reorder`."""
     if config.getoption("--some-variants"):
         _leave_out(config, items)
 
