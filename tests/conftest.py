@@ -65,11 +65,13 @@ LONGEST = (
 )
 
 
-# Of a test's variants in these folders, which take most of the time, `make test` runs one in so many.
+# Of a test's variants in these folders, which take most time, `make test` runs one in so many.
 ONE_IN = {
     **{f"tests/{folder}/": 2 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
     **{f"tests/{folder}/": 2 for folder in ("server", "speculate", "tools", "weights")},
-    "tests/ops/": 3, "tests/sampling/": 3, "tests/kernels_pallas/": 4,
+    "tests/ops/": 3,
+    "tests/sampling/": 3,
+    "tests/kernels_pallas/": 4,
 }
 
 
