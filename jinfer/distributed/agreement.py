@@ -12,11 +12,16 @@ from jinfer.checkpoint.mapped import release
 from jinfer.distributed.group import Group
 from jinfer.opening.settings import Opened
 from jinfer.opening.sources import SourceError
+from jinfer.weights.find import as_whole_numbers
 
 _PLACES, _BYTES = 8, 64  # of a tensor that are looked at, and how much at each
 _REMEDY = {
     "specification": "start all processes with the same flags and the same files",
     "checkpoint": "give all processes the same files",
+    "processor": (
+        "some multiply 16 bits as whole numbers and some do not: "
+        'set quantization.activations = "float" for all processes'
+    ),
 }
 
 
@@ -26,7 +31,11 @@ def agree(group: Group, opened: Opened) -> None:
     Raises:
         SourceError: a process has something else than process 0.
     """
-    own = {"specification": _specification(opened), "checkpoint": _checkpoint(opened.checkpoint)}
+    own = {
+        "specification": _specification(opened),
+        "checkpoint": _checkpoint(opened.checkpoint),
+        "processor": " ".join(as_whole_numbers(opened.dtype, opened.activations)),
+    }
     every = group.gathered(own)
     reason = group.shared(_difference(every))
     if reason:

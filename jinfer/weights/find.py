@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
@@ -73,7 +76,7 @@ def find_weights(
             lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
-    plain = _as_whole_numbers(model, activations)
+    plain = as_whole_numbers(model.modules.dtype, activations)
     model = _typed(model, kept_types(model, spec.quantization, origins), activations)
     storages = choose_storages(model, spec.quantization, origins, activations, spec.path, plain)
     storages = with_feedback(model, spec, origins, storages)
@@ -90,9 +93,13 @@ def find_weights(
     return Weights(whole, found.load, found.place)
 
 
-def _as_whole_numbers(model: AbstractModel, activations: Activations) -> tuple[str, ...]:
-    """The types of checkpoints whose matrices are kept as whole numbers; see `kept_format`."""
-    wider = all(parameter.dtype.itemsize > 2 for parameter in model.parameters)
+def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> tuple[str, ...]:
+    """The types of checkpoints whose matrices are kept as whole numbers here; see `kept_format`.
+
+    Args:
+        dtype: of the computation.
+    """
+    wider = jnp.dtype(dtype).itemsize > 2
     return wide_types() if wider and activations == "int8" and reads_as_stored() else ()
 
 

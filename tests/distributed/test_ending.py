@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.cpu.instructions import own_isa
 from tests.distributed.jobs import ended, flags, free_port, ran, started, started_job
 
 GOLDEN = "tests/goldens/llama2"
@@ -118,6 +119,22 @@ def test_another_specification() -> None:
         assert each.status == 2
         assert each.err.count("\n") <= 2, each.err
         assert "process 1 has another specification than process 0" in each.err
+
+
+@pytest.mark.skipif(own_isa() in (None, "portable", "neon"), reason="of processors with AVX2")
+def test_another_processor() -> None:
+    """What one multiplies as whole numbers the other would not, and they would hold other arrays."""
+    port = free_port()
+    parts = ["--set", "partition.devices=0;1"]
+    job = [
+        started([*GENERATE, *parts, *flags(port, 2, rank)], JINFER_ISA=isa)
+        for rank, isa in enumerate(("avx2", "portable"))
+    ]
+    for each in ran(job):
+        assert each.status == 2
+        assert each.err.count("\n") <= 2, each.err
+        assert "process 1 has another processor than process 0" in each.err
+        assert 'set quantization.activations = "float"' in each.err
 
 
 @pytest.mark.soak
