@@ -123,7 +123,7 @@ def test_another_specification() -> None:
 
 @pytest.mark.skipif(own_isa() in (None, "portable", "neon"), reason="of processors with AVX2")
 def test_another_processor() -> None:
-    """What one multiplies as whole numbers the other would not, and they would hold other arrays."""
+    """What one multiplies as whole numbers the other does not: they would hold other arrays."""
     port = free_port()
     parts = ["--set", "partition.devices=0;1"]
     job = [
