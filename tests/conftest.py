@@ -67,11 +67,11 @@ LONGEST = (
 
 # Of a test's variants in these folders, which take most time, `make test` runs one in so many.
 ONE_IN = {
-    **{f"tests/{folder}/": 2 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
-    **{f"tests/{folder}/": 2 for folder in ("server", "speculate", "tools", "weights")},
-    "tests/ops/": 3,
-    "tests/sampling/": 3,
-    "tests/kernels_pallas/": 4,
+    **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
+    **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
+    "tests/ops/": 4,
+    "tests/sampling/": 4,
+    "tests/kernels_pallas/": 6,
 }
 
 
