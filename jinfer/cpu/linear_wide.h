@@ -14,10 +14,10 @@
 namespace {
 
 constexpr int kWideBits = 16, kWideColumns = 2;
-constexpr float kWideLimit = 8191;  // of activations
+constexpr int kWideTile = 16;         // words of a superblock that stand side by side: R * G
+constexpr float kWideLimit = 8191;    // of activations
 constexpr int kWideBeside = 4;        // most tiles beside one another
 constexpr int64_t kWideAhead = 4096;  // bytes
-constexpr int kWideTile = 16;       // words of a superblock that stand side by side: R * G
 
 // Rows `first` .. `first` + `count` - 1; a kernel takes the last one again where it takes more.
 struct WideRows {
@@ -82,8 +82,8 @@ void multiply_wide_tiles(const Plan& plan, const WideRows& rows, int64_t tile, c
   }
 }
 
-// Tiles begin .. end - 1, with the scales of the first and those after it. One or two rows take no longer than their weights take to come, which they do
-// faster in several streams of memory.
+// Tiles begin .. end - 1, with the scales of the first and those after it. One or two rows take no longer
+// than their weights take to come, which they do faster in several streams of memory.
 template <int count>
 void multiply_wide_rows(const Plan& plan, const WideRows& rows, int64_t begin, int64_t end,
                         const float* scales) {
@@ -126,7 +126,7 @@ void multiply_wide(const Plan& plan, const Activations& x, int64_t rows, int64_t
                    float* y, int64_t stride, Scratch& scratch) {
   constexpr int64_t most = Vector::kRows, of_tile = kWideTile / L;
   const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.form.digit_bytes();
-  const int64_t tile_bytes = superblocks * kWideBits * kWideTile * 4;
+  const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kWideBits * kWideTile * 4;
   begin /= of_tile, end /= of_tile;
   int64_t tiles = std::max<int64_t>(rows <= 2 ? kWideBeside : 1, kWideWords / tile_bytes);
   if (tiles > kWideBeside) tiles -= tiles % kWideBeside;
