@@ -1,4 +1,4 @@
-// GGUF's blocks as tiles of words and numbers, without loss, and plain numbers nearly so: what `jinfer/quant/ggml.py` says of
+// GGUF's blocks as tiles of words and numbers, without loss, and F16 nearly so: what `jinfer/quant/ggml.py` says of
 // each type, and does with NumPy where there is no library. A plain function, which Python calls
 // without its lock, as a start waits for this.
 #include <cstdint>
@@ -242,37 +242,20 @@ void repack_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& t
   }
 }
 
-// Plain numbers of 16 bits as whole numbers of blocks of 64: `whole_numbers` in jinfer/quant/wide.py.
-struct Half {
-  static constexpr uint16_t infinite = 0x7c00;
-  // The magnitude: exact, as a power of two is all that the bits lack.
-  static float widened(uint16_t bits) {
-    const uint32_t shifted = (bits & 0x7fffu) << 13;
-    float value;
-    std::memcpy(&value, &shifted, 4);
-    return value * 5.192296858534828e33f;  // 2^112
-  }
-};
-struct Bfloat {
-  static constexpr uint16_t infinite = 0x7f80;
-  static float widened(uint16_t bits) {
-    const uint32_t shifted = (bits & 0x7fffu) << 16;
-    float value;
-    std::memcpy(&value, &shifted, 4);
-    return value;
-  }
-};
-
-inline float power_of_two(int power) {
-  const uint32_t bits = (127 + power) << 23;
+inline float float_of(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-template <class Number>
+// The magnitude of a number of F16: exact, as a power of two is all that the bits lack.
+inline float widened(uint16_t bits) {
+  return float_of((bits & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112
+}
+
+// Numbers of F16 as whole numbers, in blocks of 64: `whole_numbers` in jinfer/quant/wide.py.
 void repack_wide_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
-  constexpr int kBlock = 64, kBits = 13, kLeast = -24, kMost = 15;
+  constexpr int kBlock = 64, kBits = 13, kLeast = -24, kInfinite = 0x7c00;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
   const int64_t lanes = to.rows * to.columns, in_tile = row % to.rows;
   for (int64_t b = 0; b < blocks; ++b, from += 2 * kBlock) {
@@ -282,16 +265,16 @@ void repack_wide_row(const uint8_t* from, int64_t blocks, int64_t row, const Til
       const uint16_t magnitude = bits[i] & 0x7fff;
       most = magnitude > most ? magnitude : most;
     }
-    const float largest = Number::widened(most);
+    const float largest = widened(most);
     uint32_t largest_bits;
     std::memcpy(&largest_bits, &largest, 4);
     int power = static_cast<int>(largest_bits >> 23) - 126 - kBits;
-    const bool known = most < Number::infinite && power <= kMost;
-    power = power < kLeast ? kLeast : power > kMost ? kMost : power;
-    const float by = power_of_two(-power);
+    if (power < kLeast) power = kLeast;
+    const bool known = most < kInfinite;
+    const float by = float_of((127 - power) << 23);  // 2^-power
     uint16_t codes[kBlock];
     for (int i = 0; i < kBlock; ++i) {
-      const float rounded = Number::widened(bits[i]) * by + kRound;
+      const float rounded = widened(bits[i]) * by + kRound;
       uint32_t whole;
       std::memcpy(&whole, &rounded, 4);
       const uint16_t code = whole, negative = bits[i] >> 15;
@@ -322,8 +305,7 @@ constexpr Named kTypes[] = {
     {"MXFP4", repack_row<Mxfp4>},      {"Q2_K", repack_row<Q2K>},
     {"Q3_K", repack_row<Q3K>},         {"Q4_K", repack_row<Q4K>},
     {"Q5_K", repack_row<Q5K>},         {"Q6_K", repack_row<Q6K>},
-    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_wide_row<Half>, 2},
-    {"BF16", repack_wide_row<Bfloat>, 2},
+    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_wide_row, 2},
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ _REMEDY = {
     "specification": "start all processes with the same flags and the same files",
     "checkpoint": "give all processes the same files",
     "processor": (
-        "some multiply 16 bits as whole numbers and some do not: "
+        "some multiply F16 as whole numbers and some do not: "
         'set quantization.activations = "float" for all processes'
     ),
 }
@@ -34,7 +34,7 @@ def agree(group: Group, opened: Opened) -> None:
     own = {
         "specification": _specification(opened),
         "checkpoint": _checkpoint(opened.checkpoint),
-        "processor": " ".join(as_whole_numbers(opened.dtype, opened.activations)),
+        "processor": str(as_whole_numbers(opened.dtype, opened.activations)),
     }
     every = group.gathered(own)
     reason = group.shared(_difference(every))

@@ -17,7 +17,6 @@ from jinfer.ops import kernels, switches
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized import FUSED, pick
 from jinfer.precision import precision_of
-from jinfer.quant import wide
 from jinfer.shapes import Float, Int
 
 _ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
@@ -50,13 +49,13 @@ def reads_as_stored() -> bool:
     return backend() == "cpu" and cpu.available()
 
 
-def wide_types() -> tuple[str, ...]:
-    """Types of checkpoints that are multiplied faster as whole numbers (`jinfer.quant.wide`) here.
+def faster_as_whole_numbers() -> bool:
+    """Whether numbers of F16 are multiplied faster as whole numbers (`jinfer.quant.wide`) here.
 
     With AVX2 alone float32 has one instruction for 8 products, on two of four units. Products of
     whole numbers have two for 16, one of which any unit does. Longer vectors were not timed yet.
     """
-    return tuple(wide.TYPES) if build.isa() == "avx2" else ()
+    return build.isa() == "avx2"
 
 
 def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:

@@ -94,7 +94,7 @@ class QuantFormat:
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
 
 
-# What F16 and BF16 are multiplied as where float32 is slower: see `jinfer.quant.wide`.
+# What F16 is multiplied as where float32 is slower: see `jinfer.quant.wide`.
 WIDE = QuantFormat("16", 64, symmetric=True)
 # Those that can be asked for.
 FORMATS = {

@@ -14,13 +14,13 @@ numbers as in `jinfer.checkpoint.ggml`:
 
 No product has more significant bits than float32, so that at most the sum is rounded.
 
-Plain numbers of 16 bits are kept in the same way as blocks of whole numbers, nearly without loss,
-where that is asked for: see `jinfer.quant.wide`.
+Numbers of F16 are kept in the same way as blocks of whole numbers, nearly without loss, where that
+is asked for: see `jinfer.quant.wide`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -60,15 +60,13 @@ class _Kind:
     check: Callable[[np.ndarray], bool] | None = None
 
 
-def kept_format(
-    tensors: Tensor | Sequence[Tensor], plain: Collection[str] = ()
-) -> QuantFormat | None:
+def kept_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
     """The format that `quantized_tensor` gives; None where numbers have to be decoded.
 
     Only MXFP4 is looked into: a file may have scales that float16 has not.
 
     Args:
-        plain: those of `jinfer.quant.wide.TYPES` that are to be kept, where rows are whole blocks.
+        halves: numbers of F16 are to be kept as whole numbers, where rows are whole blocks.
 
     Raises:
         CheckpointError: the file is broken.
@@ -78,7 +76,7 @@ def kept_format(
     kind = kinds.pop()
     if kinds or kind is None:
         return None
-    if kind.format == WIDE and (files[0].type not in plain or files[0].shape[-1] % WIDE.block):
+    if kind.format == WIDE and not (halves and files[0].shape[-1] % WIDE.block == 0):
         return None
     if kind.check is not None and not all(kind.check(_blocks(file)) for file in files):
         return None
@@ -90,7 +88,7 @@ def quantized_tensor(
     rows: slice | np.ndarray | None = None,
     *,
     columns: int | None = None,
-    plain: Collection[str] = (),
+    halves: bool = False,
 ) -> QuantizedTensor | None:
     """Reads matrices as they are stored, with a few MB of memory beyond the result.
 
@@ -99,7 +97,7 @@ def quantized_tensor(
             which are stacked along a new first axis.
         rows: those of each matrix to take, in this order; None: all.
         columns: see `from_codes`.
-        plain: see `kept_format`.
+        halves: see `kept_format`.
 
     Returns:
         A tensor of NumPy arrays, which `jax.device_put` to a CPU takes over; None where the numbers
@@ -108,7 +106,7 @@ def quantized_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    format = kept_format(tensors, plain)
+    format = kept_format(tensors, halves)
     if format is None:
         return None
     files = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -175,12 +173,12 @@ def _blocks(file: Tensor) -> np.ndarray:
 
 def _bytes(type_name: str) -> int:
     """Of a block."""
-    return wide.BYTES if type_name in wide.TYPES else BLOCKS[type_name].bytes
+    return wide.BYTES if type_name == wide.TYPE else BLOCKS[type_name].bytes
 
 
 def _values(type_name: str) -> int:
     """Weights of a block."""
-    return WIDE.block if type_name in wide.TYPES else BLOCKS[type_name].values
+    return WIDE.block if type_name == wide.TYPE else BLOCKS[type_name].values
 
 
 # Four bytes at a time: a field of codes is read as uint32 words, each of them four consecutive
@@ -380,10 +378,10 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "Q5_K": _Kind(_of_256("5", 32), _q5_k_words, _q4_k_scales, _step_and_floor(0)),
         "Q6_K": _Kind(_of_256("6", 16, True), _q6_k_words, _q6_k_scales, _halves(208, 1)),
         "IQ4_XS": _Kind(_with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)),
-        **{name: _Kind(WIDE, wide.words_of(name), wide.scales_of(name)) for name in wide.TYPES},
+        wide.TYPE: _Kind(WIDE, wide.words, wide.scales),
     }
 )
 # Types of blocks -> what they are then.
 KEPT: Mapping[str, QuantFormat] = MappingProxyType(
-    {name: kind.format for name, kind in _KINDS.items() if name not in wide.TYPES}
+    {name: kind.format for name, kind in _KINDS.items() if name != wide.TYPE}
 )

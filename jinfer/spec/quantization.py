@@ -60,7 +60,7 @@ class QuantizationSpec:
             "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
             "auto": "feedback" for what writes text, where it takes some minutes at most.
         activations: of products on a CPU: with quantized weights "int8" rounds them to 8 bits in
-            blocks of 32, with bfloat16 ones to bfloat16, or with those of 16 bits to 14 bits, where
+            blocks of 32, with bfloat16 ones to bfloat16, or with float16 ones to 14 bits, where
             that is the processor's faster way;
             "int16" rounds to 16 bits with quantized weights alone, and "float" to float32's 24;
             "auto": "float" where `dtype` is float32, else "int8".

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
-from jinfer.ops.dense import reads_as_stored, wide_types
+from jinfer.ops.dense import faster_as_whole_numbers, reads_as_stored
 from jinfer.quant.tensor import Activations
 from jinfer.records import dataclass, replace
 from jinfer.spec.model import ModelSpec
@@ -76,9 +76,9 @@ def find_weights(
             lambda place, progress, names: place_converted(whole, checkpoint, place, names),
         )
     origins = find_origins(model, checkpoint, spec.tensors)
-    plain = as_whole_numbers(model.modules.dtype, activations)
+    halves = as_whole_numbers(model.modules.dtype, activations)
     model = _typed(model, kept_types(model, spec.quantization, origins), activations)
-    storages = choose_storages(model, spec.quantization, origins, activations, spec.path, plain)
+    storages = choose_storages(model, spec.quantization, origins, activations, spec.path, halves)
     storages = with_feedback(model, spec, origins, storages)
     whole = stored(model, storages)
     if fed_names(storages):
@@ -93,14 +93,14 @@ def find_weights(
     return Weights(whole, found.load, found.place)
 
 
-def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> tuple[str, ...]:
-    """The types of checkpoints whose matrices are kept as whole numbers here; see `kept_format`.
+def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
+    """Whether matrices in F16 are kept as whole numbers here; see `jinfer.quant.wide`.
 
     Args:
         dtype: of the computation.
     """
     wider = jnp.dtype(dtype).itemsize > 2
-    return wide_types() if wider and activations == "int8" and reads_as_stored() else ()
+    return wider and activations == "int8" and reads_as_stored() and faster_as_whole_numbers()
 
 
 def _typed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -18,7 +18,6 @@ from jinfer.quant import (
     QuantFormat,
     QuantizedTensor,
     parse_format,
-    wide,
 )
 from jinfer.quant.calibration import Inputs
 from jinfer.quant.format import WIDE
@@ -78,8 +77,8 @@ class Storage:
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
         """A kept parameter, in NumPy's arrays. Raises `LoadError`, `CheckpointError`."""
         files = origin.files if origin.stacked else origin.files[0]
-        plain = wide.TYPES if self.format == WIDE else ()
-        tensor = quantized_tensor(files, origin.rows(shapes), columns=self.columns, plain=plain)
+        halves = self.format == WIDE
+        tensor = quantized_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
         assert tensor is not None, "only what can be kept is read here"
         return self._activated(tensor)
 
@@ -144,14 +143,14 @@ def choose_storages(
     origins: Mapping[str, Origin],
     activations: Activations,
     path: str,
-    plain: Collection[str] = (),
+    halves: bool = False,
 ) -> dict[str, Storage]:
     """Which parameters are quantized, by rounding or by search; see `with_feedback` for the rest.
 
     Args:
         activations: for all of them.
         path: the specification's file, for errors.
-        plain: see `kept_format`.
+        halves: see `kept_format`.
 
     Raises:
         SpecError: a rule that matches nothing that could be quantized.
@@ -175,7 +174,7 @@ def choose_storages(
             origin = origins[name]
             can_keep = origin.is_rows(shapes) and name not in model.normalized
             files = origin.files if origin.stacked else origin.files[0]
-            if can_keep and (kept := kept_format(files, plain)) is not None:
+            if can_keep and (kept := kept_format(files, halves)) is not None:
                 storages[name] = Storage(kept, True, method, 0.0, activations)
         elif word != PLAIN:
             format = parse_format(word)

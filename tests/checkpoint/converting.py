@@ -30,7 +30,7 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     opened = open_model(source, overrides)
     model = build(opened.spec, opened.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jinfer.weights.find.wide_types", lambda: ())
+        patch.setattr("jinfer.weights.find.faster_as_whole_numbers", lambda: False)
         weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return dict(zip(model.names, weights.load(False), strict=True))
 
