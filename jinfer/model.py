@@ -50,7 +50,7 @@ class Modules:
 
         from jinfer.nn.model import Model
 
-        definition, state = nnx.split(nnx.eval_shape(lambda: Model(self.spec, self.dtype)))
+        definition, state = nnx.split(Model(self.spec, self.dtype))
         return definition, state
 
     def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:

@@ -67,6 +67,7 @@ NOT_RUN = {
 }
 # What takes long is run with the other tests that do.
 SLOW = {
+    "python -m jinfer.cpu",
     "jinfer bench partition --memory",
     "jinfer chat spec.toml --set quantization.weights=q3.5 --set quantization.kv_cache=q8",
     "jinfer bench cpu MODEL.gguf",

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, Literal
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
@@ -42,9 +43,13 @@ from jinfer.cpu.instructions import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.cpu.units import FLAGS as COMMON
 from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, Unit, units
 
+# The only instructions that there are kernels for; None: all.
+type Wanted = Isa | Literal["tested"] | None
+
 OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
 LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
 EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests need them
+TESTED: Final = "tested"  # all; a compiler does not optimize those that this machine lacks
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
 _FOLDER = Path(__file__).parent
@@ -121,16 +126,18 @@ def _kept(every: bool = False) -> Path | None:
     return next(found, None) or prebuilt.find(own_key())
 
 
-def _wanted_isa(every: bool) -> Isa | None:
-    """The only instructions that are wanted; None: all."""
-    return None if every or _all_are_asked_for() else own_isa()
+def _wanted_isa(every: bool) -> Wanted:
+    if not every and os.environ.get(EVERY, "0") not in ("", "0"):
+        return TESTED
+    return None if every or os.environ.get(LOWER) else own_isa()
 
 
-def _build(only: Isa | None) -> Path:
+def _build(only: Wanted) -> Path:
     compiler = _compiler()
     cores = usable_cores()
-    seconds = f"some {max(5, 5 * round(_SECONDS[only is None] / cores / 5))} seconds"
-    which = "for all instructions" if only is None else "for this machine"
+    every = only in (None, TESTED)
+    seconds = f"some {max(5, 5 * round(_SECONDS[every] / cores / 5))} seconds"
+    which = "for all instructions" if every else "for this machine"
 
     def wait() -> None:
         _log.warning("waiting for another process that compiles custom calls %s", which)
@@ -142,10 +149,6 @@ def _build(only: Isa | None) -> Path:
         with cache.place(key(only)) as place:
             _compile(compiler, place.library, cores, only, jax.ffi.include_dir())
         return place.kept
-
-
-def _all_are_asked_for() -> bool:
-    return bool(os.environ.get(LOWER)) or os.environ.get(EVERY, "0") not in ("", "0")
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -219,11 +222,11 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
-def _sources(only: Isa | None = None) -> list[Path]:
+def _sources(only: Wanted = None) -> list[Path]:
     """Handlers, and of each family of kernels those for all instructions, or the best for some."""
     files = sorted(_FOLDER.glob("*.cc"))
     kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
-    if only is not None:
+    if only is not None and only != TESTED:
         order = (LOWER_ISA.get(only, only), only)
         best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
         wanted = {*best.values()}
@@ -238,7 +241,7 @@ def _extra() -> list[str]:
     return shlex.split(os.environ.get(FLAGS, ""))
 
 
-def key(only: Isa | None = None) -> str:
+def key(only: Wanted = None) -> str:
     """Changes with everything that the library is made from, but for the compiler.
 
     Which compiler made it does not matter, and there may be none where it is used.
@@ -250,9 +253,9 @@ def key(only: Isa | None = None) -> str:
 
 
 @functools.cache
-def own_key(only: Isa | None = None) -> str:
+def own_key(only: Wanted = None) -> str:
     """The same, of what is jinfer's own."""
-    flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only)
+    flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -285,11 +288,13 @@ def _compile(
     compiler: list[str],
     library: Path,
     cores: int,
-    only: Isa | None,
+    only: Wanted,
     headers: str,
     link: tuple[str, ...] = (),
 ) -> None:
     common = _extra()
+    lacking = _lacking() if only == TESTED else ()
+    only = None if only == TESTED else only
     newer = ("avx512bf16", "amx") if is_x86() else ()
     unknown = [isa for isa in newer if not _knows(compiler, ISA_FLAGS[f"_{isa}"])]
     while only in unknown:
@@ -303,15 +308,24 @@ def _compile(
             common.append(f"-D{name}")
     include = ("-I", headers, "-I", str(_FOLDER))
 
-    def compile_one(unit: Unit) -> str:
+    def compile_one(unit: Unit) -> tuple[int, str]:
         source, output = unit.write(library.parent), str(library.with_name(f"{unit.name}.o"))
-        flags = (*COMMON, *unit.flags, *common, *include)
+        unrun = ("-O0",) if unit.name.endswith(lacking) else ()
+        flags = (*COMMON, *unit.flags, *unrun, *common, *include)
         _run([*compiler, *flags, "-c", str(source), "-o", output])
-        return output
+        return unit.needs, output
 
     with ThreadPoolExecutor(cores) as pool:
-        objects = list(pool.map(compile_one, units(sources)))
+        compiled = list(pool.map(compile_one, units(sources)))
+    # Of a function that several files have, the linker keeps the first: that for any processor.
+    objects = [output for _, output in sorted(compiled)]
     _run([*compiler, *_extra(), *link, "-shared", *objects, "-o", str(library), "-lpthread"])
+
+
+def _lacking() -> tuple[str, ...]:
+    """How files end that are for better instructions than this machine's."""
+    own = own_isa() or "portable"
+    return tuple(f"_{isa}" for isa in ISAS[ISAS.index(own) + 1 :])
 
 
 def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:

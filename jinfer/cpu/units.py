@@ -44,6 +44,12 @@ class Unit:
     paths: tuple[Path, ...]
     flags: tuple[str, ...] = ()
 
+    @property
+    def needs(self) -> int:
+        """What of a processor, as its place in `ISA_FLAGS`; -1: nothing."""
+        isas = [number for number, end in enumerate(ISA_FLAGS) if self.name.endswith(end)]
+        return isas[0] if isas else -1
+
     def write(self, folder: Path) -> Path:
         """The file; one of several is written to a folder."""
         if len(self.paths) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -24,4 +25,5 @@ def parameter(
         normalize: its rows are brought to length 1 when they are loaded.
         role: what it is used for.
     """
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, normalize=normalize, role=role)
+    value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return nnx.Param(value, axes=axes, normalize=normalize, role=role)

@@ -42,7 +42,7 @@ def _no_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(tmp_path: Path) -> Path:
     """The library in a cache folder of its own."""
     real = build.library_path()
-    folder = tmp_path / "custom_calls" / real.parent.name
+    folder = tmp_path / "custom_calls" / build.key(build._wanted_isa(every=False))
     shutil.copytree(real.parent, folder)
     for path in (folder.parent, folder, folder / real.name):
         path.chmod(0o700)

@@ -92,11 +92,11 @@ def test_gated(name: Any, keys: dict[str, Any]) -> None:
 def fill(linear: Linear, rng: np.random.Generator) -> Callable[[Floats], Floats]:
     """Random numbers for a projection, and what it then computes."""
     weight = rng.normal(size=linear.weight.shape).astype(np.float32)
-    linear.weight[...] = jnp.asarray(weight)
+    linear.weight.set_value(jnp.asarray(weight))
     if linear.bias is None:
         return lambda x: numpy_blocks.linear(x, weight)
     bias = rng.normal(size=linear.bias.shape).astype(np.float32)
-    linear.bias[...] = jnp.asarray(bias)
+    linear.bias.set_value(jnp.asarray(bias))
     return lambda x: numpy_blocks.linear(x, weight, bias)
 
 

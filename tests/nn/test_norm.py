@@ -37,7 +37,7 @@ def output(module: Any, dtype: DTypeLike) -> Floats:
 def test_rms(dtype: DTypeLike, rtol: float, atol: float, plus_one: bool, eps: float) -> None:
     """Computed in float32 and rounded once, also for a bfloat16 input."""
     module = RMSNorm(blocks.RMSNorm(kind="rms", size=SIZE, eps=eps, plus_one=plus_one), dtype)
-    module.weight[...] = jnp.asarray(WEIGHT, jnp.float32)
+    module.weight.set_value(jnp.asarray(WEIGHT, jnp.float32))
     wanted = rms_norm(rounded(X, dtype), WEIGHT + plus_one, eps)
     assert_allclose(output(module, dtype), wanted, rtol=rtol, atol=atol)
 
@@ -63,9 +63,9 @@ def test_layer(
     module = LayerNorm(block, dtype)
     assert (hasattr(module, "weight"), hasattr(module, "bias")) == (weight, bias)
     if weight:
-        module.weight[...] = jnp.asarray(WEIGHT, jnp.float32)
+        module.weight.set_value(jnp.asarray(WEIGHT, jnp.float32))
     if bias:
-        module.bias[...] = jnp.asarray(BIAS, jnp.float32)
+        module.bias.set_value(jnp.asarray(BIAS, jnp.float32))
     wanted = layer_norm(
         rounded(X, dtype), WEIGHT + plus_one if weight else 1.0, BIAS if bias else 0.0, eps
     )

@@ -169,7 +169,7 @@ def test_dynamic_scaling(totals: tuple[int, int], dim: int) -> None:
 def test_factors_of_the_checkpoint_divide_the_frequencies() -> None:
     module = rotary(factors=True)
     factors = np.linspace(1, 9, HEAD_DIM // 2)
-    module.factors[...] = jnp.asarray(factors, jnp.float32)
+    module.factors.set_value(jnp.asarray(factors, jnp.float32))
     wanted = expected(inv_freq=plain_frequencies(HEAD_DIM) / factors)
     assert_allclose(rotated(module), wanted, atol=5e-5)
 
@@ -190,7 +190,7 @@ def test_learned_positions(offset: int) -> None:
     module = PositionTable(block, jnp.float32)
     table = np.random.default_rng(1).normal(size=(CONTEXT + offset, 6)).astype(np.float32)
     assert module.weight.shape == table.shape
-    module.weight[...] = jnp.asarray(table)
+    module.weight.set_value(jnp.asarray(table))
     at = np.array([[0, 1, 5], [CONTEXT - 2, CONTEXT - 1, 0]])
     assert np.array_equal(module(jnp.asarray(at)), table[at + offset])
 

@@ -134,9 +134,9 @@ def test_router_in_float32() -> None:
     """Logits of bfloat16 rows are not rounded to bfloat16, or near ties would be ties."""
     router = Router(block(router_bias=True, renormalize=True))
     weight, bias = RNG.normal(size=(EXPERTS, 4)), RNG.normal(size=EXPERTS)
-    router.weight[...] = jnp.asarray(weight, jnp.float32)
+    router.weight.set_value(jnp.asarray(weight, jnp.float32))
     assert router.bias is not None
-    router.bias[...] = jnp.asarray(bias, jnp.float32)
+    router.bias.set_value(jnp.asarray(bias, jnp.float32))
     x = jnp.asarray(RNG.normal(size=(ROWS, 4)), jnp.bfloat16)
     chosen, weights = router(x)
     logits = np.asarray(x, np.float64) @ weight.T + bias

@@ -52,33 +52,46 @@ def test_texts_that_cannot_be_read(opened: Opened) -> None:
         text_windows(open_model(GOLDENS / "t5", {}), TEXT, 1 << 20)
 
 
-def test_calibrated_weights_give_nearer_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def letters(*given: Any) -> Any:
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quantized has a tokenizer."""
+
+    def with_letters(*given: Any) -> Any:
         found = open_model(*given)
         object.__setattr__(found, "tokenizer", Letters())
         return found
 
-    monkeypatch.setattr(quantize, "open_model", letters)
-    text = tmp_path / "text"
-    text.write_text(TEXT)
+    monkeypatch.setattr(quantize, "open_model", with_letters)
+
+
+def error_of(folder: Path, *more: str) -> float:
+    """The mean square of what logits are off by, weights quantized with these options."""
+    (folder / "text").write_text(TEXT)
+    out = folder / f"out{len(list(folder.iterdir()))}"
     small = ("--weights", "q3", "--set", "quantization.threshold=0", "--set", "dtype=float32")
+    assert main([str(MODEL), str(out), *small, *more]) == 0
     settings: dict[str, Any] = {"quantization.weights": "plain", "dtype": "float32"}
     ids = list(map(ord, TEXT))[100:200]
     wanted = LLM(MODEL, **settings).logits([ids])[0]
-    errors = list[float]()
+    return float(np.square(LLM(out).logits([ids])[0] - wanted).mean())
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_text_decides_what_a_search_finds(tmp_path: Path) -> None:
     search = ("--method", "search")
+    assert error_of(tmp_path, *search, "--calibration", str(tmp_path / "text")) != error_of(
+        tmp_path, *search
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("letters")
+def test_calibrated_weights_give_nearer_results(tmp_path: Path) -> None:
+    searched = error_of(tmp_path, "--method", "search")
     feedback = ("--method", "feedback", "--tokens", "4096")
-    read = ("--calibration", text)
-    for more in (search, (*search, *read), feedback, (*feedback, *read)):
-        out = tmp_path / f"out{len(errors)}"
-        assert main([str(each) for each in (MODEL, out, *small, *more)]) == 0
-        errors.append(float(np.square(LLM(out).logits([ids])[0] - wanted).mean()))
-    searched, weighed, by_itself, by_text = errors
-    assert weighed != searched
-    assert by_itself < searched, errors
-    assert by_text < 0.9 * searched, errors
+    assert error_of(tmp_path, *feedback) < searched
+    by_text = error_of(tmp_path, *feedback, "--calibration", str(tmp_path / "text"))
+    assert by_text < 0.9 * searched
 
 
 def test_a_text_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
