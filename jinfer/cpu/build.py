@@ -28,7 +28,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -38,10 +37,11 @@ from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu import prebuilt
+from jinfer.cpu.compilers import BuildError, run_all
 from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.instructions import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.cpu.units import FLAGS as COMMON
-from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, Unit, units
+from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, units
 
 # The only instructions that there are kernels for; None: all.
 type Wanted = Isa | Literal["tested"] | None
@@ -60,10 +60,6 @@ _ALONE = _STATIC if platform.system() == "Linux" else ()
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
 registered: set[str] = set()  # symbols that XLA knows
-
-
-class BuildError(Exception):
-    """The custom calls cannot be compiled: one line that says why and what to do."""
 
 
 def available() -> bool:
@@ -308,18 +304,18 @@ def _compile(
             common.append(f"-D{name}")
     include = ("-I", headers, "-I", str(_FOLDER))
 
-    def compile_one(unit: Unit) -> tuple[int, str]:
+    compiled, commands = list[tuple[int, str]](), list[list[str]]()
+    for unit in units(sources):
         source, output = unit.write(library.parent), str(library.with_name(f"{unit.name}.o"))
         unrun = ("-O0",) if unit.name.endswith(lacking) else ()
         flags = (*COMMON, *unit.flags, *unrun, *common, *include)
-        _run([*compiler, *flags, "-c", str(source), "-o", output])
-        return unit.needs, output
-
-    with ThreadPoolExecutor(cores) as pool:
-        compiled = list(pool.map(compile_one, units(sources)))
+        commands.append([*compiler, *flags, "-c", str(source), "-o", output])
+        compiled.append((unit.needs, output))
+    run_all(commands, cores)
     # Of a function that several files have, the linker keeps the first: that for any processor.
     objects = [output for _, output in sorted(compiled)]
-    _run([*compiler, *_extra(), *link, "-shared", *objects, "-o", str(library), "-lpthread"])
+    link_all = [*compiler, *_extra(), *link, "-shared", *objects, "-o", str(library), "-lpthread"]
+    run_all([link_all], 1)
 
 
 def _lacking() -> tuple[str, ...]:
@@ -332,18 +328,3 @@ def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
     """Whether a compiler takes them; those of 2019 know neither AVX-512 BF16 nor AMX."""
     command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise BuildError(f"{command[0]} fails: {_reason(lines)}")
-
-
-def _reason(lines: list[str]) -> str:
-    """The line of a compiler's complaints that says why; a linker's own comes last."""
-    for number, line in enumerate(lines):
-        if "error" in line:
-            return lines[number - 1] if line.startswith("collect2:") and number else line
-    return lines[0]

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.cpu import build, library_cache
+from jinfer.cpu import build, compilers, library_cache
 from jinfer.cpu.instructions import own_isa
 from jinfer.cpu.units import FLAGS, ISA_FLAGS, Unit, units
 from tests.cpu.helpers import copying_compiler
@@ -71,9 +72,26 @@ def test_switched_off() -> None:
 def test_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
-    with pytest.raises(build.BuildError, match="false fails"):
+    with pytest.raises(compilers.BuildError, match="false fails"):
         build.library_path()
     assert not list((tmp_path / "custom_calls").iterdir())
+
+
+def test_nobody_waits_for_compilers_when_interrupted(tmp_path: Path) -> None:
+    """Also where the signal is for this process alone, as from another program."""
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n", encoding="utf-8")
+    slow.chmod(0o700)
+    code = f"from jinfer.cpu import compilers; compilers.run_all([['{slow}']] * 5, 2)"
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert time.monotonic() - began < 30
+    assert process.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
@@ -85,7 +103,7 @@ def test_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_the_reason_is_told(lines: list[str], reason: str) -> None:
-    assert reason in build._reason(lines)
+    assert reason in compilers.reason(lines)
 
 
 @built

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.cpu import build, library_cache, prebuilt
+from jinfer.cpu import build, compilers, library_cache, prebuilt
 from jinfer.cpu.prebuilt import Interface
 from tests.cpu.helpers import copying_compiler
 
@@ -65,7 +65,7 @@ def test_others_may_write_to_the_folder_of_a_package(packaged: Path) -> None:
 
 def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
     prebuilt.seal(packaged, "x86_64-0123456789abcdef", HERE)
-    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
+    with pytest.raises(compilers.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
         build.library_path()
 
 
