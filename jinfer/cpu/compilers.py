@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,16 +21,18 @@ def run_all(commands: Sequence[list[str]], cores: int) -> None:
     Raises:
         BuildError: one fails.
     """
-    running = set[subprocess.Popen[str]]()
+    running = set[subprocess.Popen[bytes]]()
 
     def run(command: list[str]) -> None:
-        null, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with subprocess.Popen(command, stdout=null, stderr=pipe, text=True) as process:
+        # Not a pipe, whose end would come with that of the processes which a compiler starts.
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=complaints)
             running.add(process)
-            _, complaints = process.communicate()
+            status = process.wait()
             running.discard(process)
-        if process.returncode:
-            lines = complaints.strip().splitlines() or [f"exit status {process.returncode}"]
+            complaints.seek(0)
+            lines = complaints.read().strip().splitlines() or [f"exit status {status}"]
+        if status:
             raise BuildError(f"{command[0]} fails: {reason(lines)}")
 
     pool = ThreadPoolExecutor(cores)
