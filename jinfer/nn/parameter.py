@@ -18,7 +18,7 @@ def parameter(
     normalize: bool = False,
     role: Role = "plain",
 ) -> nnx.Param:
-    """A parameter to be loaded.
+    """A parameter to be loaded; until then it is a shape and a type, and nothing is traced.
 
     Args:
         axes: the logical name of each axis; partitioning is decided by these names.
