@@ -42,13 +42,19 @@ class SparseTensor:
         return int(self.values.size) * _BYTES
 
     def dense(self) -> Float[Array, "*stack outputs inputs"]:
-        """The matrix in full."""
+        """The matrix in full, in NumPy's arrays if these are."""
         stack = self.values.shape[:-1]
-        parts = (jnp.asarray(part) for part in (self.rows, self.columns, self.values))
+        parts = (self.rows, self.columns, self.values)
         rows, columns, values = (part.reshape(prod(stack), part.shape[-1]) for part in parts)
-        matrix = jnp.arange(rows.shape[0])[:, None]
-        zeros = jnp.zeros((rows.shape[0], self.outputs, self.inputs), jnp.float32)
-        full = zeros.at[matrix, rows, columns].add(values, mode="drop")
+        size = (rows.shape[0], self.outputs, self.inputs)
+        if isinstance(values, np.ndarray):
+            full: Any = np.zeros(size, np.float32)
+            matrix, which = np.nonzero(rows < self.outputs)
+            places = matrix, rows[matrix, which], columns[matrix, which]
+            np.add.at(full, places, values[matrix, which])
+        else:
+            matrix = jnp.arange(rows.shape[0])[:, None]
+            full = jnp.zeros(size, jnp.float32).at[matrix, rows, columns].add(values, mode="drop")
         return full.reshape(*stack, self.outputs, self.inputs)
 
     def product(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:

@@ -108,8 +108,11 @@ class QuantizedTensor:
         return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The matrix in full: what every kernel is measured against."""
-        return _dequantize(self, jnp).astype(dtype)
+        """The matrix in full: what every kernel is measured against.
+
+        Computed by NumPy, and without compiling anything, where the arrays are NumPy's.
+        """
+        return _dequantize(self, np if isinstance(self.words, np.ndarray) else jnp).astype(dtype)
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
         """Rows of the matrix in full, as an embedding needs them."""

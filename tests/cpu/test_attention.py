@@ -15,6 +15,7 @@ from jinfer.cpu.attention import Coding, Parts, Scores, attention, supported
 from jinfer.cpu.instructions import Isa
 from jinfer.ops.cache import CacheShape, empty
 from jinfer.quant.format import parse_format
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
@@ -34,10 +35,10 @@ def arguments(kind: str = "f32") -> dict[str, Any]:
     keys, values = (Parts(tuple(jax.tree.leaves(part)), DIM) for part in cache)
     return {
         "q": zeros(TOKENS, HEADS, DIM),
-        "rows": jnp.array([0, 0, 1, 1, -1], jnp.int32),
-        "positions": jnp.array([3, 4, 126, 127, 9999], jnp.int32),
-        "last": jnp.array([3, 4, 126, 127, 9999], jnp.int32),
-        "tables": jnp.array([[2, 77], [-5, 1]], jnp.int32),
+        "rows": on_device([0, 0, 1, 1, -1], jnp.int32),
+        "positions": on_device([3, 4, 126, 127, 9999], jnp.int32),
+        "last": on_device([3, 4, 126, 127, 9999], jnp.int32),
+        "tables": on_device([[2, 77], [-5, 1]], jnp.int32),
         "keys": keys,
         "values": values,
         "coding": {"f32": None, "q8": Q8, "q4": Q4}[kind],
@@ -51,7 +52,7 @@ def scores(**changed: Any) -> dict[str, Any]:
 
 
 def ints(*numbers: int) -> Array:
-    return jnp.array(numbers, jnp.int32)
+    return on_device(numbers, jnp.int32)
 
 
 PLAIN: dict[str, dict[str, Any]] = {
@@ -69,8 +70,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "tables with one axis": {"tables": ints(2, 77, -5, 1)},
     "a position before the first": {"positions": ints(-1, 4, 126, 127, 0)},
     "a position beyond the table": {"positions": ints(3, 4, 127, 128, 0)},
-    "a block that is not in the pool": {"tables": jnp.array([[2, 0], [0, BLOCKS]], jnp.int32)},
-    "a block below 0": {"tables": jnp.array([[-1, 0], [0, 1]], jnp.int32)},
+    "a block that is not in the pool": {"tables": on_device([[2, 0], [0, BLOCKS]], jnp.int32)},
+    "a block below 0": {"tables": on_device([[-1, 0], [0, 1]], jnp.int32)},
     "a block within the window": {"scores": Scores(0.3, window=64)},
     "no window, but a block is gone": {"scores": Scores(0.3)},
     "too few sinks": scores(sinks=zeros(HEADS - 1)),

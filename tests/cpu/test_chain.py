@@ -17,6 +17,7 @@ from jinfer.cpu.instructions import Isa
 from jinfer.cpu.linear import ACTIVATIONS, Coded, coded_linear, fields_of
 from jinfer.ops.addresses import table
 from jinfer.quant.format import QuantFormat
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_linear import coded, matrix
 
@@ -29,7 +30,7 @@ COUNTS = (1, 3, 17, 130)
 
 
 def random(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def arrays(one: Any) -> list[jax.Array]:
@@ -166,7 +167,7 @@ def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: Isa, kind: str) -> 
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
         with build.lowered_isa(isa):
             got = jax.jit(layer.chain)(x, attended)
-            wanted = [jnp.asarray(part) for part in layer.apart(x, attended)]
+            wanted = [on_device(part) for part in layer.apart(x, attended)]
             for a, b in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

@@ -12,6 +12,7 @@ from jinfer.cpu import build, choose
 from jinfer.cpu.instructions import Isa
 from jinfer.sampling.chance import noise
 from jinfer.sampling.logprobs import log_probabilities_reference
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(not choose.available(), reason="no C++ compiler"
 
 VOCAB = 300
 ROWS = batch(params(temperature=0.8, top_k=5), params(), vocab=VOCAB)
-LOGITS = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, VOCAB)), jnp.float32)
+LOGITS = on_device(np.random.default_rng(0).normal(0, 3, (2, VOCAB)), jnp.float32)
 
 
 def chosen(logits: Any, rows: Batch, masks: Any = (), left: bool = False) -> list[np.ndarray]:
@@ -45,11 +46,11 @@ def in_sampler(**parts: Any) -> Batch:
         (in_sampler(biases=jnp.zeros((2, 3))), "lists"),
         (in_sampler(bad_words=jnp.zeros((2, 4, 0), jnp.int32)), "lists"),
         (ROWS._replace(lengths=jnp.zeros(1, jnp.int32)), "progress"),
-        (ROWS._replace(lengths=jnp.array([0, 49], jnp.int32)), "longer than its history"),
-        (ROWS._replace(lengths=jnp.array([0, -1], jnp.int32)), "longer than its history"),
-        (ROWS._replace(slots=jnp.array([0, 2], jnp.int32)), "not there"),
-        (ROWS._replace(slots=jnp.array([-1, 0], jnp.int32)), "not there"),
-        (ROWS._replace(slots=jnp.array([0], jnp.int32)), "not a request for each row"),
+        (ROWS._replace(lengths=on_device([0, 49], jnp.int32)), "longer than its history"),
+        (ROWS._replace(lengths=on_device([0, -1], jnp.int32)), "longer than its history"),
+        (ROWS._replace(slots=on_device([0, 2], jnp.int32)), "not there"),
+        (ROWS._replace(slots=on_device([-1, 0], jnp.int32)), "not there"),
+        (ROWS._replace(slots=on_device([0], jnp.int32)), "not a request for each row"),
     ],
 )
 def test_what_does_not_fit_is_refused(rows: Batch, what: str) -> None:
@@ -80,7 +81,7 @@ def test_log_probabilities(vocab: int, isa: Isa) -> None:
     logits = np.random.default_rng(vocab).normal(0, 3, (4, vocab)).astype(np.float32)
     logits[1] = np.round(logits[1])
     logits[2, 1:] = -np.inf
-    x, tokens = jnp.asarray(logits), jnp.array([0, vocab // 2, 0, vocab - 1], jnp.int32)
+    x, tokens = on_device(logits), on_device([0, vocab // 2, 0, vocab - 1], jnp.int32)
     with build.lowered_isa(isa):
         got = choose.log_probabilities(x, tokens, jnp.ones(4, jnp.bool_), min(20, vocab))
     wanted = log_probabilities_reference(x, tokens)
@@ -91,7 +92,7 @@ def test_log_probabilities(vocab: int, isa: Isa) -> None:
 
 def test_log_probabilities_of_what_is_no_number() -> None:
     logits = LOGITS.at[0, 5].set(jnp.nan)
-    wanted = jnp.array([True, True])
+    wanted = on_device([True, True])
     own, ids, top = choose.log_probabilities(logits, jnp.zeros(2, jnp.int32), wanted, 20)
     assert np.isnan(own[0])
     assert np.isnan(top[0]).all()
@@ -103,7 +104,7 @@ def test_log_probabilities_of_what_is_no_number() -> None:
 
 @pytest.mark.parametrize("isa", isas())
 def test_where_nothing_is_allowed_the_first_token_is_taken(isa: Isa) -> None:
-    masks = jnp.zeros((2, 10), jnp.uint32), jnp.array([True, True])
+    masks = jnp.zeros((2, 10), jnp.uint32), on_device([True, True])
     with build.lowered_isa(isa):
         assert chosen(LOGITS, ROWS, masks)[0].tolist() == [0, 0]
         assert chosen(jnp.full_like(LOGITS, -jnp.inf), ROWS)[0].tolist() == [0, 0]
@@ -134,7 +135,7 @@ def test_any_size(vocab: int, isa: Isa) -> None:
     past = [[i % vocab for i in range(40)]] * len(made)
     rows = batch(*made, past=past, prompts=[9] * len(made), vocab=vocab)
     shape = (len(made), vocab)
-    logits = jnp.asarray(np.random.default_rng(vocab).normal(0, 3, shape), jnp.float32)
+    logits = on_device(np.random.default_rng(vocab).normal(0, 3, shape), jnp.float32)
     with build.lowered_isa(isa):
         tokens, _, left = chosen(logits, rows, left=True)
     assert all(left[row, token] > -jnp.inf for row, token in enumerate(tokens))
@@ -162,7 +163,7 @@ def test_penalties_beyond_what_numbers_there_are(
     logits = np.random.default_rng(1).normal(0, 1, (1, VOCAB)) * scale
     logits[0, seen] = np.abs(logits[0, seen]) + 60
     with build.lowered_isa(isa):
-        tokens, mu, left = chosen(jnp.asarray(logits, jnp.float32), rows, left=True)
+        tokens, mu, left = chosen(on_device(logits, jnp.float32), rows, left=True)
     assert left[0, tokens[0]] > -np.inf
     assert np.isfinite(mu).all()
     assert not np.isnan(left).any()

@@ -21,6 +21,7 @@ from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.moe import Experts, Projection, mixture
 from jinfer.quant.format import QuantFormat, Width
 from jinfer.quant.sparse import OutlierTensor, sparse_of
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_linear import CODEBOOK, TWO_LEVEL, WIDTHS, matrix
 
@@ -112,7 +113,7 @@ def test_quantized(
 def test_plain(
     type: str, of: str, gated: bool, outputs: int, inputs: int, counts: list[int]
 ) -> None:
-    one, two = (jnp.asarray(random(outputs, inputs, seed=seed), type) for seed in (1, 2))
+    one, two = (on_device(random(outputs, inputs, seed=seed), type) for seed in (1, 2))
 
     def function(x: Any) -> Array:
         x = x.astype(of)
@@ -139,7 +140,7 @@ def test_every_format(format: QuantFormat) -> None:
 )
 def test_every_number_of_rows(counts: list[int]) -> None:
     """From 1 to 70, where kernels for few and for many rows meet."""
-    plain = jnp.asarray(random(150, 300), jnp.bfloat16)
+    plain = on_device(random(150, 300), jnp.bfloat16)
     for format in (QuantFormat("4", symmetric=True), QuantFormat("5", 32, two_level=True)):
         weight = matrix(format, 70, 2048)
         check(partial(linear, weight=weight), random(600, 2048), counts, seed=3)
@@ -152,7 +153,7 @@ def test_outliers(width: Width) -> None:
     rounded = matrix(QuantFormat(width, symmetric=True), outputs, inputs)
     where = np.random.default_rng(5).random((outputs, inputs)) < 0.01
     sparse = sparse_of(random(outputs, inputs, seed=6), where, int(where.sum()) + 3)
-    weight = jax.tree.map(jnp.asarray, OutlierTensor(rounded, sparse))
+    weight = jax.tree.map(on_device, OutlierTensor(rounded, sparse))
     check(lambda x: linear(x, weight), random(600, inputs), [2, 3, 8, 9, 64, 600], seed=7)
 
 
@@ -175,9 +176,9 @@ def test_mixture_of_experts(type: str, fused: str) -> None:
             format = QuantFormat("4" if type == "q4" else "8", symmetric=True)
             weight: Any = matrix(format, outputs, inputs, stack=(count,), seed=seed)
         else:
-            weight = jnp.asarray(random(count, outputs, inputs, seed=seed), type)
-        bias = None if fused == "silu" else jnp.asarray(random(count, outputs, seed=seed + 9))
-        return Projection(jax.tree.map(jnp.asarray, weight), bias)
+            weight = on_device(random(count, outputs, inputs, seed=seed), type)
+        bias = None if fused == "silu" else on_device(random(count, outputs, seed=seed + 9))
+        return Projection(jax.tree.map(on_device, weight), bias)
 
     def silu_gated(gate: Array | None, up: Array) -> Array:
         assert gate is not None

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build, experts, rows
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 pytestmark = pytest.mark.skipif(not experts.available(), reason="no C++ compiler")
@@ -29,7 +30,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("count", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (5, 5)])
 def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormalize: bool) -> None:
     """Some logits are equal: the first is taken."""
-    logits = jnp.asarray(np.round(random(300, count, seed=count), 1)).at[7].set(-200)
+    logits = on_device(np.round(random(300, count, seed=count), 1)).at[7].set(-200)
     correction = random(count, seed=1) if corrected else None
     assert rows.available()
     assert experts.available()
@@ -37,7 +38,7 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
         with build.lowered_isa(isa):
             chosen, weights = experts.route(
                 logits,
-                None if correction is None else jnp.asarray(correction),
+                None if correction is None else on_device(correction),
                 top_k,
                 softmax=scoring == "softmax",
                 renormalize=renormalize,
@@ -60,7 +61,7 @@ def test_of_what_is_no_number_some_are_chosen() -> None:
     logits = random(3, 9)
     logits[1] = np.nan
     rules: dict[str, Any] = {"softmax": True, "renormalize": True, "scale": 1.0}
-    chosen, weights = experts.route(jnp.asarray(logits), None, 4, **rules)
+    chosen, weights = experts.route(on_device(logits), None, 4, **rules)
     for row in np.asarray(chosen).tolist():
         assert len(set(row)) == 4
         assert set(row) <= set(range(9))
@@ -75,7 +76,7 @@ def test_pairs_by_expert(of: int, count: int, seed: int, data: st.DataObject) ->
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(count)[:top_k] for _ in range(of)]).astype(np.int32)
     order = np.argsort(chosen.reshape(-1), stable=True)
-    got = experts.by_expert(jnp.asarray(chosen), count)
+    got = experts.by_expert(on_device(chosen), count)
     np.testing.assert_array_equal(got.row_of, order // top_k)
     np.testing.assert_array_equal(got.expert_of, chosen.reshape(-1)[order])
     sizes = np.bincount(chosen.reshape(-1), minlength=count)
@@ -93,7 +94,7 @@ def test_sums(count: int, top_k: int, size: int) -> None:
     wanted = reduce(add, (each[:, k] * weights[:, k : k + 1] for k in range(top_k)))
     for isa in isas():
         with build.lowered_isa(isa):
-            got = experts.of_experts(jnp.asarray(y), jnp.asarray(places), jnp.asarray(weights))
+            got = experts.of_experts(on_device(y), on_device(places), on_device(weights))
             np.testing.assert_array_equal(np.asarray(got), wanted)
 
 
@@ -103,8 +104,8 @@ REFUSED = {
     "a correction of another size": ("does not fit", lambda: routed(2, jnp.zeros(3))),
     "no such expert": ("no such expert", lambda: experts.by_expert(jnp.full((1, 1), 4), 4)),
     "an expert below": ("no such expert", lambda: experts.by_expert(jnp.full((1, 1), -1), 4)),
-    "a place beyond": ("no such place", lambda: summed(jnp.array([0, 2], jnp.int32))),
-    "a place too few": ("do not fit", lambda: summed(jnp.array([0], jnp.int32))),
+    "a place beyond": ("no such place", lambda: summed(on_device([0, 2], jnp.int32))),
+    "a place too few": ("do not fit", lambda: summed(on_device([0], jnp.int32))),
 }
 
 

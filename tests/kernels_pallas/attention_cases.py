@@ -12,6 +12,7 @@ import numpy as np
 
 from kernels_pallas.attention import Queries, Scores, attend
 from kernels_pallas.kept import TOKENS, Kept
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
 
 PADDING = -1
@@ -67,7 +68,7 @@ class Batch:
         tokens = slice(None) if only is None else slice(only, only + 1)
         each = (self.rows, self.positions, self.low, self.last)
         taken = [part[tokens] for part in each] + [self.tables]
-        return Queries._make(jnp.asarray(part, jnp.int32) for part in taken)
+        return Queries._make(on_device(part, jnp.int32) for part in taken)
 
 
 def batch_of(
@@ -141,6 +142,9 @@ def expected(
     return out
 
 
+decoded = jax.jit(Kept.decoded)
+
+
 def spoilt(part: Kept, needed: np.ndarray) -> Kept:
     """All that is not needed [blocks, TOKENS] made NaN, and codes random."""
     rng = np.random.default_rng(3)
@@ -151,7 +155,7 @@ def spoilt(part: Kept, needed: np.ndarray) -> Kept:
             bad = rng.integers(0, 1 << 32, array.shape).astype(np.uint32)
         else:
             bad = np.full(array.shape, np.nan, array.dtype)
-        return jnp.asarray(np.where(needed[:, None, :, None], array, bad))
+        return on_device(np.where(needed[:, None, :, None], array, bad))
 
     return jax.tree.map(spoil, part)
 
@@ -194,10 +198,10 @@ class Case:
         values = keys
         if kinds[1] is not None:
             values = kept(kinds[1], normal((blocks, heads[1], TOKENS, dims[1])))
-        self.k, self.v = (np.asarray(each.decoded(), np.float64) for each in (keys, values))
+        self.k, self.v = (np.asarray(decoded(each), np.float64) for each in (keys, values))
         self.keys = spoilt(keys, needed)
         self.values = None if kinds[1] is None else spoilt(values, needed)
-        self.q = jnp.asarray(normal((count, heads[0], dims[0])), dtype)
+        self.q = on_device(normal((count, heads[0], dims[0])), dtype)
         self.numbers: dict[str, Any] = {
             "scale": 2 * dims[0] ** -0.5,
             "softcap": softcap,
@@ -220,7 +224,7 @@ class Case:
     ) -> np.ndarray:
         """What the kernel gives."""
         q = self.q if only is None else self.q[only : only + 1]
-        arrays = {name: jnp.asarray(each, jnp.float32) for name, each in self.arrays.items()}
+        arrays = {name: on_device(each, jnp.float32) for name, each in self.arrays.items()}
         out = run(
             q,
             self.keys,

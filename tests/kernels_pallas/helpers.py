@@ -13,9 +13,11 @@ from jinfer.quant.tensor import QuantizedTensor, from_codes
 from jinfer.quant.vectors import quantize_vectors
 from kernels_pallas.kept import Kept
 from kernels_pallas.layout import Packed
+from tests.arrays import on_device
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 KINDS = [*PLAIN, *FORMATS]  # of a cache
+_quantized = jax.jit(quantize_vectors, static_argnums=1)
 H200 = jax.sharding.AbstractMesh(
     (), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
 )
@@ -24,7 +26,7 @@ H200 = jax.sharding.AbstractMesh(
 def packed(tensor: QuantizedTensor) -> Packed:
     """The same matrix for the kernels."""
     format = tensor.format
-    words, scales, steps = jax.tree.map(jnp.asarray, (tensor.words, tensor.scales, tensor.steps))
+    words, scales, steps = jax.tree.map(on_device, (tensor.words, tensor.scales, tensor.steps))
     return Packed(words, scales, format.levels, format.block, tensor.inputs, steps, format.codebook)
 
 
@@ -77,6 +79,6 @@ def assert_near(y: jax.Array, x: np.ndarray, matrix: np.ndarray, tolerance: floa
 def kept(kind: str, values: np.ndarray) -> Kept:
     """Keys or values [slots, kv_heads, length, dim] as a cache of this kind has them."""
     if kind in PLAIN:
-        return Kept(jnp.asarray(values, PLAIN[kind]))
-    rows = quantize_vectors(jnp.asarray(values, jnp.float32), FORMATS[kind])
+        return Kept(on_device(values, PLAIN[kind]))
+    rows = _quantized(on_device(values, jnp.float32), FORMATS[kind])
     return Kept(rows.words, rows.scales, rows.format.levels, rows.width)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kernels_pallas import attention_pieces as pieces
 from kernels_pallas.kept import TOKENS, Kept
-from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case
+from tests.arrays import on_device
+from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case, decoded
 from tests.kernels_pallas.helpers import KINDS, kept
 from tests.reference import numpy_cache
 
@@ -171,7 +172,7 @@ def test_the_same_bits_wherever_blocks_lie() -> None:
     before = case.run()
     order = np.random.default_rng(1).permutation(20)
     case.keys, case.values = (
-        jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[order]), each)
+        jax.tree.map(lambda part: on_device(np.asarray(part)[order]), each)
         for each in (case.keys, case.values)
     )
     tables = case.batch.tables
@@ -270,6 +271,6 @@ def test_every_token_is_in_one_piece(group: int, count: int) -> None:
 def test_codes_are_what_the_cache_says(kind: str) -> None:
     """Against the definition; where float32 rounds otherwise, a number is a step off."""
     x = np.random.default_rng(0).standard_normal((2, 1, 50, 100)).astype(np.float32)
-    got, wanted = np.asarray(kept(kind, x).decoded()), numpy_cache.kept(x.astype(np.float64), kind)
+    got, wanted = np.asarray(decoded(kept(kind, x))), numpy_cache.kept(x.astype(np.float64), kind)
     assert np.mean(np.abs(got - wanted) > 1e-5) < 2e-3
     np.testing.assert_allclose(got, wanted, atol=2)

@@ -15,6 +15,7 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.kind import PLAIN
 from kernels_pallas.experts import expert_matmul, tiles_of
 from kernels_pallas.experts_dense import dense_expert_matmul, takes
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, assert_near, random_matrix, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(expert_matmul)
@@ -25,7 +26,7 @@ run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret
 def test_every_row_is_in_one_tile(sizes: list[int], size: int) -> None:
     offsets = np.cumsum([0, *sizes])
     expert, first, present = np.asarray(
-        jax.jit(tiles_of, static_argnums=(1, 2))(jnp.asarray(offsets, jnp.int32), 45, size)
+        jax.jit(tiles_of, static_argnums=(1, 2))(on_device(offsets, jnp.int32), 45, size)
     )
     covered = np.full(45, -1)
     for e, begin, count in zip(expert, first, present, strict=True):
@@ -43,10 +44,10 @@ def test_each_row_with_its_expert(sizes: tuple[int, ...], backend: str) -> None:
     matrix, values = random_matrix(QuantFormat("4"), (2, 5, 40, 600))
     x = random_rows(sum(sizes), 600)
     (y,) = run(
-        jnp.asarray(x),
+        on_device(x),
         offsets_of(sizes),
         [matrix],
-        index=jnp.asarray([1], jnp.int32),
+        index=on_device([1], jnp.int32),
         backend=backend,
         interpret=True,
     )
@@ -61,7 +62,7 @@ def test_each_row_with_its_expert_by_mosaic(block: int) -> None:
     matrix, values = random_matrix(QuantFormat("4", block), (5, 64, 600))
     x = random_rows(sum(sizes), 600)
     with jax.sharding.use_abstract_mesh(H200):
-        given = (jnp.asarray(x), offsets_of(sizes), [matrix])
+        given = (on_device(x), offsets_of(sizes), [matrix])
         (y,) = run(*given, backend="mosaic", interpret=True)
     for row, expert in enumerate(np.repeat(np.arange(5), sizes)):
         assert_near(y[row : row + 1], x[row : row + 1], values[expert])
@@ -72,7 +73,7 @@ def test_gate_and_up_of_experts(inputs: int) -> None:
     gate, g = random_matrix(QuantFormat("4"), (3, 20, inputs), 1)
     up, u = random_matrix(QuantFormat("4"), (3, 20, inputs), 2)
     x = random_rows(4, inputs) / 1e4
-    (y,) = run(jnp.asarray(x), offsets_of((1, 1, 2)), [gate, up], gated=True, interpret=True)
+    (y,) = run(on_device(x), offsets_of((1, 1, 2)), [gate, up], gated=True, interpret=True)
     for row, expert in enumerate([0, 1, 2, 2]):
         a, b = x[row] @ g[expert].T, x[row] @ u[expert].T
         np.testing.assert_allclose(
@@ -87,15 +88,15 @@ def test_wrong_inputs_are_refused() -> None:
 
 
 def offsets_of(sizes: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.cumsum([0, *sizes]), jnp.int32)
+    return on_device(np.cumsum([0, *sizes]), jnp.int32)
 
 
 @pytest.mark.parametrize(("x_type", "kind"), [("f32", "bf16"), ("bf16", "bf16"), ("f16", "f16")])
 @pytest.mark.parametrize("sizes", [(2, 1, 0, 4, 1), (0, 0, 70, 0, 3)])
 def test_plain_matrices_of_experts(sizes: tuple[int, ...], x_type: str, kind: str) -> None:
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.standard_normal((sum(sizes), 192)), PLAIN[x_type])
-    matrices = jnp.asarray(rng.standard_normal((5, 40, 192)), PLAIN[kind])
+    x = on_device(rng.standard_normal((sum(sizes), 192)), PLAIN[x_type])
+    matrices = on_device(rng.standard_normal((5, 40, 192)), PLAIN[kind])
     assert takes(matrices)
     y = jax.jit(functools.partial(dense_expert_matmul, interpret=True))(
         x, offsets_of(sizes), matrices

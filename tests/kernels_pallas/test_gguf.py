@@ -14,6 +14,7 @@ from jinfer.quant.ggml import KEPT as GGUF
 from kernels_pallas import layout
 from kernels_pallas.experts import expert_matmul
 from kernels_pallas.matmul import KERNEL_ROWS, matmul
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
@@ -35,7 +36,7 @@ def test_decodes_as_the_reference(name: str) -> None:
 def test_every_format(name: str) -> None:
     matrix, values = random_blocks(GGUF[name], (2, 17, 1500))
     x = random_rows(3, 1500)
-    (y,) = interpret(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+    (y,) = interpret(on_device(x), [matrix], index=on_device([1], jnp.int32))
     assert_near(y, x, values[1], 2e-4)
 
 
@@ -45,14 +46,14 @@ def test_every_format(name: str) -> None:
 def test_every_format_and_size(name: str, rows: int) -> None:
     matrix, values = random_blocks(GGUF[name], (130, 3000))
     x = random_rows(rows, 3000)
-    (y,) = interpret(jnp.asarray(x), [matrix])
+    (y,) = interpret(on_device(x), [matrix])
     assert_near(y, x, values, 2e-4)
 
 
 def test_any_values() -> None:
     matrix, values = random_blocks(QuantFormat("4", symmetric=True, codebook=TABLE), (16, 1024))
     x = random_rows(2, 1024)
-    assert_near(interpret(jnp.asarray(x), [matrix])[0], x, values, 2e-4)
+    assert_near(interpret(on_device(x), [matrix])[0], x, values, 2e-4)
 
 
 def test_formats_that_share_x() -> None:
@@ -60,7 +61,7 @@ def test_formats_that_share_x() -> None:
     sizes = {"Q4_K": 70, "IQ4_NL": 33, "Q6_K": 33}
     built = [random_blocks(GGUF[name], (3, n, 1024), n) for name, n in sizes.items()]
     x = random_rows(5, 1024)
-    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    results = interpret(on_device(x), [m for m, _ in built], index=on_device([2], jnp.int32))
     for y, (_, values) in zip(results, built, strict=True):
         assert_near(y, x, values[2], 2e-4)
 
@@ -69,7 +70,7 @@ def test_gate_and_up() -> None:
     gate, g = random_blocks(GGUF["Q4_K"], (20, 512), 1)
     up, u = random_blocks(GGUF["IQ4_XS"], (20, 512), 2)
     x = random_rows(2, 512) / 1e4
-    (y,) = interpret(jnp.asarray(x), [gate, up], gated=True)
+    (y,) = interpret(on_device(x), [gate, up], gated=True)
     a, b = x @ g.T, x @ u.T
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=5e-3, atol=5e-3)
 
@@ -79,8 +80,8 @@ def test_gate_and_up() -> None:
 def test_experts(name: str, backend: str) -> None:
     matrix, values = random_blocks(GGUF[name], (3, 20, 300))
     x = random_rows(4, 300)
-    offsets = jnp.asarray([0, 1, 2, 4], jnp.int32)
-    (y,) = run_experts(jnp.asarray(x), offsets, [matrix], backend=backend, interpret=True)
+    offsets = on_device([0, 1, 2, 4], jnp.int32)
+    (y,) = run_experts(on_device(x), offsets, [matrix], backend=backend, interpret=True)
     for row, expert in enumerate([0, 1, 2, 2]):
         assert_near(y[row : row + 1], x[row : row + 1], values[expert], 2e-4)
 
@@ -90,7 +91,7 @@ def test_decoded_as_a_whole(backend: str) -> None:
     """By plain XLA, also where Mosaic has no kernel."""
     matrix, values = random_blocks(GGUF["IQ4_XS"], (2, 80, 600))
     x = random_rows(3, 600)
-    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend=backend)
+    (y,) = run(on_device(x), [matrix], index=on_device([1], jnp.int32), backend=backend)
     assert_near(y, x, values[1])
 
 
@@ -99,7 +100,7 @@ def test_many_rows(name: str) -> None:
     """By the kernel that decodes."""
     matrix, values = random_blocks(GGUF[name], (2, 80, 600))
     x = random_rows(KERNEL_ROWS + 1, 600)
-    (y,) = interpret(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+    (y,) = interpret(on_device(x), [matrix], index=on_device([1], jnp.int32))
     assert_near(y, x, values[1])
 
 

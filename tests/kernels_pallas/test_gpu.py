@@ -24,6 +24,7 @@ from kernels_pallas.experts_dense import dense_expert_matmul
 from kernels_pallas.layout import Packed
 from kernels_pallas.matmul import matmul, product_parts
 from kernels_pallas.rows import Operand, alone, prepare
+from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import (
     KINDS,
@@ -54,7 +55,7 @@ def test_every_format_and_number_of_rows(format: QuantFormat) -> None:
     matrix, values = random_matrix(format, (2, 1000, 3000))
     for rows in (1, 5, 17, 64, 300):
         x = random_rows(rows, 3000)
-        (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+        (y,) = run(on_device(x), [matrix], index=on_device([1], jnp.int32))
         assert_near(y, x, values[1])
 
 
@@ -69,7 +70,7 @@ def test_long_rows_are_prepared_in_superblocks(width: Width) -> None:
 
     for rows in (1, 5, 16):
         x = random_rows(rows, 9000)
-        assert_near(product_of(jnp.asarray(x), matrix), x, values[0])
+        assert_near(product_of(on_device(x), matrix), x, values[0])
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -78,7 +79,7 @@ def test_thresholds_of_a_vocabulary(rows: int) -> None:
     x = rng.standard_normal((rows, 128_256)).astype(np.float32) * 5
     weights = rng.integers(0, 8, x.shape).astype(np.float32)
     mass = np.floor(weights.sum(axis=1) * 0.3)
-    kept = jax.jit(lambda *given: heaviest(*given))(*map(jnp.asarray, (x, weights, mass)))
+    kept = jax.jit(lambda *given: heaviest(*given))(*map(on_device, (x, weights, mass)))
     for row in range(rows):
         descending = np.argsort(-x[row], kind="stable")
         last = np.searchsorted(np.cumsum(weights[row, descending]), mass[row])
@@ -90,7 +91,7 @@ def test_every_format_of_gguf(name: str) -> None:
     matrix, values = random_blocks(GGUF[name], (2, 1000, 3000))
     for rows in (1, 5, 17, 64, 300):
         x = random_rows(rows, 3000)
-        (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32))
+        (y,) = run(on_device(x), [matrix], index=on_device([1], jnp.int32))
         assert_near(y, x, values[1])
 
 
@@ -99,8 +100,8 @@ def test_mosaic(format: QuantFormat) -> None:
     matrix, values = random_matrix(format, (2, 1000, 3000))
     for rows in (1, 17, 64, 300):
         x = random_rows(rows, 3000)
-        index = jnp.asarray([1], jnp.int32)
-        (y,) = run(jnp.asarray(x), [matrix], index=index, backend="mosaic")
+        index = on_device([1], jnp.int32)
+        (y,) = run(on_device(x), [matrix], index=index, backend="mosaic")
         assert_near(y, x, values[1])
 
 
@@ -109,7 +110,7 @@ def test_several(outputs: tuple[int, ...]) -> None:
     formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
     built = [random_matrix(f, (n, 4096), n) for f, n in zip(formats, outputs, strict=True)]
     x = random_rows(3, 4096)
-    for y, (_, values) in zip(run(jnp.asarray(x), [m for m, _ in built]), built, strict=True):
+    for y, (_, values) in zip(run(on_device(x), [m for m, _ in built]), built, strict=True):
         assert_near(y, x, values)
 
 
@@ -117,7 +118,7 @@ def test_several_of_gguf() -> None:
     sizes = {"Q4_K": 4096, "IQ4_XS": 1024, "Q6_K": 1024}
     built = [random_blocks(GGUF[name], (n, 4096), n) for name, n in sizes.items()]
     x = random_rows(3, 4096)
-    for y, (_, values) in zip(run(jnp.asarray(x), [m for m, _ in built]), built, strict=True):
+    for y, (_, values) in zip(run(on_device(x), [m for m, _ in built]), built, strict=True):
         assert_near(y, x, values)
 
 
@@ -126,7 +127,7 @@ def test_gate_and_up(outputs: int) -> None:
     gate, g = random_matrix(QuantFormat("4"), (outputs, 1024), 1)
     up, u = random_matrix(QuantFormat("4"), (outputs, 1024), 2)
     x = random_rows(2, 1024) / 1e4
-    (y,) = run(jnp.asarray(x), [gate, up], gated=True)
+    (y,) = run(on_device(x), [gate, up], gated=True)
     a, b = x @ g.T, x @ u.T
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=1e-2, atol=1e-2)
 
@@ -139,7 +140,7 @@ def test_experts(rows: int, backend: str, block: int) -> None:
     x = random_rows(rows, 1024)
     experts = np.sort(np.random.default_rng(2).integers(0, 8, rows))
     offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
-    (y,) = run_experts(jnp.asarray(x), jnp.asarray(offsets), [matrix], backend=backend)
+    (y,) = run_experts(on_device(x), on_device(offsets), [matrix], backend=backend)
     for row, expert in enumerate(experts):
         assert_near(y[row : row + 1], x[row : row + 1], values[expert])
 
@@ -149,12 +150,11 @@ def test_experts(rows: int, backend: str, block: int) -> None:
 def test_plain_experts(rows: int, kind: str) -> None:
     rng = np.random.default_rng(2)
     x, matrices = (
-        jnp.asarray(rng.standard_normal(shape), PLAIN[kind])
-        for shape in ((rows, 768), (8, 500, 768))
+        on_device(rng.standard_normal(shape), PLAIN[kind]) for shape in ((rows, 768), (8, 500, 768))
     )
     experts = np.sort(rng.integers(0, 8, rows))
     offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
-    y = jax.jit(dense_expert_matmul)(x, jnp.asarray(offsets), matrices)
+    y = jax.jit(dense_expert_matmul)(x, on_device(offsets), matrices)
     exact = np.asarray(matrices, np.float64)
     for expert in range(8):
         mine = experts == expert
@@ -216,7 +216,7 @@ def test_attention_in_jinfer(kind: str) -> None:
     runs, tables = [Run(1, 0, 400), Run(-1, 0, 3), Run(0, 499)], tables_of([500, 400])
     keys, values = ([random(s + n, n, 2, 64) for n in (500, 400)] for s in (1, 2))
     cache = filled(kind, keys, values, tables)
-    q, k, v = (jnp.asarray(random(3, 404, heads, 64), jnp.float32) for heads in (8, 2, 2))
+    q, k, v = (on_device(random(3, 404, heads, 64), jnp.float32) for heads in (8, 2, 2))
     rules = ScoreRules(0.125)
     assert _route(q, cache.keys, cache.values, rules) == "gpu"
 

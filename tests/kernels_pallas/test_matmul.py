@@ -19,6 +19,7 @@ from kernels_pallas import layout, registers
 from kernels_pallas.decoding import decode
 from kernels_pallas.matmul import KERNEL_ROWS, matmul, product_parts
 from kernels_pallas.rows import Operand, alone, prepare
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
@@ -40,7 +41,7 @@ def test_codes_stand_where_they_are_packed() -> None:
 
 def test_pairs_are_taken_apart_exactly() -> None:
     v = np.arange(121)
-    f = jnp.asarray(1 + v / 128, jnp.float16)[None]
+    f = on_device(1 + v / 128, jnp.float16)[None]
     one = registers.Numbers(jnp.ones_like(f), jnp.zeros_like(f))
     first, second = registers.weights(f, [one, one], 11, asm=False)
     np.testing.assert_array_equal(np.asarray(first[0]), 16 + v // 11)
@@ -57,7 +58,7 @@ def test_decodes_as_the_reference(format: QuantFormat) -> None:
 def test_every_format(format: QuantFormat) -> None:
     matrix, values = random_matrix(format, (17, 1500))
     x = random_rows(3, 1500)
-    (y,) = interpret(jnp.asarray(x), [matrix])
+    (y,) = interpret(on_device(x), [matrix])
     assert_near(y, x, values)
 
 
@@ -67,7 +68,7 @@ def test_every_format(format: QuantFormat) -> None:
 def test_every_format_and_size(format: QuantFormat, rows: int) -> None:
     matrix, values = random_matrix(format, (130, 3000))
     x = random_rows(rows, 3000)
-    (y,) = interpret(jnp.asarray(x), [matrix])
+    (y,) = interpret(on_device(x), [matrix])
     assert_near(y, x, values)
 
 
@@ -81,7 +82,7 @@ def test_every_format_and_size(format: QuantFormat, rows: int) -> None:
 def test_odd_shapes(width: Width, rows: int, outputs: int, inputs: int) -> None:
     matrix, values = random_matrix(QuantFormat(width), (outputs, inputs))
     x = random_rows(rows, inputs)
-    (y,) = interpret(jnp.asarray(x), [matrix])
+    (y,) = interpret(on_device(x), [matrix])
     # In a row of two weights nearly all of a base's rounding can be left.
     assert_near(y, x, values, 4e-3)
 
@@ -97,7 +98,7 @@ def test_each_superblock_of_x_has_a_power_of_two(width: Width) -> None:
         given, _ = prepare([Operand(x, "full")], alone, 3, matrix, apart=True, interpret=True)
         return jnp.concatenate(product_parts(given, [matrix], interpret=True)[0])
 
-    each = parts(jnp.asarray(x)).reshape(3, 3, 20)
+    each = parts(on_device(x)).reshape(3, 3, 20)
     for n in range(3):
         inputs = slice(1024 * n, 1024 * (n + 1))
         assert_near(each[n], x[:, inputs], values[0][:, inputs])
@@ -107,7 +108,7 @@ def test_matrices_of_a_stack_that_share_x() -> None:
     formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
     built = [random_matrix(f, (3, n, 1024), n) for f, n in zip(formats, (70, 20, 33), strict=True)]
     x = random_rows(5, 1024)
-    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    results = interpret(on_device(x), [m for m, _ in built], index=on_device([2], jnp.int32))
     for y, (_, values) in zip(results, built, strict=True):
         assert_near(y, x, values[2])
 
@@ -117,7 +118,7 @@ def test_gate_and_up(inputs: int) -> None:
     gate, g = random_matrix(QuantFormat("4"), (20, inputs), 1)
     up, u = random_matrix(QuantFormat("4"), (20, inputs), 2)
     x = random_rows(2, inputs) / 1e4
-    (y,) = interpret(jnp.asarray(x), [gate, up], gated=True)
+    (y,) = interpret(on_device(x), [gate, up], gated=True)
     a, b = x @ g.T, x @ u.T
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=5e-3, atol=5e-3)
 
@@ -125,7 +126,7 @@ def test_gate_and_up(inputs: int) -> None:
 def test_plain_xla() -> None:
     matrix, values = random_matrix(QuantFormat("3.5"), (2, 40, 600))
     x = random_rows(3, 600)
-    (y,) = run(jnp.asarray(x), [matrix], index=jnp.asarray([1], jnp.int32), backend="xla")
+    (y,) = run(on_device(x), [matrix], index=on_device([1], jnp.int32), backend="xla")
     assert_near(y, x, values[1])
 
 
@@ -134,7 +135,7 @@ def test_many_rows_of_matrices_that_share_x() -> None:
     formats = QuantFormat("4"), QuantFormat("8", symmetric=True), QuantFormat("3.5")
     built = [random_matrix(f, (3, n, 1500), n) for f, n in zip(formats, (70, 20, 33), strict=True)]
     x = random_rows(KERNEL_ROWS + 1, 1500)
-    results = interpret(jnp.asarray(x), [m for m, _ in built], index=jnp.asarray([2], jnp.int32))
+    results = interpret(on_device(x), [m for m, _ in built], index=on_device([2], jnp.int32))
     for y, (_, values) in zip(results, built, strict=True):
         assert_near(y, x, values[2])
 
@@ -143,9 +144,9 @@ def test_many_rows_of_matrices_that_share_x() -> None:
 def test_decoded_in_the_order_of_the_other_factor(format: QuantFormat) -> None:
     built = [random_matrix(format, (2, n, 2048), n) for n in (17, 40)]
     given = [matrix for matrix, _ in built]
-    found = decode(given, jnp.asarray([1], jnp.int32), interpret=True)
+    found = decode(given, on_device([1], jnp.int32), interpret=True)
     wanted = np.concatenate([values[1] for _, values in built])
-    ordered = layout.arranged(jnp.asarray(wanted), given[0]).reshape(found.shape)
+    ordered = layout.arranged(on_device(wanted), given[0]).reshape(found.shape)
     np.testing.assert_allclose(found, ordered, rtol=2e-3, atol=6e-3 * np.abs(wanted).max())
 
 
@@ -165,8 +166,8 @@ def test_mosaic(format: QuantFormat) -> None:
     matrix, values = random_matrix(format, (2, 72, 1300))
     x = random_rows(3, 1300)
     with jax.sharding.use_abstract_mesh(H200):
-        index = jnp.asarray([1], jnp.int32)
-        (y,) = run(jnp.asarray(x), [matrix], index=index, backend="mosaic", interpret=True)
+        index = on_device([1], jnp.int32)
+        (y,) = run(on_device(x), [matrix], index=index, backend="mosaic", interpret=True)
         assert_near(y, x, values[1])
 
 
@@ -177,8 +178,8 @@ def test_gate_and_up_by_mosaic() -> None:
     small, s = random_matrix(QuantFormat("4"), (20, 512), 3)
     x = random_rows(40, 512) / 1e4
     with jax.sharding.use_abstract_mesh(H200):
-        (y,) = run(jnp.asarray(x), [gate, up], gated=True, backend="mosaic", interpret=True)
-        (other,) = run(jnp.asarray(x), [small], backend="mosaic", interpret=True)
+        (y,) = run(on_device(x), [gate, up], gated=True, backend="mosaic", interpret=True)
+        (other,) = run(on_device(x), [small], backend="mosaic", interpret=True)
     a, b = x @ g.T, x @ u.T
     np.testing.assert_allclose(np.asarray(y), a / (1 + np.exp(-a)) * b, rtol=1e-2, atol=1e-2)
     assert_near(other, x, s)

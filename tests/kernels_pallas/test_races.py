@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jinfer.quant.format import QuantFormat
 from kernels_pallas import attention_pieces as pieces
 from kernels_pallas.matmul import matmul
 from kernels_pallas.mosaic import plgpu
+from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import Case
 from tests.kernels_pallas.helpers import H200, assert_near, random_matrix, random_rows
 
@@ -37,7 +37,7 @@ def multiply(outputs: int) -> None:
     def product(x: Any, matrix: Any) -> Any:
         return matmul(x, [matrix], backend="mosaic", interpret=True)
 
-    (y,) = jax.jit(product)(jnp.asarray(x), matrix)
+    (y,) = jax.jit(product)(on_device(x), matrix)
     assert_near(y, x, values)
 
 

@@ -14,6 +14,7 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.ggml import KEPT as GGUF
 from kernels_pallas.layout import arranged
 from kernels_pallas.matmul_triton import numbers_of, operands, weights
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import WIDTHS, random_blocks, random_matrix
 from tests.kernels_pallas.ptx import elementwise_inline_asm
 
@@ -34,7 +35,7 @@ class Ref:
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         cut = (slice(i.start, i.start + i.size) if isinstance(i, pl.Slice) else i for i in index)
-        return jnp.asarray(self.array[tuple(cut)])
+        return on_device(self.array[tuple(cut)])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -42,7 +43,7 @@ def test_instructions_give_the_weights(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plt, "elementwise_inline_asm", elementwise_inline_asm)
     make = random_blocks if name in GGUF else random_matrix
     matrix, values = make(FORMATS[name], (16, 2048))
-    expected = np.asarray(arranged(jnp.asarray(values), matrix))[:, 1]
+    expected = np.asarray(arranged(on_device(values), matrix))[:, 1]
     words, *numbers = (Ref(operand) for operand in operands(matrix))
     outputs, superblock = pl.ds(0, 16), 1
     tiles = [words[0, outputs, superblock, t] for t in range(matrix.bits)]

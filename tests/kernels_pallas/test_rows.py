@@ -13,6 +13,7 @@ from jax import Array
 
 from jinfer.quant.format import QuantFormat
 from kernels_pallas.rows import Operand, Reductions, alone, prepare, prepare_reference
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import random_rows
 from tests.kernels_pallas.targets import shapes
 
@@ -35,13 +36,13 @@ def operands(kind: str, rows: int, width: int) -> list[Operand]:
     rng = np.random.default_rng(rows + width)
 
     def array(*shape: int, dtype: Any = jnp.float32) -> Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+        return on_device(rng.standard_normal(shape), dtype)
 
     parts = [Operand(array(3, rows + 2, width), "parts") for _ in range(2)]
     if kind == "gate":
         return parts
     if kind == "alone":
-        return [Operand(jnp.asarray(random_rows(rows, width)), "full")]
+        return [Operand(on_device(random_rows(rows, width)), "full")]
     return [
         Operand(array(1, rows, width, dtype=jnp.bfloat16), "full"),
         parts[0],

@@ -14,6 +14,7 @@ from jinfer.nn.ffn import MLP, Activation, GatedMLP, Gating
 from jinfer.nn.linear import Linear
 from jinfer.ops.activation import activate
 from jinfer.spec import blocks
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.reference import numpy_blocks
 from tests.reference.numpy_blocks import Floats
@@ -37,7 +38,7 @@ def test_every_activation_has_a_definition() -> None:
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_activation(name: str) -> None:
-    x = jnp.asarray(VALUES, jnp.float32)
+    x = on_device(VALUES, jnp.float32)
     wanted = DEFINITIONS[name](np.asarray(x, np.float64))
     for isa in isas() or ["portable"]:
         with build.lowered_isa(isa) if isas() else nullcontext():
@@ -54,13 +55,13 @@ def test_what_is_no_number_stays_one_of_its_own(name: str) -> None:
     x[[0, 40, 100]] = np.nan
     for isa in isas() or ["portable"]:
         with build.lowered_isa(isa) if isas() else nullcontext():
-            got = np.asarray(activate(name, jnp.asarray(x)))
+            got = np.asarray(activate(name, on_device(x)))
         assert np.array_equal(np.isnan(got), np.isnan(x))
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_activation_of_bfloat16_is_computed_in_float32(name: str) -> None:
-    x = jnp.asarray(VALUES, jnp.bfloat16)
+    x = on_device(VALUES, jnp.bfloat16)
     got = activate(name, x)
     assert got.dtype == jnp.bfloat16
     wanted = DEFINITIONS[name](np.asarray(x, np.float64))
@@ -80,7 +81,7 @@ def test_gated(name: Any, keys: dict[str, Any]) -> None:
     gate, up = (side.ravel() for side in np.meshgrid(VALUES, VALUES[::4]))
     block = blocks.GatedMLP(kind="gated", inputs=1, width=1, activation=name, **keys)
     assert block.check() is None
-    got = Gating.of(block)(jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
+    got = Gating.of(block)(on_device(gate, jnp.float32), on_device(up, jnp.float32))
     gate, up = (np.asarray(np.float32(x), np.float64) for x in (gate, up))
     if name == "clamped_swiglu":
         wanted = numpy_blocks.swiglu_clamped(gate, up, **keys)
@@ -92,11 +93,11 @@ def test_gated(name: Any, keys: dict[str, Any]) -> None:
 def fill(linear: Linear, rng: np.random.Generator) -> Callable[[Floats], Floats]:
     """Random numbers for a projection, and what it then computes."""
     weight = rng.normal(size=linear.weight.shape).astype(np.float32)
-    linear.weight.set_value(jnp.asarray(weight))
+    linear.weight.set_value(on_device(weight))
     if linear.bias is None:
         return lambda x: numpy_blocks.linear(x, weight)
     bias = rng.normal(size=linear.bias.shape).astype(np.float32)
-    linear.bias.set_value(jnp.asarray(bias))
+    linear.bias.set_value(on_device(bias))
     return lambda x: numpy_blocks.linear(x, weight, bias)
 
 
@@ -116,4 +117,4 @@ def test_block(kind: Any, bias: bool) -> None:
         module = GatedMLP(blocks.GatedMLP(kind="gated", **sizes), jnp.float32)
         gate, up, down = fill(module.gate, rng), fill(module.up, rng), fill(module.down, rng)
         wanted = down(numpy_blocks.silu(gate(wide)) * up(wide))
-    assert_allclose(module(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-4)
+    assert_allclose(module(on_device(x)), wanted, rtol=1e-5, atol=1e-4)

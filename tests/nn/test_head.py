@@ -9,14 +9,15 @@ from flax import nnx
 
 from jinfer.nn.linear import Head
 from jinfer.spec import blocks
+from tests.arrays import on_device
 
 
 def test_logits_of_bfloat16_are_not_rounded() -> None:
     """Two logits that bfloat16 cannot tell apart keep their order."""
     head: Any = Head(blocks.Head(kind="head", inputs=64, outputs=300), jnp.bfloat16)
     rng = np.random.default_rng(0)
-    weight = jnp.asarray(rng.normal(size=(300, 64)), jnp.bfloat16)
-    x = jnp.asarray(rng.normal(size=(5, 64)), jnp.bfloat16)
+    weight = on_device(rng.normal(size=(300, 64)), jnp.bfloat16)
+    x = on_device(rng.normal(size=(5, 64)), jnp.bfloat16)
     definition: Any
     state: Any
     definition, state = nnx.split(head)

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.nn.norm import LayerNorm, RMSNorm
 from jinfer.spec import blocks
+from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats, layer_norm, rms_norm
 
 SIZE = 24
@@ -22,11 +23,11 @@ TYPES = pytest.mark.parametrize(
 
 
 def rounded(x: Floats, dtype: DTypeLike) -> Floats:
-    return np.asarray(jnp.asarray(x, dtype), np.float64)
+    return np.asarray(on_device(x, dtype), np.float64)
 
 
 def output(module: Any, dtype: DTypeLike) -> Floats:
-    got = module(jnp.asarray(X, dtype))
+    got = module(on_device(X, dtype))
     assert got.dtype == dtype
     return np.asarray(got, np.float64)
 
@@ -37,7 +38,7 @@ def output(module: Any, dtype: DTypeLike) -> Floats:
 def test_rms(dtype: DTypeLike, rtol: float, atol: float, plus_one: bool, eps: float) -> None:
     """Computed in float32 and rounded once, also for a bfloat16 input."""
     module = RMSNorm(blocks.RMSNorm(kind="rms", size=SIZE, eps=eps, plus_one=plus_one), dtype)
-    module.weight.set_value(jnp.asarray(WEIGHT, jnp.float32))
+    module.weight.set_value(on_device(WEIGHT, jnp.float32))
     wanted = rms_norm(rounded(X, dtype), WEIGHT + plus_one, eps)
     assert_allclose(output(module, dtype), wanted, rtol=rtol, atol=atol)
 
@@ -63,9 +64,9 @@ def test_layer(
     module = LayerNorm(block, dtype)
     assert (hasattr(module, "weight"), hasattr(module, "bias")) == (weight, bias)
     if weight:
-        module.weight.set_value(jnp.asarray(WEIGHT, jnp.float32))
+        module.weight.set_value(on_device(WEIGHT, jnp.float32))
     if bias:
-        module.bias.set_value(jnp.asarray(BIAS, jnp.float32))
+        module.bias.set_value(on_device(BIAS, jnp.float32))
     wanted = layer_norm(
         rounded(X, dtype), WEIGHT + plus_one if weight else 1.0, BIAS if bias else 0.0, eps
     )
@@ -76,5 +77,5 @@ def test_layer_norm_of_a_large_mean() -> None:
     """The mean is taken away before squaring; the mean of squares minus its square would be 0."""
     x = 1e4 + np.arange(SIZE, dtype=np.float32)[None, None]
     block = blocks.LayerNorm(kind="layer", size=SIZE, weight=False, bias=False)
-    got = LayerNorm(block, jnp.float32)(jnp.asarray(x))
+    got = LayerNorm(block, jnp.float32)(on_device(x))
     assert_allclose(got, layer_norm(x.astype(np.float64)), atol=1e-3)

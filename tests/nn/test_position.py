@@ -15,6 +15,7 @@ from jinfer.nn.position import (
     rope_frequencies,
 )
 from jinfer.spec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
+from tests.arrays import on_device
 from tests.reference.numpy_positions import (
     Floats,
     alibi_slopes_ceil,
@@ -48,9 +49,9 @@ def scaling(kind: Any, **fields: Any) -> Scaling:
 
 
 def rotated(module: Rotary, x: Floats = X, totals: Any = (4, 302)) -> Floats:
-    each = jnp.broadcast_to(jnp.asarray(totals)[:, None], np.shape(POSITIONS))
-    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), each)
-    flat = jnp.asarray(x, jnp.float32).reshape(*x.shape[:2], -1)
+    each = jnp.broadcast_to(on_device(totals)[:, None], np.shape(POSITIONS))
+    cos_sin = module.cos_sin(on_device(POSITIONS), each)
+    flat = on_device(x, jnp.float32).reshape(*x.shape[:2], -1)
     return np.asarray(module(flat, cos_sin, x.shape[-1]), np.float64).reshape(x.shape)
 
 
@@ -69,9 +70,9 @@ def test_rope(pairs: Literal["halves", "adjacent"], dim: int, theta: float) -> N
 
 def test_rope_keeps_the_type() -> None:
     """Angles are float32 whatever the type: a bfloat16 cannot tell position 300 from 301."""
-    x = jnp.asarray(X, jnp.bfloat16)
+    x = on_device(X, jnp.bfloat16)
     module = rotary()
-    cos_sin = module.cos_sin(jnp.asarray(POSITIONS), jnp.full(np.shape(POSITIONS), 302))
+    cos_sin = module.cos_sin(on_device(POSITIONS), jnp.full(np.shape(POSITIONS), 302))
     got = module(x.reshape(*x.shape[:2], -1), cos_sin, x.shape[-1])
     assert got.dtype == jnp.bfloat16
     assert_allclose(np.asarray(got, np.float64).reshape(x.shape), expected(), atol=0.03)
@@ -169,7 +170,7 @@ def test_dynamic_scaling(totals: tuple[int, int], dim: int) -> None:
 def test_factors_of_the_checkpoint_divide_the_frequencies() -> None:
     module = rotary(factors=True)
     factors = np.linspace(1, 9, HEAD_DIM // 2)
-    module.factors.set_value(jnp.asarray(factors, jnp.float32))
+    module.factors.set_value(on_device(factors, jnp.float32))
     wanted = expected(inv_freq=plain_frequencies(HEAD_DIM) / factors)
     assert_allclose(rotated(module), wanted, atol=5e-5)
 
@@ -190,9 +191,9 @@ def test_learned_positions(offset: int) -> None:
     module = PositionTable(block, jnp.float32)
     table = np.random.default_rng(1).normal(size=(CONTEXT + offset, 6)).astype(np.float32)
     assert module.weight.shape == table.shape
-    module.weight.set_value(jnp.asarray(table))
+    module.weight.set_value(on_device(table))
     at = np.array([[0, 1, 5], [CONTEXT - 2, CONTEXT - 1, 0]])
-    assert np.array_equal(module(jnp.asarray(at)), table[at + offset])
+    assert np.array_equal(module(on_device(at)), table[at + offset])
 
 
 @pytest.mark.parametrize("offset", [0, 2])
@@ -204,7 +205,7 @@ def test_sinusoids(frequencies: Any, definition: Any, offset: int) -> None:
     block = SinusoidalPositions(
         kind="sinusoidal_positions", width=10, offset=offset, frequencies=frequencies
     )
-    got = Sinusoids(block, jnp.float32)(jnp.asarray(POSITIONS))
+    got = Sinusoids(block, jnp.float32)(on_device(POSITIONS))
     wanted = np.stack([definition(at + offset, 10) for at in POSITIONS])
     assert_allclose(got, wanted, atol=5e-5)
-    assert Sinusoids(block, jnp.bfloat16)(jnp.asarray(POSITIONS)).dtype == jnp.bfloat16
+    assert Sinusoids(block, jnp.bfloat16)(on_device(POSITIONS)).dtype == jnp.bfloat16

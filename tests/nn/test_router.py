@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose
 from jinfer.nn.router import Router
 from jinfer.ops.routing import route
 from jinfer.spec.blocks import MixtureOfExperts
+from tests.arrays import on_device
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, sigmoid, softmax
 from tests.reference.numpy_moe import Routed
@@ -30,8 +31,8 @@ def block(**changes: Any) -> MixtureOfExperts:
 
 def check(rule: Callable[[Floats], Routed], correction: Any = None, **changes: Any) -> None:
     """Routing agrees with `rule` on each row."""
-    bias = None if correction is None else jnp.asarray(correction, jnp.float32)
-    chosen, weights = route(jnp.asarray(LOGITS, jnp.float32), bias, block(**changes))
+    bias = None if correction is None else on_device(correction, jnp.float32)
+    chosen, weights = route(on_device(LOGITS, jnp.float32), bias, block(**changes))
     assert (chosen.dtype, weights.dtype) == (jnp.int32, jnp.float32)
     for row, experts, shares in zip(LOGITS, np.asarray(chosen), np.asarray(weights), strict=True):
         wanted = rule(row)
@@ -99,7 +100,7 @@ def test_an_expert_outside_the_groups_is_not_taken_for_a_negative_score() -> Non
     logits, correction = jnp.zeros((1, EXPERTS), jnp.float32), np.full(EXPERTS, -9.0)
     correction[:4] = -1.0, -8.0, -8.0, -8.0
     made = block(scoring="sigmoid", correction_bias=True, groups=3, top_k=4)
-    chosen, _ = route(logits, jnp.asarray(correction, jnp.float32), made)
+    chosen, _ = route(logits, on_device(correction, jnp.float32), made)
     assert sorted(chosen[0].tolist()) == [0, 1, 2, 3]
 
 
@@ -134,10 +135,10 @@ def test_router_in_float32() -> None:
     """Logits of bfloat16 rows are not rounded to bfloat16, or near ties would be ties."""
     router = Router(block(router_bias=True, renormalize=True))
     weight, bias = RNG.normal(size=(EXPERTS, 4)), RNG.normal(size=EXPERTS)
-    router.weight.set_value(jnp.asarray(weight, jnp.float32))
+    router.weight.set_value(on_device(weight, jnp.float32))
     assert router.bias is not None
-    router.bias.set_value(jnp.asarray(bias, jnp.float32))
-    x = jnp.asarray(RNG.normal(size=(ROWS, 4)), jnp.bfloat16)
+    router.bias.set_value(on_device(bias, jnp.float32))
+    x = on_device(RNG.normal(size=(ROWS, 4)), jnp.bfloat16)
     chosen, weights = router(x)
     logits = np.asarray(x, np.float64) @ weight.T + bias
     for row, experts, shares in zip(logits, np.asarray(chosen), np.asarray(weights), strict=True):

@@ -18,6 +18,7 @@ from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty, wr
 from jinfer.quant.kind import parse_kind
 from jinfer.quant.pack import unpack
 from jinfer.quant.vectors import QuantizedVectors
+from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats
 
 SCALE = 0.3
@@ -36,7 +37,7 @@ def random(seed: int, *shape: int) -> Floats:
 
 
 def f32(x: Any) -> Array:
-    return jnp.asarray(x, jnp.float32)
+    return on_device(x, jnp.float32)
 
 
 def tables_of(lengths: Sequence[int], seed: int = 0, width: int | None = None) -> np.ndarray:
@@ -60,15 +61,17 @@ def placed(runs: Sequence[Run], tables: np.ndarray) -> Placement:
     """Where the tokens of these runs stand."""
     rows = np.concatenate([np.full(run.length, run.row, np.int32) for run in runs])
     positions = np.concatenate([run.start + np.arange(run.length, dtype=np.int32) for run in runs])
-    return Placement(jnp.asarray(rows), jnp.asarray(positions), jnp.asarray(tables))
+    return Placement(on_device(rows), on_device(positions), on_device(tables))
 
 
 def unwritten(kind: str, shape: CacheShape, blocks: int) -> LayerCache:
     """A pool of which nothing is a number."""
-    cache = empty({"a": shape}, blocks, parse_kind(kind))["a"]
-    return jax.tree.map(
-        lambda x: jnp.full_like(x, 0xABCDEF01 if x.dtype == jnp.uint32 else jnp.nan), cache
-    )
+    cache = jax.eval_shape(lambda: empty({"a": shape}, blocks, parse_kind(kind)))["a"]
+
+    def no_numbers(x: Any) -> Array:
+        return on_device(np.full(x.shape, 0xABCDEF01 if x.dtype == np.uint32 else np.nan, x.dtype))
+
+    return jax.tree.map(no_numbers, cache)
 
 
 def filled(

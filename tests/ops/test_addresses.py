@@ -15,11 +15,12 @@ import pytest
 from jinfer.cpu import build
 from jinfer.ops.addresses import Told, read_by, table, together, told, told_of
 from jinfer.ops.chains import chained
+from tests.arrays import on_device
 from tests.ops.test_chains import CASES, W, Weights
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
 
-X = jnp.asarray(np.random.default_rng(3).standard_normal((1, 5, 64)), jnp.float32)
+X = on_device(np.random.default_rng(3).standard_normal((1, 5, 64)), jnp.float32)
 
 
 def first(function: Callable[[jax.Array, Weights], Any]) -> Callable[[Weights, jax.Array], Any]:

@@ -1,5 +1,6 @@
 """Attention of flat batches over a paged cache: all forms against NumPy's definition."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from jinfer.ops.attention import attend, attend_reference
 from jinfer.ops.attention_xla import Partial, _partial, attend_xla, merge
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.score_rules import ScoreRules
+from tests.arrays import on_device
 from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, sequences, tables_of
 from tests.ops.paged import filled as filled_pool
 from tests.reference.numpy_blocks import Floats
@@ -55,13 +57,13 @@ def run(
     **rules: Any,
 ) -> Floats:
     at = placed(runs, tables)
-    seen = at.positions if last is None else jnp.asarray(last, jnp.int32)
+    seen = at.positions if last is None else on_device(last, jnp.int32)
 
     @jax.jit
     def step(q: Any, cache: Any, at: Any, seen: Any) -> Any:
         return form(q, *cache, at, seen, ScoreRules(SCALE, **rules))
 
-    out = step(jnp.asarray(q, dtype), cache, at, seen)
+    out = step(on_device(q, dtype), cache, at, seen)
     assert out.dtype == dtype
     return np.asarray(out, np.float64)
 
@@ -112,7 +114,7 @@ def test_window(form: Any, window: int) -> None:
 def test_alibi(form: Any, window: int | None) -> None:
     keys, values, cache, tables = filled([5, 290], 2)
     runs = [Run(0, 3, 2), Run(1, 257, 2)]
-    q, slopes = random(5, 4, 4, HEAD_DIM), jnp.array([1.0, 0.3, 0.05, 0.001])
+    q, slopes = random(5, 4, 4, HEAD_DIM), on_device([1.0, 0.3, 0.05, 0.001])
     rules: dict[str, Any] = {"slopes": slopes} | ({} if window is None else {"window": window})
     got = run(form, q, cache, runs, tables, **rules)
     assert_allclose(got, expected(q, keys, values, runs, **rules), atol=2e-6)
@@ -210,7 +212,7 @@ def test_bfloat16(form: Any) -> None:
     _, _, cache, tables = filled(lengths, 2)
     cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), cache)
     keys, values = (sequences(part, tables, lengths) for part in cache)
-    q = np.asarray(jnp.asarray(random(11, 6, 4, HEAD_DIM), jnp.bfloat16), np.float64)
+    q = np.asarray(on_device(random(11, 6, 4, HEAD_DIM), jnp.bfloat16), np.float64)
     got = run(form, q, cache, runs, tables, dtype=jnp.bfloat16)
     assert_allclose(got, expected(q, keys, values, runs), atol=0.02)
 
@@ -230,10 +232,11 @@ def test_cost_follows_the_tokens_that_are_there(form: Any) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None:
     """Wherever the keys are cut, in whatever order the parts come, also where a row sees none."""
-    q = jnp.asarray(random(13, 2, 3, 4, HEAD_DIM), jnp.float32)
-    keys, values = jnp.asarray(random(14, 2, 2, 2, 40, HEAD_DIM), jnp.float32)
-    positions = jnp.asarray([[7, 8, 9], [37, 38, 39]], jnp.int32)
+    q = on_device(random(13, 2, 3, 4, HEAD_DIM), jnp.float32)
+    keys, values = on_device(random(14, 2, 2, 2, 40, HEAD_DIM), jnp.float32)
+    positions = on_device([[7, 8, 9], [37, 38, 39]], jnp.int32)
 
+    @partial(jax.jit, static_argnums=(0, 1))
     def part(first: int, last: int) -> Partial:
         at = jnp.arange(first, last, dtype=jnp.int32)[None]
         k, v = keys[:, :, first:last], values[:, :, first:last]

@@ -21,6 +21,7 @@ from jinfer.ops.attention import attend_text, extend
 from jinfer.ops.cache import CacheShape, LayerCache, Placement
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (
     SCALE,
@@ -167,6 +168,7 @@ import hashlib, sys
 import numpy as np
 from tests.ops.paged import *
 from tests.ops.test_attention_bits import step
+from tests.arrays import on_device
 lengths, kind = [3000, 40, 2100], sys.argv[1]
 tables = tables_of(lengths)
 keys, values = ([random(i + j, n, 1, 64) for j, n in enumerate(lengths)] for i in (0, 9))
@@ -201,10 +203,10 @@ def test_a_text_does_not_depend_on_the_others(tokens: int) -> None:
     q, k, v = random(1, 3, tokens, 4, 40), random(2, 3, tokens, 2, 40), random(3, 3, tokens, 2, 40)
     lengths = [tokens, tokens // 2, tokens - 3]
     text = jax.jit(lambda q, k, v, lengths: attend_text(q, k, v, lengths, rules))
-    together = text(f32(q), f32(k), f32(v), jnp.asarray(lengths, jnp.int32))
+    together = text(f32(q), f32(k), f32(v), on_device(lengths, jnp.int32))
     for row, length in enumerate(lengths):
         alone = [f32(x[row : row + 1, :length]) for x in (q, k, v)]
-        got = text(*alone, jnp.asarray([length], jnp.int32))
+        got = text(*alone, on_device([length], jnp.int32))
         assert np.array_equal(got[0], together[row, :length])
 
 

@@ -19,6 +19,7 @@ from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
 from jinfer.quant.kind import parse_kind
 from jinfer.quant.vectors import zeros
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of
 from tests.ops.paged import filled as filled_pool
@@ -40,7 +41,7 @@ def _interpreted(_on_gpu: None) -> Iterator[None]:
         yield
 
 
-TABLE = jnp.asarray(random(9, 4, 30), jnp.float32)
+TABLE = on_device(random(9, 4, 30), jnp.float32)
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 37},
@@ -60,7 +61,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def jitted(form: Callable[..., Any], rules: dict[str, Any]) -> Callable[..., Any]:
-    rules = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in rules.items()}
+    rules = {k: on_device(v) if isinstance(v, np.ndarray) else v for k, v in rules.items()}
     return jax.jit(lambda *arguments: form(*arguments, ScoreRules(SCALE, **rules)))
 
 
@@ -106,7 +107,7 @@ def check(kind: str, name: str, tokens: int = 3) -> None:
     keys, values = ([random(s + i, n, 2, 48) for i, n in enumerate(LENGTHS)] for s in (10, 20))
     cache = filled_pool(kind, keys, values, tables)
     q, k, v = (
-        jnp.asarray(random(seed, count, heads, 48), jnp.float32)
+        on_device(random(seed, count, heads, 48), jnp.float32)
         for seed, heads in ((3, 4), (4, 2), (5, 2))
     )
     at, rules = placed(runs, tables), RULES[name]
@@ -127,7 +128,7 @@ def test_keys_that_are_the_values_too(kind: str) -> None:
     """As latent attention has it: a cache without values."""
     tables, runs = tables_of([100]), [Run(0, 98, 2)]
     cache = filled_pool(kind, [random(1, 100, 1, 80)], None, tables)
-    q, k = (jnp.asarray(random(2, 2, heads, 80), jnp.float32) for heads in (8, 1))
+    q, k = (on_device(random(2, 2, heads, 80), jnp.float32) for heads in (8, 1))
     got, cache = jitted(extend, {})(q, k, None, cache, placed(runs, tables))
     kept = sequences(cache.keys, tables, [100])
     wanted = expected(np.asarray(q, np.float64), kept, kept, runs)
@@ -141,8 +142,8 @@ def test_over_an_encoders_tokens() -> None:
     keys, values = ([random(s + n, n, 2, 32) for n in (70, 9)] for s in (1, 2))
     cache = filled_pool("f32", keys, values, tables)
     q = random(3, 3, 4, 32)
-    ends = jnp.asarray(last, jnp.int32)
-    got = jitted(attend, {})(jnp.asarray(q, jnp.float32), *cache, placed(runs, tables), ends)
+    ends = on_device(last, jnp.int32)
+    got = jitted(attend, {})(on_device(q, jnp.float32), *cache, placed(runs, tables), ends)
     assert_allclose(got, expected(q, keys, values, runs, last), atol=1e-5)
 
 
@@ -152,10 +153,10 @@ def test_whole_texts(window: int | None) -> None:
     """Without a cache, each token seeing as far ahead as back, up to the end of its text."""
     lengths = [70, 12]
     q, k, v = random(1, 2, 70, 4, 32), random(2, 2, 70, 2, 32), random(3, 2, 70, 2, 16)
-    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    given = [on_device(x, jnp.float32) for x in (q, k, v)]
     given[1:] = (x.at[1, 12:].set(jnp.nan) for x in given[1:])
     rules: dict[str, Any] = {} if window is None else {"window": window, "ahead": window}
-    got = np.asarray(jitted(attend_text, rules)(*given, jnp.asarray(lengths, jnp.int32)))
+    got = np.asarray(jitted(attend_text, rules)(*given, on_device(lengths, jnp.int32)))
     assert not got[1, 12:].any()
     for text, length in enumerate(lengths):
         for token in range(0, length, 5):

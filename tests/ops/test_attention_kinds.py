@@ -19,6 +19,7 @@ from jinfer.ops.cache import CacheShape, LayerCache, Placement, empty, nbytes
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.quant.format import FORMATS
 from jinfer.quant.kind import parse_kind
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (
     SCALE,
@@ -128,9 +129,10 @@ def test_the_definition_on_a_quantized_cache(kind: str) -> None:
     tables = tables_of([290])
     cache, at = filled(kind, keys, values, tables), placed([Run(0, 280)], tables)
     arguments = f32(random(3, 1, 4, 32)), *cache, at, at.positions, ScoreRules(SCALE)
-    wanted = attend_reference(*arguments)
+    *arrays, rules = arguments
+    wanted = jax.jit(partial(attend_reference, rules=rules))(*arrays)
     for form in (attend, attend_xla):
-        assert_allclose(form(*arguments), wanted, atol=2e-6)
+        assert_allclose(jax.jit(partial(form, rules=rules))(*arrays), wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -138,7 +140,7 @@ def test_the_definition_on_a_quantized_cache(kind: str) -> None:
 def test_queries_of_other_types(dtype: Any, kind: str) -> None:
     tables = tables_of([80])
     cache = filled(kind, [random(1, 80, 2, 64)], [random(2, 80, 2, 64)], tables)
-    q, at = jnp.asarray(random(3, 9, 4, 64), dtype), placed([Run(0, 60, 9)], tables)
+    q, at = on_device(random(3, 9, 4, 64), dtype), placed([Run(0, 60, 9)], tables)
     got = attend(q, *cache, at, at.positions, ScoreRules(SCALE))
     wanted = attend(q.astype(jnp.float32), *cache, at, at.positions, ScoreRules(SCALE))
     assert got.dtype == dtype

@@ -12,6 +12,7 @@ from jinfer.ops.attention import extend, extend_part
 from jinfer.ops.attention_parts import Part, joined
 from jinfer.ops.cache import BLOCK, LayerCache
 from jinfer.ops.score_rules import ScoreRules
+from tests.arrays import on_device
 from tests.ops.paged import SCALE, Run, blocks_of, filled, placed, random, tables_of
 
 LENGTHS = [5 * BLOCK, 70, 3 * BLOCK + 9]
@@ -49,7 +50,7 @@ def test_two_pools_are_one(
 ) -> None:
     chosen(form, monkeypatch)
     rules: dict[str, Any] = {
-        key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+        key: on_device(value) if isinstance(value, np.ndarray) else value
         for key, value in RULES[name].items()
     }
     runs = RUNS if few else [*RUNS, Run(0, 0, 40)]
@@ -88,7 +89,7 @@ def compare(
     pool = filled(kind, keys, None if latent else values, tables)
     count = sum(run.length for run in runs)
     q, k, v = (
-        jnp.asarray(random(seed, count, n, dim), jnp.float32)
+        on_device(random(seed, count, n, dim), jnp.float32)
         for seed, n in ((1, heads), (2, kv_heads), (3, kv_heads))
     )
     new = (k, None if latent else v)

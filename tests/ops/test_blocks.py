@@ -7,6 +7,7 @@ import pytest
 
 from jinfer.cpu import blocks as cpu
 from jinfer.ops.blocks import copy_blocks, copy_blocks_reference
+from tests.arrays import on_device
 
 RNG = np.random.default_rng(3)
 TYPES = [np.float32, np.int8, np.float16, np.uint32]
@@ -23,7 +24,7 @@ def test_copies(function, count: int) -> None:  # type: ignore[no-untyped-def]
         for array in expected:
             array[target] = array[source]
     program = jax.jit(function, donate_argnums=0)
-    found = program([jnp.array(a) for a in arrays], sources, targets, np.int32(count))
+    found = program([on_device(a) for a in arrays], sources, targets, np.int32(count))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -40,6 +41,6 @@ def test_copies(function, count: int) -> None:  # type: ignore[no-untyped-def]
     ],
 )
 def test_refusals(sources: list[int], targets: list[int], count: int, what: str) -> None:
-    given = [jnp.array(each, jnp.int32) for each in (sources, targets, count)]
+    given = [on_device(each, jnp.int32) for each in (sources, targets, count)]
     with pytest.raises(Exception, match=what):
         jax.block_until_ready(cpu.copy_blocks([jnp.ones((4, 2))], *given))

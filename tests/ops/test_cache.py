@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention import attend, attend_reference
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, LayerCache, Placement, empty, nbytes, write
 from jinfer.ops.score_rules import ScoreRules
+from tests.arrays import on_device
 from tests.ops.paged import Run, placed, tables_of
 
 BLOCKS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -28,7 +29,7 @@ def full(dtype: DTypeLike = jnp.float32) -> LayerCache:
     """A cache of which no two numbers are equal."""
     shape = (2, BLOCKS, KV_HEADS, BLOCK, HEAD_DIM)
     keys, values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    return LayerCache(jnp.asarray(keys, dtype), jnp.asarray(values, dtype))
+    return LayerCache(on_device(keys, dtype), on_device(values, dtype))
 
 
 def test_empty() -> None:
@@ -64,7 +65,7 @@ def test_write(runs: list[Run]) -> None:
     old, count = full(), sum(run.length for run in runs)
     keys, values = tokens(1, count), tokens(2, count)
     at = placed(runs, tables)
-    new = jax.jit(write)(old, jnp.asarray(keys), jnp.asarray(values), at)
+    new = jax.jit(write)(old, on_device(keys), on_device(values), at)
     for got, before, given in zip(new, old, (keys, values), strict=True):
         wanted, t = np.array(before), 0
         for run in runs:
@@ -79,23 +80,23 @@ def test_write(runs: list[Run]) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        Placement(jnp.array([0]), jnp.array([BLOCK]), jnp.array([[1]])),  # beyond the table
-        Placement(jnp.array([0]), jnp.array([-1]), jnp.array([[1]])),
-        Placement(jnp.array([7]), jnp.array([3]), jnp.array([[1]])),  # no such row
-        Placement(jnp.array([0]), jnp.array([3]), jnp.array([[BLOCKS]])),  # no such block
+        Placement(on_device([0]), on_device([BLOCK]), on_device([[1]])),  # beyond the table
+        Placement(on_device([0]), on_device([-1]), on_device([[1]])),
+        Placement(on_device([7]), on_device([3]), on_device([[1]])),  # no such row
+        Placement(on_device([0]), on_device([3]), on_device([[BLOCKS]])),  # no such block
     ],
     ids=["beyond", "before", "row", "block"],
 )
 def test_what_has_no_place_is_dropped(at: Placement) -> None:
     old = full()
-    new = write(old, jnp.asarray(tokens(1, 1)), jnp.asarray(tokens(2, 1)), at)
+    new = write(old, on_device(tokens(1, 1)), on_device(tokens(2, 1)), at)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
         assert np.array_equal(a, b)
 
 
 def test_write_takes_the_type_of_the_cache() -> None:
     at = placed([Run(0, 0, 2)], np.array([[1]], np.int32))
-    new = write(full(jnp.bfloat16), jnp.asarray(tokens(1, 2)), jnp.asarray(tokens(2, 2)), at)
+    new = write(full(jnp.bfloat16), on_device(tokens(1, 2)), on_device(tokens(2, 2)), at)
     assert isinstance(new.keys, Array)
     assert isinstance(new.values, Array)
     assert new.keys.dtype == new.values.dtype == jnp.bfloat16
@@ -106,7 +107,7 @@ def test_write_takes_the_type_of_the_cache() -> None:
 def test_write_into_half_precision_stays_finite() -> None:
     """As large as a float16 can be, but not infinite; NaN stays."""
     at = placed([Run(0, 0, 3)], np.array([[0]], np.int32))
-    new = jnp.broadcast_to(jnp.array([1e6, -1e6, jnp.nan])[:, None, None], (3, KV_HEADS, HEAD_DIM))
+    new = jnp.broadcast_to(on_device([1e6, -1e6, jnp.nan])[:, None, None], (3, KV_HEADS, HEAD_DIM))
     keys = jax.tree.leaves(write(full(jnp.float16), new, new, at))[0]
     got = np.asarray(keys[0, :, :3], np.float32)
     assert np.array_equal(got[:, 0], np.full((KV_HEADS, HEAD_DIM), 65504.0))

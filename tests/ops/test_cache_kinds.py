@@ -17,6 +17,7 @@ from jinfer.quant.format import FORMATS, QuantFormat
 from jinfer.quant.kind import parse_kind
 from jinfer.quant.pack import unpack
 from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
+from tests.arrays import on_device
 from tests.reference.numpy_cache import kept
 
 WIDTHS = sorted(FORMATS, key=lambda name: float(name[1:]))
@@ -110,10 +111,10 @@ def test_write_and_move(kind: str) -> None:
     cache = jax.jit(lambda: empty(shapes, 3, parse_kind(kind)))()
     keys, values = random(3, 4, 2, 40), random(4, 4, 2, 24)
     rows, positions = jnp.zeros(4, jnp.int32), jnp.arange(67, 71, dtype=jnp.int32)
-    at = Placement(rows, positions, jnp.array([[0, 1]], jnp.int32))
-    layer = write(cache["a"], jnp.asarray(keys), jnp.asarray(values), at)
-    latents = jnp.asarray(random(5, 4, 1, 48))
-    latent = write(cache["latent"], latents, latents[..., :0], at)
+    at = Placement(rows, positions, on_device([[0, 1]], jnp.int32))
+    layer = jax.jit(write)(cache["a"], on_device(keys), on_device(values), at)
+    latents = on_device(random(5, 4, 1, 48))
+    latent = jax.jit(write)(cache["latent"], latents, latents[..., :0], at)
     after = {"a": layer, "latent": latent}
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache)
     for pool, new in ((layer.keys, keys), (layer.values, values)):
@@ -124,8 +125,8 @@ def test_write_and_move(kind: str) -> None:
         assert_allclose(got[1, :, 3:7], wanted, atol=tolerance)
         got[1, :, 3:7] = 0
         assert not got.any()
-    parents = jnp.array([1, 1, 0])
-    moved = jax.tree.map(lambda rows: rows[parents], after)
+    parents = [1, 1, 0]
+    moved = jax.tree.map(lambda rows: rows[parents], jax.device_get(after))
     for old, new in zip((*layer, *latent), (*moved["a"], *moved["latent"]), strict=True):
         assert np.array_equal(plain(new), plain(old)[[1, 1, 0]])
 

@@ -19,6 +19,7 @@ from jinfer.ops.chains import Chains, chained
 from jinfer.ops.linear import linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.score_rules import ScoreRules
+from tests.arrays import on_device
 from tests.cpu.helpers import every_isa
 from tests.cpu.test_linear import matrix
 from tests.ops.paged import Run, filled, placed, random, tables_of
@@ -89,7 +90,7 @@ def layer(
     """As a decoder's, with norms of heads."""
     q, k, v = linears(norm(x), [W["q"], W["k"], W["v"]], [None] * 3)
     q, k, v = (part.reshape(*x.shape[:2], -1, DIM) for part in (q, k, v))
-    q = normalize(q, jnp.asarray(SCALE[:DIM]), eps=1e-5)
+    q = normalize(q, on_device(SCALE[:DIM]), eps=1e-5)
     out, cache = extend(q[0], k[0], v[0], cache, at, rules)
     x = x + linear(out[None].reshape(*x.shape[:2], -1), W["o"])
     return x + feed_forward(norm(x), W), cache
@@ -107,7 +108,7 @@ def layers(of: tuple[ScoreRules, ScoreRules]) -> Callable[..., tuple[jax.Array, 
 def given(batch: Batch, kind: str) -> tuple[jax.Array, Caches, Placement]:
     tables = tables_of(batch.lengths)
     at = placed(batch.runs, tables)
-    x = jnp.asarray(random(7, 1, len(at.rows), SIZE), jnp.float32)
+    x = on_device(random(7, 1, len(at.rows), SIZE), jnp.float32)
     return x, (cache(kind, batch, tables, 1), cache(kind, batch, tables, 9)), at
 
 
@@ -154,7 +155,7 @@ def test_keys_that_are_values() -> None:
         out, pool = extend(q, k, None, pool, at, PLAIN)
         return x + linear(out.reshape(x.shape), W["o"]), pool
 
-    x = jnp.asarray(random(7, 1, len(at.rows), SIZE), jnp.float32)
+    x = on_device(random(7, 1, len(at.rows), SIZE), jnp.float32)
     assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_chain": 1}
     assert_same(function, (x, pool))
 
@@ -204,7 +205,7 @@ def test_axes_that_change_places_are_no_rows() -> None:
         y = linear(norm(x), W["o"])
         return x + linear(jax.lax.reshape(y, x.shape, dimensions=(2, 1, 0)), W["o"])
 
-    x = jnp.asarray(random(7, 1, 3, SIZE), jnp.float32)
+    x = on_device(random(7, 1, 3, SIZE), jnp.float32)
     assert calls(chained(function), x) == {"jinfer_chain": 2}
     assert_same(function, (x,))
 

@@ -20,6 +20,7 @@ from jinfer.ops.rotation import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration import tap
 from jinfer.quant.format import QuantFormat
+from tests.arrays import on_device
 from tests.cpu.test_linear import matrix
 
 pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
@@ -52,7 +53,7 @@ def mixed(x: jax.Array) -> jax.Array:
 
 
 def norm(x: jax.Array) -> jax.Array:
-    return normalize(x, jnp.asarray(SCALE), eps=1e-5)
+    return normalize(x, on_device(SCALE), eps=1e-5)
 
 
 def feed_forward(x: jax.Array, w: Weights) -> jax.Array:
@@ -72,13 +73,13 @@ def side_by_side(x: jax.Array, w: Weights) -> jax.Array:
 
 
 def with_biases(x: jax.Array, w: Weights) -> jax.Array:
-    x = x + linear(mixed(linear(norm(x), w["q"], jnp.asarray(BIAS))), w["o"], jnp.asarray(BIAS))
-    return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), w["q"])), w["o"], jnp.asarray(BIAS))
+    x = x + linear(mixed(linear(norm(x), w["q"], on_device(BIAS))), w["o"], on_device(BIAS))
+    return x + 0.22 * linear(jax.nn.gelu(linear(norm(x), w["q"])), w["o"], on_device(BIAS))
 
 
 def without_a_gate(x: jax.Array, w: Weights) -> jax.Array:
     for name in ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu"):
-        x = x + linear(activate(name, linear(norm(x), w["up"])), w["down"], jnp.asarray(BIAS))
+        x = x + linear(activate(name, linear(norm(x), w["up"])), w["down"], on_device(BIAS))
     return x
 
 
@@ -102,7 +103,7 @@ def norms_after(x: jax.Array, w: Weights) -> jax.Array:
 def heads(x: jax.Array, w: Weights) -> jax.Array:
     """Several norms of a row."""
     q, k = linears(norm(x), [w["q"], w["o"]], [None, None])
-    q = normalize(q.reshape(*q.shape[:2], 4, 16), jnp.asarray(SCALE[:16]), eps=1e-5)
+    q = normalize(q.reshape(*q.shape[:2], 4, 16), on_device(SCALE[:16]), eps=1e-5)
     return x + linear(q.reshape(x.shape) * k, w["o"])
 
 
@@ -111,8 +112,8 @@ COS, SIN = (of(np.linspace(0, 9, 40 * 8)).reshape(1, 40, 8) for of in (np.cos, n
 
 def rotations(x: jax.Array, w: Weights) -> jax.Array:
     """They are of the same rows as the products that they follow."""
-    cos, sin = (jnp.asarray(part[:, : x.shape[1]], jnp.float32) for part in (COS, SIN))
-    q, k = linears(norm(x), [w["q"], w["o"]], [jnp.asarray(BIAS), None])
+    cos, sin = (on_device(part[:, : x.shape[1]], jnp.float32) for part in (COS, SIN))
+    q, k = linears(norm(x), [w["q"], w["o"]], [on_device(BIAS), None])
     q, k = (
         rotate(part, cos, sin, size=32, adjacent=adjacent)
         for part, adjacent in ((q, False), (k, True))
@@ -144,7 +145,7 @@ def calls(function: Callable[[Any], Any], x: Any) -> Counter[str]:
 def test_calls_and_bits(name: str, dtype: Any) -> None:
     """With matrices in codes (None) and in plain numbers."""
     case, counts = CASES[name]
-    weights = W if dtype is None else {k: v.dequantize().astype(dtype) for k, v in W.items()}
+    weights = W if dtype is None else {k: on_device(v.dequantize(), dtype) for k, v in W.items()}
     alone = "jinfer_linear" if dtype is None else "jinfer_dense"
     left = {call or alone: count for call, count in counts.items()}
 

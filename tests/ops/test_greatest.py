@@ -11,6 +11,7 @@ import pytest
 from jinfer.cpu import build
 from jinfer.cpu import rows as cpu
 from jinfer.ops.greatest import argmax, argmax_reference
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 WAYS = [None, *(isas() or ["portable"])]  # None: XLA's operations
@@ -21,7 +22,7 @@ def found(x: np.ndarray) -> Iterator[np.ndarray]:
     for way in WAYS:
         function = argmax_reference if way is None else argmax
         with build.lowered_isa(way) if way and isas() else nullcontext():
-            yield np.asarray(function(jnp.asarray(x)))
+            yield np.asarray(function(on_device(x)))
 
 
 @pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 1000, 65_536, 65_537, 140_001])

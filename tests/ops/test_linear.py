@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose
 
 from jinfer.ops import dense
 from jinfer.ops.linear import gated_linear, linear, linear_of, linears, take_rows
+from tests.arrays import on_device
 from tests.reference.numpy_blocks import linear as numpy_linear
 
 INPUTS, OUTPUTS = 300, 7
@@ -28,7 +29,7 @@ both_ways = pytest.mark.usefixtures("_way")
 
 
 def random(seed: int, *shape: int, dtype: DTypeLike = jnp.float32) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def product(x: Array, weight: Array) -> np.ndarray:
@@ -45,7 +46,7 @@ def test_linear(dtype: DTypeLike, tolerance: float, rows: tuple[int, ...], biase
     """Accumulated in float32: off by no more than the one rounding of the result."""
     rng = np.random.default_rng(0)
     x, weight, bias = (
-        jnp.asarray(rng.normal(size=shape), dtype)
+        on_device(rng.normal(size=shape), dtype)
         for shape in ((*rows, INPUTS), (OUTPUTS, INPUTS), (OUTPUTS,))
     )
     got = linear(x, weight, bias if biased else None)
@@ -107,7 +108,7 @@ def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
 
 @pytest.mark.parametrize("narrow", NARROW)
 def test_rows_of_a_table_are_converted(narrow: DTypeLike) -> None:
-    table, rows = random(1, 30, 8, dtype=narrow), jnp.asarray([[3, 29], [0, 3]], jnp.int32)
+    table, rows = random(1, 30, 8, dtype=narrow), on_device([[3, 29], [0, 3]], jnp.int32)
     got = take_rows(table, rows, jnp.float32)
     assert got.dtype == jnp.float32
     assert np.array_equal(got, np.asarray(table, np.float32)[np.asarray(rows)])

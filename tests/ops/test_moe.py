@@ -19,6 +19,7 @@ from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
 from jinfer.quant.format import parse_format
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.quantize import quantize
+from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
@@ -43,7 +44,7 @@ def made_up(count: int, gated: bool, biased: bool) -> Experts:
     def projection(outputs: int, inputs: int) -> Projection:
         weight, bias = rng.normal(size=(count, outputs, inputs)), rng.normal(size=(count, outputs))
         return Projection(
-            jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32) if biased else None
+            on_device(weight, jnp.float32), on_device(bias, jnp.float32) if biased else None
         )
 
     gate = projection(WIDTH, HIDDEN) if gated else None
@@ -98,11 +99,11 @@ def test_any_choice(any_shape: st.SearchStrategy[Any], data: st.DataObject) -> N
     rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
     chosen = np.stack([rng.permutation(favourites)[:top_k] for _ in range(rows)])
     weights = rng.normal(size=(rows, top_k)).astype(np.float32)
-    x = jnp.asarray(rng.normal(size=(rows, HIDDEN)), jnp.float32)
+    x = on_device(rng.normal(size=(rows, HIDDEN)), jnp.float32)
     experts = made_up(count, gated, biased)
     wanted = numpy_mixture(x, chosen, weights, experts)
     for function in (mixture_reference, mixture):
-        given = jnp.asarray(chosen, jnp.int32), jnp.asarray(weights)
+        given = on_device(chosen, jnp.int32), on_device(weights)
         got = run(function, x, *given, experts[:3], experts.activation)
         assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -112,10 +113,10 @@ def test_any_choice(any_shape: st.SearchStrategy[Any], data: st.DataObject) -> N
 def test_one_expert_gets_everything(function: object, rows: int) -> None:
     """300 rows are more than the largest block."""
     experts = made_up(4, True, False)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, HIDDEN)), jnp.float32)
+    x = on_device(np.random.default_rng(0).normal(size=(rows, HIDDEN)), jnp.float32)
     chosen = np.full((rows, 1), 2)
     wanted = numpy_mixture(x, chosen, np.ones((rows, 1)), experts)
-    given = jnp.asarray(chosen, jnp.int32), jnp.ones((rows, 1), jnp.float32)
+    given = on_device(chosen, jnp.int32), jnp.ones((rows, 1), jnp.float32)
     got = run(function, x, *given, experts[:3], experts.activation)
     assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -125,12 +126,12 @@ def test_bfloat16_is_summed_in_float32(function: object) -> None:
     """A large and a small weight: the sum of the rounded parts, rounded once."""
     gate, up, down, *_ = made_up(3, True, False)
     matrices = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (gate, up, down))
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(12, HIDDEN)), jnp.bfloat16)
-    chosen = jnp.asarray(np.tile([2, 0], (12, 1)), jnp.int32)
+    x = on_device(np.random.default_rng(1).normal(size=(12, HIDDEN)), jnp.bfloat16)
+    chosen = on_device(np.tile([2, 0], (12, 1)), jnp.int32)
     assert callable(function)
 
     def run(*weights: float) -> Floats:
-        given = jnp.asarray(np.tile(weights, (12, 1)), jnp.float32)
+        given = on_device(np.tile(weights, (12, 1)), jnp.float32)
         got = function(x, chosen, given, Experts(matrices[0], matrices[1], matrices[2], silu_gated))
         assert got.dtype == jnp.bfloat16
         return np.asarray(got, np.float64)
@@ -172,9 +173,9 @@ def check_on_gpu(stored: str, kind: str, rows: int) -> None:
     gated, biased = kind != "plain", kind == "biased"
     experts = wide(stored, gated, biased)
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16 if stored == "bf16" else jnp.float32)
-    chosen = jnp.asarray(np.stack([rng.permutation(5)[:2] for _ in range(rows)]), jnp.int32)
-    weights = jnp.asarray(rng.normal(size=(rows, 2)), jnp.float32)
+    x = on_device(rng.normal(size=(rows, 64)), jnp.bfloat16 if stored == "bf16" else jnp.float32)
+    chosen = on_device(np.stack([rng.permutation(5)[:2] for _ in range(rows)]), jnp.int32)
+    weights = on_device(rng.normal(size=(rows, 2)), jnp.float32)
     got = jax.jit(partial(mixture, experts=experts))(x, chosen, weights)
     wanted = jax.jit(partial(mixture_reference, experts=decoded(experts)))(x, chosen, weights)
     bound = {"bf16": 3e-2, "f32": 1e-4}.get(stored, 2e-2)  # codes' weights and x are fp16
@@ -187,12 +188,12 @@ def wide(stored: str, gated: bool, biased: bool) -> Experts:
 
     def projection(outputs: int, inputs: int) -> Projection:
         values = rng.normal(size=(5, outputs, inputs)).astype(np.float32) / 8
-        bias = jnp.asarray(rng.normal(size=(5, outputs)), jnp.float32) if biased else None
+        bias = on_device(rng.normal(size=(5, outputs)), jnp.float32) if biased else None
         if stored in PLAIN:
-            return Projection(jnp.asarray(values, PLAIN[stored]), bias)
+            return Projection(on_device(values, PLAIN[stored]), bias)
         format = parse_format(stored)
         weight = quantize(values, format, columns=32 // format.per_code)
-        return Projection(jax.tree.map(jnp.asarray, weight), bias)
+        return Projection(jax.tree.map(on_device, weight), bias)
 
     gate = projection(96, 64) if gated else None
     fused = "silu" if gated and not biased else "none"
@@ -200,10 +201,13 @@ def wide(stored: str, gated: bool, biased: bool) -> Experts:
     return Experts(gate, projection(96, 64), projection(64, 96), activation, fused)
 
 
+plain_of = jax.jit(lambda matrices: matrices.dequantize())
+
+
 def decoded(experts: Experts) -> Experts:
     def full(one: Projection) -> Projection:
         matrices: Any = one.weight
-        return one if isinstance(matrices, Array) else one._replace(weight=matrices.dequantize())
+        return one if isinstance(matrices, Array) else one._replace(weight=plain_of(matrices))
 
     gate = None if experts.gate is None else full(experts.gate)
     return experts._replace(gate=gate, up=full(experts.up), down=full(experts.down))

@@ -14,6 +14,7 @@ from jinfer.cpu import build
 from jinfer.cpu import rows as cpu
 from jinfer.ops.activation import activate
 from jinfer.ops.norm import normalize, normalize_reference, sigmoid, softmax
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 calls = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler here")
@@ -44,10 +45,11 @@ def test_norms_against_float64(
         wide = wide - wide.mean(-1, keepdims=True)
     wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * (weight + offset)
     wanted += bias if biased else 0
-    given = jnp.asarray(x), jnp.asarray(weight), jnp.asarray(bias) if biased else None
+    given = on_device(x), on_device(weight), on_device(bias) if biased else None
 
     def check(function: Any) -> None:
-        got = np.asarray(function(*given, eps=1e-5, centered=centered, offset=offset))
+        compiled = jax.jit(partial(function, eps=1e-5, centered=centered, offset=offset))
+        got = np.asarray(compiled(*given))
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
     check(normalize_reference)
@@ -63,7 +65,7 @@ def test_shares(size: int) -> None:
     wide = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
     for isa in isas() or ["portable"]:
         with build.lowered_isa(isa) if isas() else jax.named_scope(isa):
-            shares, each = np.asarray(softmax(jnp.asarray(x))), np.asarray(sigmoid(jnp.asarray(x)))
+            shares, each = np.asarray(softmax(on_device(x))), np.asarray(sigmoid(on_device(x)))
         np.testing.assert_allclose(
             shares, wide / wide.sum(-1, keepdims=True), rtol=2e-5, atol=1e-30
         )
@@ -75,10 +77,10 @@ def test_what_is_no_number_shows() -> None:
     x = random(3, 40)
     x[1, 33] = np.nan
     for function in (softmax, sigmoid, lambda v: normalize(v, None, eps=1e-5)):
-        got = np.isnan(np.asarray(function(jnp.asarray(x))))
+        got = np.isnan(np.asarray(function(on_device(x))))
         assert got[1, 33]
         assert not got[[0, 2]].any()
-    assert np.isnan(np.asarray(softmax(jnp.asarray(x)))[1]).all()
+    assert np.isnan(np.asarray(softmax(on_device(x)))[1]).all()
 
 
 @calls

@@ -25,6 +25,7 @@ from jinfer.quant.quantize import quantize
 from kernels_pallas import matmul_triton
 from kernels_pallas.layout import Packed
 from kernels_pallas.tiling import Tiling
+from tests.arrays import on_device
 
 MATMUL, ROWS, PREPARED = map(
     import_module, ("kernels_pallas.matmul", "kernels_pallas.rows", "jinfer.ops.prepared")
@@ -37,11 +38,11 @@ def weight(outputs: int, inputs: int, seed: int, width: Width = "4") -> Quantize
     format = QuantFormat(width)
     values = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)
     tensor = quantize(values * 0.05, format, columns=32 // format.per_code)
-    return jax.tree.map(jnp.asarray, tensor)
+    return jax.tree.map(on_device, tensor)
 
 
 def vector(size: int, seed: int) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(size), jnp.float32)
+    return on_device(np.random.default_rng(seed).standard_normal(size), jnp.float32)
 
 
 W: dict[str, Any] = {
@@ -189,7 +190,7 @@ def check_layer(
     layer: Callable[..., Array], rows: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holds what the kernels compute to what the layer computes as it is."""
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, rows, SIZE)), dtype)
+    x = on_device(np.random.default_rng(1).standard_normal((1, rows, SIZE)), dtype)
     with target("gpu", interpret=True):
         found = jax.jit(prepared(layer))(x, W)
         assert layer not in LAYERS or prepare_calls(layer, x) == LAYERS[layer]
@@ -224,11 +225,11 @@ def entered(
 def test_new_tokens_in_a_cache(pairs: int, adjacent: bool, kind: Any) -> None:
     """Padding, and what has no block here, is not written."""
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((1, 6, SIZE)), jnp.float32)
-    pools = (jnp.asarray(rng.standard_normal((5, KV_HEADS, 64, DIM)), kind) for _ in range(2))
+    x = on_device(rng.standard_normal((1, 6, SIZE)), jnp.float32)
+    pools = (on_device(rng.standard_normal((5, KV_HEADS, 64, DIM)), kind) for _ in range(2))
     cache = LayerCache(*pools)
-    rows, positions = jnp.asarray([0, 0, -1, 1, 2, 9]), jnp.asarray([63, 64, 0, 3, 70, 2])
-    at = Placement(rows, positions, jnp.asarray([[2, 0], [3, 1], [4, -1]]))
+    rows, positions = on_device([0, 0, -1, 1, 2, 9]), on_device([63, 64, 0, 3, 70, 2])
+    at = Placement(rows, positions, on_device([[2, 0], [3, 1], [4, -1]]))
 
     def run(x: Array, w: Weights, cache: LayerCache) -> tuple[Array, LayerCache]:
         return entered(x, w, cache, at, pairs, adjacent)
@@ -253,7 +254,7 @@ def test_nothing_else_is_changed() -> None:
         y = jnp.sum(x, axis=1, keepdims=True) * 2
         return y + x, jnp.cumsum(y * x, axis=0)
 
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 7)), jnp.float32)
+    x = on_device(np.random.default_rng(1).standard_normal((5, 7)), jnp.float32)
     with target("gpu", interpret=True):
         for found, wanted in zip(prepared(function)(x), function(x), strict=True):
             np.testing.assert_array_equal(found, wanted)

@@ -23,6 +23,7 @@ from jinfer.quant import parse_format
 from jinfer.quant.tensor import abstract
 from jinfer.weights.storage import columns_here
 from kernels_pallas import matmul_triton
+from tests.arrays import on_device
 from tests.ops.test_prepared import plain_product
 
 # A family of each kind of wiring: norms before, after and around blocks, blocks side by side, norms
@@ -50,9 +51,9 @@ def filled(parameters: Any) -> Any:
 
     def numbers(one: Any) -> Array:
         if one.dtype == jnp.uint32:
-            return jnp.asarray(rng.integers(0, 1 << 32, one.shape, np.uint32))
+            return on_device(rng.integers(0, 1 << 32, one.shape, np.uint32))
         scale = 0.002 if one.dtype == jnp.float16 else 0.1
-        return jnp.asarray(rng.standard_normal(one.shape) * scale, one.dtype)
+        return on_device(rng.standard_normal(one.shape) * scale, one.dtype)
 
     return jax.tree.map(numbers, parameters)
 
@@ -75,11 +76,11 @@ def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> 
         sizes = Sizes(2, CONTEXT, model.vocab, blocks, jnp.float32)
         function, _, args = Programs(model, sizes)._function(Shape("forward", TOKENS, rows=2))
         leaves = tuple(filled(list(args[0])))
-        rows, positions = jnp.asarray([0, 0, 1]), jnp.asarray([0, 1, 0])
-        tables = {group: jnp.asarray([[1, 0], [2, 3]]) for group in blocks}
-        counts = jnp.asarray([2, 1])
+        rows, positions = on_device([0, 0, 1]), on_device([0, 1, 0])
+        tables = {group: on_device([[1, 0], [2, 3]]) for group in blocks}
+        counts = on_device([2, 1])
         cache = empty(model.caches, 4, jnp.float32)
-        given = (leaves, cache, jnp.asarray([5, 7, 9]), rows, positions, counts, tables, counts)
+        given = (leaves, cache, on_device([5, 7, 9]), rows, positions, counts, tables, counts)
         calls = str(jax.make_jaxpr(function)(*given)).count("name=prepare_rows")
         found = jax.jit(function)(*given)
         jax.clear_caches()  # layers were traced with it

@@ -12,6 +12,7 @@ import pytest
 
 from jinfer.cpu import build, rows
 from jinfer.ops.rotation import rotate, rotate_reference
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -64,13 +65,13 @@ def test_other_types_and_axes() -> None:
     x, cos, sin = drawn(16, 6)
     expected = wanted(x, cos, sin, 16, False)
     split = [part.reshape(2, MANY // 2, -1) for part in (x, cos, sin)]
-    got = rotate(*map(jnp.asarray, split), size=16, adjacent=False)
+    got = rotate(*map(on_device, split), size=16, adjacent=False)
     np.testing.assert_array_equal(np.asarray(got).reshape(x.shape), expected)
-    narrow = jnp.asarray(x, jnp.bfloat16)
-    got = rotate(narrow, jnp.asarray(cos), jnp.asarray(sin), size=16, adjacent=False)
+    narrow = on_device(x, jnp.bfloat16)
+    got = rotate(narrow, on_device(cos), on_device(sin), size=16, adjacent=False)
     again = wanted(np.asarray(narrow, np.float32), cos, sin, 16, False)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(jnp.asarray(again, jnp.bfloat16)))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(on_device(again, jnp.bfloat16)))
 
 
 @pytest.mark.skipif(not build.available(), reason="no C++ compiler")

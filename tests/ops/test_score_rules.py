@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose
 from jinfer.ops.attention import attend, attend_reference, attend_text, attend_text_reference
 from jinfer.ops.attention_xla import attend_text_xla, attend_xla
 from jinfer.ops.score_rules import ScoreRules
+from tests.arrays import on_device
 from tests.ops.paged import SCALE, Run, attended, expected, f32, filled, placed, random, tables_of
 from tests.reference.numpy_blocks import Floats
 
@@ -70,7 +71,7 @@ def whole_texts(form: Any, tokens: int, lengths: list[int], **rules: Any) -> tup
                 kv = k[row, :length, head // 2], v[row, :length, head // 2]
                 wanted[row, t, head] = attended(q[row, t, head], *kv, t, length, head, **rules)
     got = jax.jit(lambda *x: form(*x, ScoreRules(SCALE, **rules)))(
-        f32(q), f32(k), f32(v), jnp.asarray(lengths, jnp.int32)
+        f32(q), f32(k), f32(v), on_device(lengths, jnp.int32)
     )
     return np.asarray(got, np.float64), wanted
 
@@ -105,7 +106,7 @@ def test_a_bias_of_whole_texts(form: Any) -> None:
         return np.cos(np.arange(lowest, most + 1))[None] * np.arange(1, 5)[:, None]
 
     q, k, v = random(1, 2, 20, 4, 8), random(2, 2, 20, 2, 8), random(3, 2, 20, 2, 8)
-    arguments = f32(q), f32(k), f32(v), jnp.array([20, 9])
+    arguments = f32(q), f32(k), f32(v), on_device([20, 9])
     got = form(*arguments, ScoreRules(SCALE, bias=bias))
     table = ScoreRules(SCALE, by_distance=f32(by_distance(-19, 19)), lowest=-19)
     assert_allclose(got, attend_text_reference(*arguments, table), atol=3e-6)

@@ -12,6 +12,7 @@ from jinfer.nn.step import Step
 from jinfer.ops import linear as ops
 from jinfer.quant import calibration
 from jinfer.quant.calibration import Kind, Recorded, tap
+from tests.arrays import on_device
 from tests.weights.loading import model, parameters
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
@@ -50,7 +51,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 
     def run(leaves: tuple[Any, ...], tokens: Any) -> Any:
         module = abstract.module(leaves)
-        step = Step.of_texts(tokens, jnp.array([tokens.shape[1]], jnp.int32))
+        step = Step.of_texts(tokens, on_device([tokens.shape[1]], jnp.int32))
         stack = module.stacks["decoder"]
         x = stack.embed(tokens, jnp.zeros_like(tokens), step, module.shared)
         return stack.run_layers(x, tokens, step, {}, module.shared)[0]

@@ -11,6 +11,7 @@ from jinfer.quant import OutlierTensor, SparseTensor, parse_format
 from jinfer.quant.outliers import find_outliers, without_outliers
 from jinfer.quant.quantize import Method, quantize, quantize_apart
 from jinfer.quant.sparse import abstract_outliers, outlier_count, sparse_of
+from tests.arrays import on_device
 
 
 def heavy(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -101,7 +102,7 @@ def test_nothing_to_keep() -> None:
         np.testing.assert_array_equal(tensor.dequantize(), tensor.rounded.dequantize())
         x = jnp.ones((2, 40))
         np.testing.assert_array_equal(tensor.outliers.product(x), np.zeros((2, 4)))
-        np.testing.assert_array_equal(tensor.outliers.take(jnp.array([3])), np.zeros((1, 40)))
+        np.testing.assert_array_equal(tensor.outliers.take(on_device([3])), np.zeros((1, 40)))
 
 
 def test_stacks() -> None:
@@ -125,20 +126,21 @@ def test_product(rows: int) -> None:
     where = rng.random((50, 80)) < 0.02
     where[7, :5] = where[49] = True  # a full row, at the end
     matrix = np.where(where, rng.normal(size=(50, 80)), 0).astype(np.float32)
-    sparse: SparseTensor = jax.tree.map(jnp.asarray, sparse_of(matrix, where, int(where.sum()) + 3))
+    sparse: SparseTensor = jax.tree.map(on_device, sparse_of(matrix, where, int(where.sum()) + 3))
     np.testing.assert_array_equal(sparse.dense(), matrix)
     x = rng.normal(size=(rows, 80)).astype(np.float32)
-    got = jax.jit(SparseTensor.product)(sparse, jnp.asarray(x))
+    got = jax.jit(SparseTensor.product)(sparse, on_device(x))
     np.testing.assert_allclose(got, x @ matrix.T, rtol=0, atol=1e-5)
-    taken = jax.jit(SparseTensor.take)(sparse, jnp.array([[7, 49], [0, 7]]))
+    taken = jax.jit(SparseTensor.take)(sparse, on_device([[7, 49], [0, 7]]))
     np.testing.assert_array_equal(taken, matrix[[[7, 49], [0, 7]]])
 
 
 def test_taken_rows() -> None:
     values = heavy((30, 64))
     tensor: OutlierTensor = jax.tree.map(
-        jnp.asarray, quantize_apart(values, parse_format("q6"), 0.02)
+        on_device, quantize_apart(values, parse_format("q6"), 0.02)
     )
-    rows = jnp.array([4, 4, 29])
-    full = tensor.dequantize()
-    np.testing.assert_allclose(tensor.take(rows, jnp.float32), full[rows], rtol=0, atol=1e-5)
+    rows = on_device([4, 4, 29])
+    full = jax.device_get(tensor).dequantize()
+    taken = jax.jit(lambda tensor, rows: tensor.take(rows, jnp.float32))(tensor, rows)
+    np.testing.assert_allclose(taken, full[np.asarray(rows)], rtol=0, atol=1e-5)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from jinfer.quant import QuantFormat, QuantizedTensor, parse_format
 from jinfer.quant.pack import PIECES, pack
 from jinfer.quant.tensor import _dequantize, abstract, from_codes, to_codes, with_columns
+from tests.arrays import on_device
 
 BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 PLAIN = [
@@ -164,7 +165,7 @@ def test_compiled_decoding(format: QuantFormat) -> None:
     def both(tensor: QuantizedTensor, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tensor.dequantize(), tensor.take(rows, jnp.float32)
 
-    decoded, taken = both(jax.tree.map(jnp.asarray, tensor), jnp.asarray(rows))
+    decoded, taken = both(jax.tree.map(on_device, tensor), on_device(rows))
     # XLA may round only the sum and not the product of scale and code.
     np.testing.assert_allclose(decoded, full, rtol=3e-7, atol=2e-5)
     np.testing.assert_allclose(taken, full[rows], rtol=3e-7, atol=2e-5)

@@ -15,6 +15,7 @@ from jinfer.sampling.history import History
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler, progress_row, sampler_row
 from jinfer.sampling.sampler import filtered, sample
+from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats
 
 VOCAB = 200
@@ -58,7 +59,7 @@ class Batch(NamedTuple):
 
     def repeated(self, count: int) -> Batch:
         """Each row so often, every time with a slot of its own."""
-        many = jax.tree.map(lambda part: jnp.repeat(part, count, axis=0), self)
+        many = jax.tree.map(lambda part: on_device(np.repeat(part, count, axis=0)), self)
         return many._replace(slots=jnp.arange(len(many.slots), dtype=jnp.int32))
 
     @property
@@ -88,7 +89,7 @@ def batch(
     """Rows of requests; `past` are their tokens so far, of which the first `prompts` are given."""
     ends, count = tuple(end_ids), len(rows)
     each = [(sampler_row(r, ends, vocab, encode), progress_row(r)) for r in rows]
-    sampler, progress = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each)
+    sampler, progress = jax.tree.map(lambda *parts: on_device(np.concatenate(parts)), *each)
     texts = [*past, *[()] * (count - len(past))]
     history = np.full((count, length), 7, np.int32)  # what follows a sequence is not looked at
     for row, text in enumerate(texts):
@@ -96,19 +97,24 @@ def batch(
     lengths = np.array([len(text) for text in texts], np.int32)
     given = np.array([*prompts, *lengths[len(prompts) :]], np.int32)
     slots = np.arange(count, dtype=np.int32)
-    return Batch(sampler, progress, *map(jnp.asarray, (history, slots, lengths, given)))
+    return Batch(sampler, progress, *map(on_device, (history, slots, lengths, given)))
 
 
 def call(logits: Floats, rows: Batch, **options: Any) -> tuple[Array, Progress]:
     """One step of just these rows."""
-    return SAMPLE(jnp.asarray(logits, jnp.float32), *rows, **options)
+    return SAMPLE(on_device(logits, jnp.float32), *rows, **options)
+
+
+def _extended(part: Any, more: int) -> np.ndarray:
+    host = np.asarray(part)
+    return np.concatenate([host, np.repeat(host[-1:], more, axis=0)])
 
 
 def padded(logits: Floats, rows: Batch) -> tuple[Floats, Batch]:
     """With the last row again and again, so that few programs serve all tests."""
     more = -len(logits) % 16
-    again = jax.tree.map(lambda part: jnp.concatenate([part, *[part[-1:]] * more]), rows)
-    return np.concatenate([logits, *[logits[-1:]] * more]), again
+    again = jax.tree.map(lambda part: on_device(_extended(part, more)), rows)
+    return _extended(logits, more), again
 
 
 def draw(logits: Floats, rows: Batch, steps: int = 1) -> np.ndarray:
@@ -126,7 +132,7 @@ def left(logits: Floats, rows: Batch) -> Floats:
     """What all stages leave, in float64."""
     count = len(logits)
     logits, rows = padded(logits, rows)
-    got = FILTER(jnp.asarray(logits, jnp.float32), rows.sampler, rows.progress, rows.past)
+    got = FILTER(on_device(logits, jnp.float32), rows.sampler, rows.progress, rows.past)
     return np.asarray(got, np.float64)[:count]
 
 

@@ -20,6 +20,7 @@ from jinfer.sampling.order import PLAIN, chain, is_plain
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import Progress, Sampler
 from jinfer.sampling.sampler import filtered, sample
+from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import FILTER, SAMPLE, Batch, Jitted, batch, params
 
@@ -75,7 +76,7 @@ class Run:
     def step(self, program: Any, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens chosen, and mirostat's mu."""
         rows = self.rows
-        tokens, progress = program(jnp.asarray(logits, jnp.float32), *rows)
+        tokens, progress = program(on_device(logits, jnp.float32), *rows)
         history = rows.history.at[rows.slots, rows.lengths].set(tokens)
         self.rows = Batch(
             rows.sampler, progress, history, rows.slots, rows.lengths + 1, rows.prompts
@@ -117,7 +118,7 @@ def test_what_is_left_has_the_same_bits() -> None:
 
     def left(which: list[int]) -> np.ndarray:
         rows = Run([ALL[i] for i in which], which, vocab).rows
-        x = jnp.asarray(logits_of(which, 0, vocab), jnp.float32)
+        x = on_device(logits_of(which, 0, vocab), jnp.float32)
         return np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
 
     together = left(list(range(len(ALL))))
@@ -142,7 +143,7 @@ def test_a_program_of_the_plain_stages_chooses_the_same(both_ways: str) -> None:
 def test_only_what_looks_at_the_history_depends_on_it() -> None:
     seeds = list(range(len(ALL)))
     rows = Run(ALL, seeds, 49152).rows
-    x = jnp.asarray(logits_of(seeds, 0, 49152), jnp.float32)
+    x = on_device(logits_of(seeds, 0, 49152), jnp.float32)
     left, other = (
         np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past._replace(tokens=tokens)))
         for tokens in (rows.history, (rows.history + 1) % 11)
@@ -231,7 +232,7 @@ def logits_of_kind(kind: str) -> np.ndarray:
 @cache
 def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, mirostat's mu, and what is left."""
-    x, rows = jnp.asarray(logits_of_kind(kind)), Run(ALL, list(range(len(ALL))), VOCAB).rows
+    x, rows = on_device(logits_of_kind(kind)), Run(ALL, list(range(len(ALL))), VOCAB).rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "available", lambda: False)
         tokens, progress = SAMPLE(x, *rows)
@@ -245,7 +246,7 @@ def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) 
     if both_ways == "xla":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
-    x, (wanted_tokens, wanted_mu, wanted) = jnp.asarray(logits_of_kind(kind)), by_xla(kind)
+    x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
     with build.lowered_isa(isa):
         tokens, progress = SAMPLE(x, *rows)
         left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
@@ -260,7 +261,7 @@ def test_a_gpu_with_its_kernels_chooses_what_xla_chooses(kind: str, both_ways: s
     if both_ways == "call":
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
-    x, (wanted_tokens, wanted_mu, wanted) = jnp.asarray(logits_of_kind(kind)), by_xla(kind)
+    x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
     with target("gpu", interpret=True):
         tokens, progress = ON_A_GPU[0](x, *rows)
         left = np.asarray(ON_A_GPU[1](x, rows.sampler, rows.progress, rows.past))

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (
     SAMPLE,
@@ -271,7 +272,7 @@ def test_logprobs(vocab: int) -> None:
     logits[1, ::2] = -np.inf
     logits[2] = np.round(logits[2])
     tokens = np.array([3, 0, 7, 1, 5])
-    own, ids, top = LOGPROBS(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens, jnp.int32))
+    own, ids, top = LOGPROBS(on_device(logits, jnp.float32), on_device(tokens, jnp.int32))
     with np.errstate(divide="ignore"):
         wanted = np.log([probabilities(row) for row in logits])
     assert_allclose(own, wanted[np.arange(5), tokens], atol=2e-6)
@@ -282,8 +283,8 @@ def test_logprobs(vocab: int) -> None:
 
 
 def test_logprobs_where_they_are_wanted() -> None:
-    logits = jnp.asarray(random_logits(11, 3), jnp.float32)
-    tokens, wanted = jnp.array([1, 2, 3], jnp.int32), jnp.array([False, True, False])
+    logits = on_device(random_logits(11, 3), jnp.float32)
+    tokens, wanted = on_device([1, 2, 3], jnp.int32), on_device([False, True, False])
     every, some = LOGPROBS(logits, tokens), LOGPROBS(logits, tokens, wanted)
     for whole, part in zip(every, some, strict=True):
         assert np.array_equal(whole[1], part[1])
@@ -294,7 +295,7 @@ def test_logprobs_where_they_are_wanted() -> None:
 def test_bfloat16_logits_are_chosen_from_in_float32() -> None:
     """Noise added to rounded numbers, and sums of them, would be rounded too."""
     logits, rows = padded(random_logits(12, len(MIXED)), batch(*MIXED))
-    rounded = jnp.asarray(logits, jnp.bfloat16)
+    rounded = on_device(logits, jnp.bfloat16)
     wide = SAMPLE(rounded.astype(jnp.float32), *rows)
     narrow = SAMPLE(rounded, *rows)
     assert jax.tree.all(jax.tree.map(np.array_equal, narrow, wide))

@@ -13,6 +13,7 @@ from jinfer.sampling.contrastive import candidates, contrastive
 from jinfer.sampling.names import PAPERS_FSD
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.rows import allowed_mask
+from tests.arrays import on_device
 from tests.reference import numpy_stages as numpy
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (
@@ -290,7 +291,7 @@ def test_masks() -> None:
         words = allowed_mask(params(allowed_token_ids=allowed), VOCAB)
         assert words is not None
         mask[slot] = words
-    rows = rows._replace(slots=jnp.array([2, 1, 0], jnp.int32))
+    rows = rows._replace(slots=on_device([2, 1, 0], jnp.int32))
     masked = np.array([True, False, True])
     got, _ = call(x, rows, mask=mask, masked=masked)
     tokens = np.asarray(got).tolist()
@@ -372,20 +373,20 @@ def test_random_fsd() -> None:
 def test_contrastive(alpha: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x = random_logits(seed)
-    ids, p = candidates(jnp.asarray(x, jnp.float32), 5)
+    ids, p = candidates(on_device(x, jnp.float32), 5)
     likeliest = np.argsort(-x[0])[:5]
     assert np.array_equal(ids[0], likeliest)
     assert_allclose(p[0], probabilities(x[0])[likeliest], rtol=1e-5)
     hidden, past = rng.normal(size=(5, 16)), rng.normal(size=(9, 16))
     past[7:] = hidden[0]  # beyond the sequence: not to be looked at
-    narrow, seen = (jnp.asarray(part, jnp.float32) for part in (hidden, past))
+    narrow, seen = (on_device(part, jnp.float32) for part in (hidden, past))
     chosen = contrastive(p[0], narrow, seen, jnp.int32(7), jnp.float32(alpha))
     assert chosen.item() == numpy.contrastive(np.asarray(p[0], float), hidden, past[:7], alpha)
 
 
 def test_contrastive_never_takes_what_is_not_there() -> None:
-    p, hidden = jnp.array([0.0, 0.1, 0.0]), jnp.eye(3)
-    past = jnp.array([[0.0, 1.0, 0.0]])
+    p, hidden = on_device([0.0, 0.1, 0.0]), jnp.eye(3)
+    past = on_device([[0.0, 1.0, 0.0]])
     assert contrastive(p, hidden, past, jnp.int32(1), jnp.float32(1.0)).item() == 1
     assert contrastive(p, hidden, past, jnp.int32(0), jnp.float32(0.5)).item() == 1
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jinfer.sampling.chance import noise
+from tests.arrays import on_device
 
 VOCAB, TOKENS, SEEDS = 8, 3, 100_000
 # Of chi-square with 511 degrees of freedom, above which chance comes once in a million times.
@@ -25,7 +26,7 @@ def tables(seed: int) -> list[np.ndarray]:
 def gumbel(place: int) -> np.ndarray:
     """The noise of a token for every seed."""
     seeds = np.arange(SEEDS, dtype=np.uint32)
-    keys = jnp.asarray(np.stack([np.zeros_like(seeds), seeds], axis=1))
+    keys = on_device(np.stack([np.zeros_like(seeds), seeds], axis=1))
     return np.asarray(noise(keys, jnp.full(SEEDS, place, jnp.int32), VOCAB))
 
 

@@ -16,6 +16,7 @@ from jinfer.ops.cache import BLOCK, empty
 from jinfer.spec.errors import SpecError
 from jinfer.speculate.head import HeadModel
 from jinfer.speculate.speculation import Speculation
+from tests.arrays import on_device
 from tests.families.llama_line import (
     TOKENS,
     llama_shapes,
@@ -46,8 +47,8 @@ def given_by(head: HeadModel, vectors: Floats) -> Floats:
     at = Step.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
     assert count <= 2 * BLOCK
     module = head.model.module(head.parameters)
-    tokens = jnp.asarray(AHEAD[:count], jnp.int32)
-    taken = module.taken(jnp.asarray(vectors, jnp.float32))
+    tokens = on_device(AHEAD[:count], jnp.int32)
+    taken = module.taken(on_device(vectors, jnp.float32))
     # In float32, which a head's own cache is not: it only drafts.
     cache = empty(head.model.caches, 2, jnp.float32)
     out, _ = module.decode_all(tokens, at, cache, None, taken)

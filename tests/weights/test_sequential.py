@@ -86,10 +86,7 @@ def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
     found = dict(Sequential(of.model, of.model, of.stack, of.origins, storages, read))
     assert found.keys() == of.leaves.keys()
     walk = Walk(of.model, of.stack)
-    ours = {
-        n: np.asarray(jax.device_put(t).dequantize()) if isinstance(t, QuantizedTensor) else t
-        for n, t in found.items()
-    }
+    ours = {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in found.items()}
     others = {n: ours[n] for n in walk.others}
     vectors = [walk.embed(others, ids) for ids in read]
     for number, names in enumerate(walk.layers):
@@ -119,9 +116,9 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
     wanted = np.stack(llm.hidden(ids.tolist()))
 
     def error(found: dict[str, Any]) -> float:
-        each = (jax.device_put(found[name]) for name in of.model.names)
-        plain = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in each)
-        llm._engine.parameters = tuple(plain)
+        each = (found[name] for name in of.model.names)
+        plain = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in each]
+        llm._engine.parameters = tuple(jax.device_put(plain))
         return float(np.square(np.stack(llm.hidden(ids.tolist())) - wanted).mean())
 
     searched = {n: replace(s, method="search") for n, s in storages.items()}
@@ -136,5 +133,5 @@ def test_experts_that_no_token_chose() -> None:
     found = dict(Sequential(of.model, of.model, of.stack, of.origins, storages, [ids[:1, :1]]))
     for name, tensor in found.items():
         if isinstance(tensor, QuantizedTensor):
-            error = np.asarray(jax.device_put(tensor).dequantize()) - np.asarray(of.leaves[name])
+            error = tensor.dequantize() - np.asarray(of.leaves[name])
             assert float(np.square(error).mean()) < 0.05 * float(np.square(of.leaves[name]).mean())

@@ -1,0 +1,17 @@
+"""Arrays of JAX that nothing is compiled for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def on_device(values: Any, dtype: Any = None) -> Array:
+    """What `jnp.asarray` gives, which compiles a program for each new shape and type of NumPy's."""
+    if isinstance(values, Array):
+        return jnp.asarray(values, dtype)
+    return jax.device_put(np.asarray(values, dtype))
