@@ -67,7 +67,8 @@ LONGEST = (
 
 # Of a test's variants in these folders, which take most time, `make test` runs one in so many.
 ONE_IN = {
-    "tests/partition/eight/": 5,
+    "tests/partition/eight/": 8,
+    "tests/test_docs.py::test_a_command_runs": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
     "tests/ops/": 5,
