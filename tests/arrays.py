@@ -11,7 +11,11 @@ from jax import Array
 
 
 def on_device(values: Any, dtype: Any = None) -> Array:
-    """What `jnp.asarray` gives, which compiles a program for each new shape and type of NumPy's."""
+    """What `jnp.asarray` gives, which compiles a program for each new shape and type of NumPy's.
+
+    A copy: `device_put` may take the memory that it is given, and a test may write to it later,
+    while a program still reads it.
+    """
     if isinstance(values, Array):
         return jnp.asarray(values, dtype)
-    return jax.device_put(np.asarray(values, dtype))
+    return jax.device_put(np.array(values, dtype))
