@@ -168,7 +168,6 @@ import hashlib, sys
 import numpy as np
 from tests.ops.paged import *
 from tests.ops.test_attention_bits import step
-from tests.arrays import on_device
 lengths, kind = [3000, 40, 2100], sys.argv[1]
 tables = tables_of(lengths)
 keys, values = ([random(i + j, n, 1, 64) for j, n in enumerate(lengths)] for i in (0, 9))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from jinfer.quant import QuantFormat, QuantizedTensor, parse_format
 from jinfer.quant.pack import PIECES, pack
-from jinfer.quant.tensor import _dequantize, abstract, from_codes, to_codes, with_columns
+from jinfer.quant.tensor import abstract, from_codes, to_codes, with_columns
 from tests.arrays import on_device
 
 BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -111,7 +111,7 @@ def test_decoding_one_weight_at_a_time(
     format: QuantFormat, outputs: int, inputs: int, seed: int
 ) -> None:
     tensor = random_tensor((outputs, inputs), format, seed)
-    full = _dequantize(tensor, np)
+    full = tensor.dequantize()
     assert full.shape == (outputs, inputs)
     rng = np.random.default_rng(seed)
     for n, k in zip(rng.integers(0, outputs, 25), rng.integers(0, inputs, 25), strict=True):
@@ -158,7 +158,7 @@ def test_shapes_stacks_and_superblocks(
 @pytest.mark.parametrize("format", [PLAIN[6], OTHERS[0], OTHERS[4]], ids=str)
 def test_compiled_decoding(format: QuantFormat) -> None:
     tensor = random_tensor((37, 300), format)
-    full = _dequantize(tensor, np)
+    full = tensor.dequantize()
     rows = np.array([[0, 36, 5], [5, 16, 15]])
 
     @jax.jit
