@@ -48,7 +48,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'jinfer' has no attribute {name!r}")
-        from jinfer.engine.collector import paused
+        from jinfer.xla.undisturbed import paused
 
         with paused():
             value = getattr(import_module(_HOMES[name]), name)

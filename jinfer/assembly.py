@@ -6,8 +6,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jinfer.distributed.group import current
 from jinfer.engine.blocks import BlockManager, BlockPool
@@ -23,6 +22,7 @@ from jinfer.ops.cache import ENCODER
 from jinfer.sampling.order import stage_sets
 from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
+from jinfer.xla import trees
 
 if TYPE_CHECKING:
     from jinfer.partition.programs import StagedPrograms
@@ -80,7 +80,7 @@ def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tupl
         staged = _staged(model, opened)
         return staged, staged.lanes.count
     spec, context = opened.spec.engine, opened.context
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
+    used = sum(leaf.size * leaf.dtype.itemsize for leaf in trees.leaves(model.parameters))
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,
@@ -102,7 +102,7 @@ def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
     from jinfer.partition.programs import StagedPrograms
 
     context, kind = opened.context, opened.kv_cache
-    dtype = jnp.dtype(opened.dtype)
+    dtype = np.dtype(opened.dtype)
     spec, why = settled(opened.spec, model, context, dtype, kind)
     plan = plan_of(spec, model, context, dtype, kind)
     memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import jax.numpy as jnp
+import numpy as np
 
 from jinfer.assembly import all_shapes, assemble, first_shapes, load
 from jinfer.distributed.group import lead
@@ -94,7 +94,7 @@ class Frontend:
         asked = _drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened
         weights = find_weights(
-            build(opened.spec, jnp.dtype(opened.dtype), shelf),
+            build(opened.spec, np.dtype(opened.dtype), shelf),
             opened.spec,
             opened.checkpoint,
             opened.activations,

@@ -15,7 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     # All that takes time is imported here, where Ctrl-C is heard.
-    from jinfer.engine.collector import heard, imported
+    from jinfer.xla.later import imported
+    from jinfer.xla.undisturbed import heard
 
     with heard():
         from jinfer.terminal.flags import parser

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from jinfer.engine.answers import best, taken, whole
-from jinfer.engine.collector import paused
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.engine.thread import Stats
@@ -24,6 +23,7 @@ from jinfer.results import Result, results
 from jinfer.sampling.keywords import ChatKeywords, Sampling
 from jinfer.sampling.params import SamplingParams
 from jinfer.shapes import Float
+from jinfer.xla.undisturbed import paused
 
 Prompts = Prompt | Sequence[Prompt]
 

@@ -13,16 +13,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jinfer.ops.cache import ENCODER, CacheShape, cache_group
 from jinfer.records import dataclass
+from jinfer.shapes import DTypeLike
 from jinfer.spec import blocks
 from jinfer.spec.following import Tap
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import Role
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
     from jinfer.guard.shelf import Shelf
@@ -72,7 +74,7 @@ class AbstractModel:
     Attributes:
         modules: what it computes with.
         names: of the parameters, in the order of the tree's leaves.
-        parameters: their shapes and types, in the same order: a `jax.ShapeDtypeStruct`, or a
+        parameters: their shapes and types, in the same order: an `Abstract`, or a
             `QuantizedTensor` of them.
         axes: their logical axes, in the same order.
         normalized: those whose rows are given length 1 when they are loaded.
@@ -108,7 +110,7 @@ class AbstractModel:
         found: dict[str, slice] = {}
         end = 0
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            begin, end = end, end + len(jax.tree.leaves(parameter))
+            begin, end = end, end + len(trees.leaves(parameter))
             if layer := owner.match(name):
                 first = found.get(layer[0], slice(begin, begin))
                 assert first.stop == begin, f"{name} is not beside the others of its layer"
@@ -140,7 +142,7 @@ def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> Abstr
     return AbstractModel(
         modules=modules,
         names=tuple(one.name for one in found),
-        parameters=tuple(jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype)) for one in found),
+        parameters=tuple(Abstract(one.shape, one.dtype) for one in found),
         axes=tuple(tuple(one.axes) for one in found),
         normalized=frozenset(one.name for one in found if one.normalize),
         roles=tuple(one.role for one in found),
@@ -180,7 +182,7 @@ def _parameters(modules: Modules) -> list[_Parameter]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = _name(tuple(_key(entry) for entry in path))
         of = metadata[name]
-        type_name = jnp.dtype(leaf.dtype).name
+        type_name = np.dtype(leaf.dtype).name
         found.append(
             _Parameter(name, leaf.shape, type_name, of["axes"], of["normalize"], of["role"])
         )

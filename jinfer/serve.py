@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinfer.distributed.job import Job, find_job
-from jinfer.engine.collector import imported
 from jinfer.opening.sources import SourceError
 from jinfer.spec.errors import SpecError
+from jinfer.xla.later import imported
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,15 +6,17 @@ brings along what Python has for tests and for servers: one start in thirty woul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike as DTypeLike
     from jaxtyping import Bool as Bool
     from jaxtyping import Float as Float
     from jaxtyping import Int as Int
     from jaxtyping import UInt as UInt
     from jaxtyping import UInt8 as UInt8
 else:
+    DTypeLike = Any
 
     class _Array:
         def __class_getitem__(cls, _array_and_axes: object) -> type:

@@ -27,8 +27,6 @@ from jinfer.spec.resolve import merge
 from .command import run
 from .draft import draft
 from .matching import describe
-from .partition import to_svg, view
-from .partition import to_text as to_table
 from .report import to_html, to_json, to_text
 
 
@@ -80,8 +78,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    # Here: it compiles, and imports what compiling needs; a report needs none of it.
+    from .partition import to_svg, to_text, view
+
     plan = view(options.source, overrides, options.partition, options.on)
-    print(to_table(plan))
+    print(to_text(plan))
     if options.svg:
         Path(options.svg).write_text(to_svg(plan), encoding="utf-8")
     if plan.memory.problem:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from jinfer.checkpoint import torch_zip
 from jinfer.checkpoint.base import Checkpoint, CheckpointError
 from jinfer.checkpoint.converted import as_converted
 from jinfer.checkpoint.gguf import open_gguf
@@ -15,13 +14,21 @@ from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
 from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
-from jinfer.checkpoint.pickle import open_pickle
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
 
 Reader = Callable[[Path], Checkpoint]
 
-_HEAD = 512
+
+def open_pickle(path: Path) -> Checkpoint:
+    """As `jinfer.checkpoint.pickle.open_pickle`."""
+    # Here: it brings much along that other formats do not need.
+    from jinfer.checkpoint import pickle
+
+    return pickle.open_pickle(path)
+
+
+_HEAD, _ZIP = 512, b"PK\x03\x04"
 _SUFFIXES: dict[str, Reader] = {
     ".safetensors": open_safetensors,
     ".gguf": open_gguf,
@@ -74,7 +81,7 @@ def _reader(file: MappedFile) -> Reader:
         return open_gguf
     if head.startswith(LLAMA2C_MAGIC):
         return open_llama2c
-    if head.startswith(torch_zip.MAGIC) or head[257:262] == b"ustar":
+    if head.startswith(_ZIP) or head[257:262] == b"ustar":
         return open_pickle
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return open_safetensors

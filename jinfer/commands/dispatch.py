@@ -12,9 +12,11 @@ from typing import NoReturn
 from jinfer.commands.checkout import provide_tools
 from jinfer.commands.program import command, jinfer
 from jinfer.commands.table import COMMANDS, GROUPS, Command
-from jinfer.engine.collector import paused
 from jinfer.terminal.ending import leave, status_of
+from jinfer.xla.later import imported
+from jinfer.xla.undisturbed import paused
 
+_TOOLS = "jinfer.tools."
 _NAMES = {command.name: command for command in COMMANDS}
 
 
@@ -52,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(chosen: Command, words: Sequence[str]) -> int:
     provide_tools()
     with command(chosen.name):
-        with paused():
+        # Programs that answer import what they need themselves, once they know what is asked.
+        with imported() if chosen.module.startswith(_TOOLS) else paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
 

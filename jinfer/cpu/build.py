@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.cpu import library_cache as cache
@@ -42,6 +41,7 @@ from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.instructions import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.cpu.units import FLAGS as COMMON
 from jinfer.cpu.units import HANDLER_FLAGS, ISA_FLAGS, units
+from jinfer.xla.calls import include_dir, register_call
 
 # The only instructions that there are kernels for; None: all.
 type Wanted = Isa | Literal["tested"] | None
@@ -143,7 +143,7 @@ def _build(only: Wanted) -> Path:
             return found
         _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
         with cache.place(key(only)) as place:
-            _compile(compiler, place.library, cores, only, jax.ffi.include_dir())
+            _compile(compiler, place.library, cores, only, include_dir())
         return place.kept
 
 
@@ -205,8 +205,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _register(symbol: str) -> None:
-    handler = jax.ffi.pycapsule(getattr(_library(), symbol))
-    jax.ffi.register_ffi_target(symbol, handler, platform="cpu")
+    register_call(symbol, getattr(_library(), symbol))
     registered.add(symbol)
 
 
@@ -269,7 +268,7 @@ def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
         BuildError: there is no compiler, or it fails.
         OSError: the folder cannot be written to, or the headers not be read.
     """
-    compiler, headers = _compiler(), headers or jax.ffi.include_dir()
+    compiler, headers = _compiler(), headers or include_dir()
     made_for = prebuilt.interface(headers)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
 _BUILDING = "building-"  # begins the names of unfinished folders
 _private: list[Path] = []  # this process's folder, once there is one
@@ -52,6 +50,9 @@ def alone(key: str, wait: Callable[[], None]) -> Iterator[None]:
     Args:
         wait: called where another one is building it, before it is waited for.
     """
+    # Here: where the library is made already nobody needs it.
+    from filelock import FileLock, Timeout
+
     path = _writable_folder() / f"{_BUILDING}{key}.lock"
     lock = FileLock(path)
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jinfer.cpu.build import register
+from jinfer.shapes import DTypeLike
 
 
 def available() -> bool:

@@ -11,9 +11,6 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-import jax
-from jax._src import distributed
-
 from jinfer.distributed.link import Link, LinkError
 from jinfer.distributed.results import Results
 from jinfer.opening.sources import SourceError
@@ -142,6 +139,9 @@ class Group:
 
     def _part(self) -> None:
         """Ends JAX's own connections; each process waits for the others to do so."""
+        import jax
+        from jax._src import distributed
+
         state = distributed.global_state
         if self.rank == 0 and state.client is not None:
             # The service has to answer the others until they have gone, which JAX does not see to.

@@ -6,10 +6,10 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.records import dataclass, field
+from jinfer.xla import trees
 
 type Values = Future[Any]
 
@@ -51,7 +51,7 @@ class Whole:
 
     def part(self, index: int) -> np.ndarray:
         """An array of it; waits until it is there."""
-        return np.asarray(jax.tree.leaves(self._coming.result())[index])
+        return np.asarray(trees.leaves(self._coming.result())[index])
 
 
 class Later:
@@ -70,6 +70,6 @@ class Later:
 
 def later(coming: Values, like: Any) -> Any:
     """The arrays of a result that comes, in the form of another tree."""
-    leaves, tree = jax.tree.flatten(like)
+    leaves, tree = trees.flatten(like)
     whole = Whole(coming)
-    return jax.tree.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])
+    return trees.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])

@@ -15,21 +15,27 @@ from functools import cache, wraps
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.engine.memory import trim
 from jinfer.guard.shelf import Shelf
 from jinfer.ops.custom_calls import made_from
 from jinfer.ops.threads import cores
+from jinfer.xla.device import all_devices
+from jinfer.xla.later import is_postponed, once_imported, was_postponed
+
+if TYPE_CHECKING:
+    import jax
 
 CACHE_BYTES = 8 << 30  # the programs that were used least recently go first
 
-_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "spec")  # folders with their code
+# Folders with their code.
+_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "spec", "xla")
 # That change them.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
+_AS_INSTALLED = "settings as installed"  # what a shelf has them under
 _used: list[str] = []  # folders that JAX was told of here
 
 
@@ -62,7 +68,8 @@ def use_persistent_cache() -> Shelf | None:
         Where programs are kept that are ready to run, as JAX's cache has to be asked with a program
         that is traced; None where nothing is kept, or the user has chosen JAX's cache.
     """
-    chosen, own = os.environ.get("JINFER_CACHE", ""), jax.config.jax_compilation_cache_dir
+    chosen = os.environ.get("JINFER_CACHE", "")
+    own = _chosen_of_jax()
     if chosen == "off" or (own is not None and own not in _used):
         return None
     folder = private_folder(_base(chosen) / "programs" / _machine())
@@ -70,11 +77,27 @@ def use_persistent_cache() -> Shelf | None:
         return None
     if str(folder) not in _used:
         _used.append(str(folder))
-    _switch_on(folder)
-    return Shelf(folder, _maker()) if attend(folder) else None
+    shelf = Shelf(folder, _maker())
+    if is_postponed():
+        once_imported(lambda: shelf.put(_AS_INSTALLED, _settings().encode()))
+    once_imported(lambda: _switch_on(folder))
+    return shelf
+
+
+def _chosen_of_jax() -> str | None:
+    """The folder that JAX is told to keep programs in."""
+    if is_postponed():
+        return None
+    import jax
+
+    folder: str | None = jax.config.jax_compilation_cache_dir
+    return folder
 
 
 def _switch_on(folder: Path) -> None:
+    """Makes JAX keep programs in a folder."""
+    import jax
+
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: their number is what a start waits for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -82,14 +105,39 @@ def _switch_on(folder: Path) -> None:
     # With a limit JAX also locks the folder, so that processes that start together never read
     # what another one has half written.
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    attend(folder)
 
 
-def surroundings() -> str:
+def can_keep() -> bool:
+    """Whether what is compiled `aside` can be kept ready to run; see `attend`."""
+    from jax._src import compilation_cache
+
+    return hasattr(getattr(compilation_cache, "get_executable_and_time", None), "attended")
+
+
+def surroundings(shelf: Shelf | None) -> str:
     """What a program depends on beside its code: settings, devices, custom calls."""
-    settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
     chosen = {name: os.environ.get(name) for name in _VARIABLES}
-    devices = [(device.platform, device.device_kind) for device in jax.devices()]
-    return repr((settings, chosen, devices, cores(), made_from()))
+    devices = [(device.platform, device.device_kind) for device in all_devices()]
+    return repr((_changed_settings(shelf), chosen, devices, cores(), made_from()))
+
+
+def _changed_settings(shelf: Shelf | None) -> str:
+    """JAX's settings; "" where they are as they are installed, which is known without JAX."""
+    if was_postponed():
+        return ""
+    own = _settings()
+    known = shelf.get(_AS_INSTALLED) if shelf is not None else None
+    return "" if known == own.encode() else own
+
+
+def _settings() -> str:
+    """JAX's settings, but for those of its caches, and devices, which are looked at themselves."""
+    import jax
+
+    values = jax.config.values.items()
+    other = {name: value for name, value in values if "cache" not in name}
+    return repr({**other, "jax_platforms": None})
 
 
 @cache
@@ -98,17 +146,17 @@ def _maker() -> str:
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"jax {jax.__version__}, jaxlib {jaxlib_version}, {digest.hexdigest()}"
+    return f"jaxlib {jaxlib_version}, {digest.hexdigest()}"
 
 
 def _sources() -> list[Path]:
     """What is run while a program is traced."""
     root = Path(__file__).parents[1]
-    kernels, flax = (find_spec(name) for name in ("kernels_pallas", "flax"))
-    folders = [*(root / name for name in _TRACED), *_places(kernels)]
+    folders = [*(root / name for name in _TRACED), *_places(find_spec("kernels_pallas"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     # Of another package its version is enough, and found faster than by asking for it.
-    versions = (place / "version.py" for place in _places(flax))
+    others = [place for name in ("jax", "flax") for place in _places(find_spec(name))]
+    versions = (place / "version.py" for place in others)
     return [root / "model.py", *files, *(path for path in versions if path.is_file())]
 
 

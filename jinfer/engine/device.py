@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -18,6 +17,7 @@ from jinfer.engine.state import State
 from jinfer.model import AbstractModel
 from jinfer.ops.cache import Cache
 from jinfer.records import dataclass, field
+from jinfer.xla import trees
 
 # Tokens of flat batches; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -58,10 +58,10 @@ class Device:
         Raises:
             EngineError: several devices have parts of them.
         """
-        like, tree = jax.tree.flatten(self.model.parameters)
+        like, tree = trees.flatten(self.model.parameters)
         if [one.shape for one in self.weights] != [one.shape for one in like]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
-        return tuple(jax.tree.unflatten(tree, self.weights))
+        return tuple(trees.unflatten(tree, self.weights))
 
     @parameters.setter
     def parameters(self, parameters: tuple[Any, ...]) -> None:

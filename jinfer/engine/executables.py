@@ -25,6 +25,9 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.vectors import QuantizedVectors
 from jinfer.records import dataclass
 from jinfer.sampling.rows import Progress, Sampler
+from jinfer.xla.arrays import aval
+from jinfer.xla.device import device_list, first_device, platform
+from jinfer.xla.program import Program
 
 _RECORDS = {each.__name__: each for each in (Chosen, LayerCache, Progress, Sampler, State)}
 _LENGTH = 8  # bytes that tell how long the JSON is
@@ -93,20 +96,12 @@ def loaded(content: bytes) -> Any:
         header = json.loads(content[_LENGTH:end])
         if not register_calls(header["calls"]):
             return None
-        device, devices = _place()
-        own = device.client.deserialize_executable(content[end:], executable_devices=devices)
+        client = first_device().client
+        own = client.deserialize_executable(content[end:], executable_devices=device_list())
         return _program(header, own)
     except Exception as error:
         _log.debug("a kept program cannot be used: %s", error)
         return None
-
-
-def _place() -> tuple[Any, Any]:
-    """The device that programs are for, alone and in a list of JAX's."""
-    from jaxlib import xla_client
-
-    device = jax.devices()[0]
-    return device, xla_client.DeviceList((device,))
 
 
 def _inside(program: Any) -> Any:
@@ -136,9 +131,18 @@ def _header(program: Any) -> dict[str, Any]:
 
 
 def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
+    if platform() != "cpu":
+        return _of_jax(header, xla_executable)
+    arguments, _ = _decoded(header["arguments"])
+    results = _decoded(header["results"])
+    return Program(xla_executable, arguments, header["kept"], header["read"], results)
+
+
+def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
+    """A program that JAX calls."""
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
 
-    device, devices = _place()
+    device, devices = first_device(), device_list()
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
     flat, arguments = jax.tree.flatten(_decoded(header["arguments"]))
     out, results = jax.tree.flatten(_decoded(header["results"]))
@@ -147,9 +151,9 @@ def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
         xla_executable=xla_executable,
         device_list=devices,
         backend=device.client,
-        input_avals=[_shaped(one) for one in taken],
+        input_avals=taken,
         input_shardings=[sharding] * len(taken),
-        output_avals=[_shaped(one) for one in out],
+        output_avals=out,
         output_shardings=[sharding] * len(out),
         committed=False,
         name=header["name"],
@@ -165,7 +169,7 @@ def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
         all_args_info=None,
         pgle_profiler=None,
     )
-    info = jax.tree.unflatten(arguments, [jax.stages.ArgInfo(_shaped(one), False) for one in flat])
+    info = jax.tree.unflatten(arguments, [jax.stages.ArgInfo(one, False) for one in flat])
     compiled = jax.stages.Compiled(executable.load(), [], info, results)
     return compiled if header["read"] is None else Reader(compiled, tuple(header["read"]))
 
@@ -182,7 +186,7 @@ def _check(program: Any, inside: Any, device: Any) -> None:
         inside.mut,
         inside.committed,
         inside.keepalive,
-        device != jax.devices()[0],
+        device != first_device(),
         any(layout is not None for layout in inside.dispatch_in_layouts),
         any(one != sharding for one in (*inside.input_shardings, *inside.output_shardings)),
     )
@@ -196,10 +200,6 @@ def _memory(device: Any) -> str:
 
 def _aval(info: Any) -> Any:
     return getattr(info, "_aval", None) or info.aval
-
-
-def _shaped(one: jax.ShapeDtypeStruct) -> Any:
-    return jax.core.ShapedArray(one.shape, one.dtype, weak_type=one.weak_type)
 
 
 def _coded(tree: Any) -> Any:
@@ -227,7 +227,7 @@ def _decoded(coded: Any) -> Any:
         return None
     if isinstance(coded, list):
         shape, type_name, weak = coded
-        return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(type_name), weak_type=weak)
+        return aval(shape, type_name, weak)
     ((kind, parts),) = coded.items()
     if kind == "dict":
         return {key: _decoded(value) for key, value in parts}

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from jinfer.engine.blocks import Held
@@ -20,6 +19,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.model import Want
 from jinfer.ops.cache import BLOCK
 from jinfer.shapes import Float
+from jinfer.xla import trees
 
 # Why it pauses: a piece is computed; other requests hold the blocks that it needs; or it has to
 # wait for a program.
@@ -91,9 +91,9 @@ def forward(
             )
             engine.keep_cache(cache)
             out = out[0] if want == "score" else out
-            parts.append(jax.tree.map(lambda part, count=count: np.asarray(part)[:count], out))
+            parts.append(trees.map(lambda part, count=count: np.asarray(part)[:count], out))
             engine.scheduler.blocks.slide(held, start + count)
-    return jax.tree.map(lambda *each: np.concatenate(each), *parts)
+    return trees.map(lambda *each: np.concatenate(each), *parts)
 
 
 def _program(engine: Engine, shape: Shape) -> Passes[Program]:

@@ -7,13 +7,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-import jax
-
-from jinfer.ops.cache import BLOCK, ENCODER, CacheShape, empty
+from jinfer.ops.cache import BLOCK, ENCODER, CacheShape, abstract, nbytes
 from jinfer.quant.kind import Kind
+from jinfer.xla.device import first_device
 
 SHARE = 0.4  # of the memory that is free
 _SEQUENCES = 4  # of the whole context, that there is room for even with one slot: beams
@@ -24,8 +23,7 @@ def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
     bytes_: dict[str, int] = {}
     # A plan of memory asks hundreds of times, and most layers are alike.
     for shape, count in Counter(shapes.values()).items():
-        arrays = jax.eval_shape(partial(empty, {"": shape}, 1, kind))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+        size = nbytes(abstract({"": shape}, 1, kind))
         bytes_[shape.group] = bytes_.get(shape.group, 0) + count * size
     return bytes_
 
@@ -76,13 +74,13 @@ def cache_blocks(
     return blocks
 
 
-def free_memory(device: jax.Device | None = None) -> int:
+def free_memory(device: Any | None = None) -> int:
     """Bytes that are free on a device; on a CPU the machine's, or what its container leaves.
 
     Args:
         device: None: the first.
     """
-    device = device or jax.local_devices()[0]
+    device = device or first_device()
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:

@@ -14,12 +14,12 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jinfer.engine import state as states
 from jinfer.engine.chosen import MAX_COPIES, MAX_STEPS
-from jinfer.engine.compilation import aside, compiled, surroundings
+from jinfer.engine.compilation import aside, can_keep, compiled, surroundings
 from jinfer.engine.executables import dumped, loaded, reader
 from jinfer.engine.maps import check_maps
 from jinfer.engine.memory import trim
@@ -27,11 +27,14 @@ from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
 from jinfer.ops import addresses
 from jinfer.ops.backend import backend
-from jinfer.ops.cache import BLOCK, Cache, CacheShape, empty, unwritten
+from jinfer.ops.cache import BLOCK, Cache, CacheShape, abstract, unwritten
 from jinfer.quant.kind import Kind
 from jinfer.records import dataclass, field
 from jinfer.sampling.rows import mask_words
 from jinfer.spec.following import taps
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+from jinfer.xla.later import import_jax
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
@@ -168,11 +171,12 @@ class Programs:
         if content and (program := loaded(content)) is not None:
             trim()  # reading one takes twice the memory that it keeps
             return program
+        import_jax()
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
             function, donated, arguments = self._function(shape)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        if self.shelf is None or content == NOTHING:
+        if self.shelf is None or content == NOTHING or not can_keep():
             return reader(compiled(lowered))
         with aside():
             program = compiled(lowered)
@@ -188,12 +192,12 @@ class Programs:
 
     @cached_property
     def _described(self) -> str:
-        return f"{surroundings()}\n{self.model.described()}\n{self.sizes!r}"
+        return f"{surroundings(self.shelf)}\n{self.model.described()}\n{self.sizes!r}"
 
     @cached_property
-    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def leaves(self) -> tuple[Abstract, ...]:
         """What programs are given of a model, abstract; see `with_tables`."""
-        leaves = tuple(jax.tree.leaves(self.model.parameters))
+        leaves = tuple(trees.leaves(self.model.parameters))
         return (*leaves, *map(addresses.like, self._told_of(leaves)))
 
     @property
@@ -203,7 +207,7 @@ class Programs:
 
     def with_tables(self, parameters: tuple[Any, ...]) -> tuple[Array, ...]:
         """What programs are given of a model: the arrays of its parameters, and tables of them."""
-        leaves = tuple(jax.tree.leaves(parameters))
+        leaves = tuple(trees.leaves(parameters))
         return (*leaves, *map(addresses.table, self._told_of(leaves)))
 
     def _told_of[T](self, leaves: tuple[T, ...]) -> list[list[T]]:
@@ -214,7 +218,7 @@ class Programs:
     @cached_property
     def cache(self) -> Cache:
         """The cache's abstract arrays."""
-        return jax.eval_shape(lambda: empty(*self._pools()))
+        return abstract(*self._pools())
 
     @cached_property
     def state(self) -> states.State:
@@ -249,7 +253,7 @@ class Programs:
         """A state in which nobody runs."""
         return states.empty_state(self.sizes.slots, self.sizes.context, self.sizes.vocab)
 
-    def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def tables(self, rows: int) -> dict[str, Abstract]:
         """Abstract tables of blocks."""
         return {group: _int32(rows, self.sizes.table) for group in self.sizes.blocks}
 
@@ -271,10 +275,10 @@ class Programs:
             case "logits":
                 return self._of(steps.logits), 1, (leaves, cache, state, *batch, _int32(chosen))
             case "choose":
-                words = jax.ShapeDtypeStruct((chosen, self.words), jnp.uint32)
+                words = Abstract((chosen, self.words), np.uint32)
                 out = jax.eval_shape(*self._eval(Shape("logits", chosen, chosen)))[1:]
                 function: Any = partial(steps.choose, self.model, shape.stages)
-                flag = jax.ShapeDtypeStruct((), jnp.bool_)
+                flag = Abstract((), np.bool_)
                 return function, 0, (state, *out, words, flag)
             case "decode" | "propose":
                 of: Callable[..., Any] = propose
@@ -298,7 +302,7 @@ class Programs:
                 nodes = Nodes(each, each, each, each, each, root, copies)
                 arguments = (leaves, cache, state, nodes, self.tables(tokens))
                 if shape.masked:
-                    words = jax.ShapeDtypeStruct((tokens, self.words), jnp.uint32)
+                    words = Abstract((tokens, self.words), np.uint32)
                     arguments = (*arguments, words)
                 return self._of(verify, shape.stages), (1, 2), arguments
             case "forward":
@@ -308,14 +312,14 @@ class Programs:
                 arguments = (leaves, cache, *given, _int32(rows), _int32(tokens))
                 return self._of(steps.score), 1, arguments
             case "beam":
-                scores = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+                scores = Abstract((tokens,), np.float32)
                 return self._of(steps.beam), 1, (leaves, cache, *given, _int32(rows), scores)
             case "contrast":
                 past, numbers = (
-                    jax.ShapeDtypeStruct(sizes, jnp.float32)
+                    Abstract(sizes, np.float32)
                     for sizes in ((self.sizes.context, self.hidden), (tokens,))
                 )
-                alpha = jax.ShapeDtypeStruct((), jnp.float32)
+                alpha = Abstract((), np.float32)
                 arguments = (leaves, cache, *given, _int32(rows), past, numbers, alpha)
                 return self._of(steps.contrast), 1, arguments
             case "fill":
@@ -336,29 +340,27 @@ class Programs:
                 function = partial(steps.copy_blocks, self.model)
                 return function, 0, (cache, which, which, _int32())
             case "admit":
-                row = jax.tree.map(
-                    lambda p: jax.ShapeDtypeStruct((1, *p.shape[1:]), p.dtype), state
-                )
+                row = trees.map(lambda p: Abstract((1, *p.shape[1:]), p.dtype), state)
                 return states.admit, 0, (state, row, _int32())
             case "empty":  # of a cache that one device has whole
                 return lambda _: unwritten(*self._pools()), (), ((),)
 
-    def _vectors(self, tokens: int) -> jax.ShapeDtypeStruct:
+    def _vectors(self, tokens: int) -> Abstract:
         """What a head is given of another model."""
         follows = self.model.modules.spec.follows
         assert follows is not None, "only heads are given this"
-        return jax.ShapeDtypeStruct((tokens, follows.width), jnp.float32)
+        return Abstract((tokens, follows.width), np.float32)
 
     def _of(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """The function with the model, whose parameters come in their parts.
 
         Taking a tree of hundreds of parameters apart in each call would cost half a millisecond.
         """
-        tree: Any = jax.tree.structure(self.model.parameters)
+        tree: Any = trees.structure_of(self.model.parameters)
         count = tree.num_leaves
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
-            parameters = jax.tree.unflatten(tree, leaves[:count])
+            parameters = trees.unflatten(tree, leaves[:count])
             with addresses.told(next(iter(leaves[count:]), None), self.told):
                 return function(self.model, *first, parameters, *rest)
 
@@ -369,8 +371,8 @@ class Programs:
         return function, *arguments
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _int32(*shape: int) -> Abstract:
+    return Abstract(shape, np.int32)
 
 
 def _compiler_threads(count: int) -> ThreadPoolExecutor:

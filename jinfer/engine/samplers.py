@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.engine.launched import Launched
@@ -14,6 +13,7 @@ from jinfer.engine.state import Choice, State, state_row
 from jinfer.records import dataclass, field
 from jinfer.sampling.order import stage_sets
 from jinfer.sampling.rows import Progress
+from jinfer.xla import trees
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Samplers:
             progress = self.choices[sequence.request.id].progress
         else:
             each, step, row = known
-            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
+            progress = trees.map(lambda part: np.asarray(part)[step, row][None], each)
         # Tokens that were not drawn, because there was no choice, count all the same.
         count = len(sequence.tokens) + more - len(sequence.request.prompt)
         drawn: Any = np.array([count], np.int32)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
 
 from jinfer.records import dataclass
 from jinfer.sampling.order import is_plain
@@ -23,7 +22,8 @@ from jinfer.sampling.rows import (
     progress_row,
     sampler_row,
 )
-from jinfer.shapes import Bool, Int, UInt
+from jinfer.shapes import Bool, DTypeLike, Int, UInt
+from jinfer.xla.device import put
 
 
 class State(NamedTuple):
@@ -61,7 +61,7 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
     # Each its own array: the state is given away to every step, and nothing can be given twice.
     # From NumPy's, as for each that JAX makes a small program is traced.
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        return jax.device_put(np.zeros(shape, dtype), may_alias=False)
+        return put(np.zeros(shape, dtype), may_alias=False)
 
     def counts() -> Array:
         return zeros((rows,), np.int32)

@@ -8,8 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
@@ -30,6 +29,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from jinfer.tokenizer.config import MAX_TOKENS
+from jinfer.xla.device import platform
 
 _log = logging.getLogger("jinfer")
 
@@ -137,7 +137,7 @@ def _dtype(name: str) -> str:
     if name != "auto":
         return name
     # One-row products in bfloat16 convert all weights first on XLA:CPU, and take five times longer.
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def _activations(spec: ModelSpec) -> Activations:
@@ -156,8 +156,8 @@ def _kv_cache(spec: ModelSpec) -> Kind:
     named = spec.quantization.kv_cache
     if named != "auto":
         return parse_kind(named)
-    on_cpu = spec.dtype == "auto" and jax.default_backend() == "cpu"
-    return parse_kind("f16") if on_cpu else jnp.dtype(_dtype(spec.dtype))
+    on_cpu = spec.dtype == "auto" and platform() == "cpu"
+    return parse_kind("f16") if on_cpu else np.dtype(_dtype(spec.dtype))
 
 
 def _context(spec: ModelSpec) -> int:

@@ -19,6 +19,9 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.shapes import UInt
+from jinfer.xla.abstract import Abstract
+from jinfer.xla.arrays import address
+from jinfer.xla.device import put_beside
 
 type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
 
@@ -86,9 +89,9 @@ def told_of(layer: str) -> Told | None:
     return (_TOLD.get() or {}).get(layer)
 
 
-def like(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:
+def like(weights: Sequence[Any]) -> Abstract:
     """The abstract table of some weights."""
-    return jax.ShapeDtypeStruct((len(weights), 4), np.uint32)
+    return Abstract((len(weights), 4), np.uint32)
 
 
 def table(weights: Sequence[Array]) -> Table:
@@ -96,15 +99,13 @@ def table(weights: Sequence[Array]) -> Table:
 
     They live as long as the table does, which lives as long as programs run that were given it.
     """
-    places = [(one.unsafe_buffer_pointer(), one.nbytes) for one in weights]
+    places = [(address(one), one.nbytes) for one in weights]
     words = 4 * len(weights)
     room = np.empty(words + _ALIGNED // 4, np.uint32)
     begin = -room.ctypes.data % _ALIGNED // 4
     rows = room[begin : begin + words].reshape(-1, 4)
     rows[:] = np.array(places, np.uint64).reshape(-1, 2).view(np.uint32)
-    (device,) = weights[0].devices()
-    held = np.asarray(_Held(rows, weights))
-    return jax.device_put(held, device if weights[0].committed else None)
+    return put_beside(np.asarray(_Held(rows, weights)), weights[0])
 
 
 def read_by(function: Callable[[Any], Any], arrays: Any) -> list[bool]:

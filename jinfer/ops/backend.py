@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import jax
+from jinfer.xla.device import platform
 
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
@@ -14,7 +14,7 @@ _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 def backend() -> str:
     """ "cpu", "gpu" or another platform, by JAX's name."""
-    return _TARGET.get() or jax.default_backend()
+    return _TARGET.get() or platform()
 
 
 def interpreted() -> bool:

@@ -7,17 +7,20 @@ sequences may have blocks in common.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import memory
+from jinfer.quant import vectors
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.kind import Kind
-from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
+from jinfer.quant.vectors import QuantizedVectors, quantize_vectors
 from jinfer.shapes import Float, Int
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+from jinfer.xla.device import platform
 
 BLOCK = 64  # tokens
 
@@ -101,7 +104,7 @@ def write(
 
     kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
     # Without the barrier XLA:CPU fuses the update into its readers too, and copies the cache.
-    return lax.optimization_barrier(jax.tree.map(into, cache, kept))
+    return lax.optimization_barrier(trees.map(into, cache, kept))
 
 
 def _as_kept(new: Array, old: Rows) -> Rows:
@@ -114,8 +117,10 @@ def _as_kept(new: Array, old: Rows) -> Rows:
     return new.astype(old.dtype)
 
 
-def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
-    """A cache of zeros.
+def abstract(
+    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
+) -> Cache:
+    """A cache without numbers, of `Abstract`s.
 
     Args:
         shapes: attention's name -> what it keeps.
@@ -123,15 +128,23 @@ def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kin
         kind: a type of numbers, or how they are quantized.
     """
 
-    def rows(name: str, width: int) -> Rows:
+    def rows(name: str, width: int) -> Any:
         count = blocks if isinstance(blocks, int) else blocks[name]
         whole = (count, shapes[name].heads, BLOCK, width)
-        return zeros(whole, kind) if isinstance(kind, QuantFormat) else jnp.zeros(whole, kind)
+        if isinstance(kind, QuantFormat):
+            return vectors.abstract(whole, kind)
+        return Abstract(whole, kind)
 
     return {
         name: LayerCache(rows(name, shape.key_dim), rows(name, shape.value_dim))
         for name, shape in shapes.items()
     }
+
+
+def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
+    """A cache of zeros; arguments as `abstract`."""
+    whole = abstract(shapes, blocks, kind)
+    return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
 
 
 def unwritten(
@@ -141,14 +154,14 @@ def unwritten(
 
     What nobody has written may hold anything. To be traced: not every array alone is a program.
     """
-    if jax.default_backend() != "cpu" or not memory.available():
+    if platform() != "cpu" or not memory.available():
         return empty(shapes, blocks, kind)
-    arrays, tree = jax.tree.flatten(jax.eval_shape(lambda: empty(shapes, blocks, kind)))
-    return jax.tree.unflatten(
+    arrays, tree = trees.flatten(abstract(shapes, blocks, kind))
+    return trees.unflatten(
         tree, [memory.unwritten(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
     )
 
 
 def nbytes(cache: Cache) -> int:
     """Bytes a cache takes."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    return sum(leaf.nbytes for leaf in trees.leaves(cache))

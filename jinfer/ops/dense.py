@@ -11,9 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import build
 from jinfer.cpu import dense as cpu
-from jinfer.ops import kernels, switches
+from jinfer.ops import kernels, sixteen_bits, switches
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.quantized import FUSED, pick
 from jinfer.precision import precision_of
@@ -40,28 +39,10 @@ def rounds() -> bool:
     return _ROUNDED.get()
 
 
-def reads_as_stored() -> bool:
-    """Whether weights of 16 bits are multiplied with float32 as they are.
-
-    They are where there are custom calls. XLA converts whole matrices first, and those of all
-    layers before it begins: it is faster, and takes no more memory, where that was done at loading.
-    """
-    return backend() == "cpu" and cpu.available()
-
-
-def faster_as_whole_numbers() -> bool:
-    """Whether numbers of F16 are multiplied faster as whole numbers (`jinfer.quant.wide`) here.
-
-    With AVX2 alone float32 has one instruction for 8 products, on two of four units. Products of
-    whole numbers have two for 16, one of which any unit does. Longer vectors were not timed yet.
-    """
-    return build.isa() == "avx2"
-
-
 def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
     """Whether `products` takes rows that are sorted by this weight's matrices."""
     if backend() != "gpu":
-        return reads_as_stored()
+        return sixteen_bits.reads_as_stored()
     if not switches.kernels("experts") or kernels.kind() != "triton":
         return False
     # Imported here: half a second, which only those pay who have a GPU.
@@ -92,7 +73,7 @@ def products(
         activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
             result is activation(x @ gate.T) * (x @ up.T).
     """
-    if reads_as_stored():
+    if sixteen_bits.reads_as_stored():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
         results = cpu.dense_linear(rows, weights, rounded=rounds(), **which)
@@ -119,7 +100,7 @@ def by_head(
         part: the rows of each head's matrix that count.
         transposed: they are inputs: x @ weight instead of x @ weight.T.
     """
-    if not reads_as_stored():
+    if not sixteen_bits.reads_as_stored():
         return by_head_reference(x, weight, part, transposed=transposed)
     rows, heads, inputs = x.shape
     sorted_by_head = x.astype(jnp.float32).swapaxes(0, 1).reshape(heads * rows, inputs)

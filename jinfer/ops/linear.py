@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.ops import dense
+from jinfer.ops import dense, sixteen_bits
 from jinfer.ops.quantized import FUSED, pick, products, sorts
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Recorded, record
@@ -91,7 +91,7 @@ def fuses(gate: Weight, up: Weight, activation: str) -> bool:
     if activation not in FUSED:
         return False
     if isinstance(gate, Array) and isinstance(up, Array):
-        return dense.reads_as_stored()
+        return sixteen_bits.reads_as_stored()
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return False
     return gate.words.shape == up.words.shape and gate.format == up.format

@@ -6,10 +6,9 @@ import logging
 import os
 from collections.abc import Callable
 
-import jax
-
 from jinfer.cpu import threads
 from jinfer.cpu.cores import usable_cores
+from jinfer.xla.device import first_device, has_started
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")
@@ -22,11 +21,11 @@ def bound(count: int) -> Callable[[], None]:
     keep their size; custom calls follow the least of all bounds that are in force.
     """
     lift = threads.bound(count)
-    if not _started():
+    if not has_started():
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(count)
         try:
-            jax.local_devices()
+            first_device()
         finally:
             del os.environ[_VARIABLE]
             if before is not None:
@@ -42,12 +41,6 @@ def bound(count: int) -> Callable[[], None]:
 def cores() -> int:
     """Cores that this process may use."""
     return usable_cores()
-
-
-def _started() -> bool:
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
 
 
 def _pool() -> int | None:

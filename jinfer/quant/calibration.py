@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from jinfer.records import dataclass
 from jinfer.shapes import Bool, Float
+from jinfer.xla import trees
 
 # "squares" of each input, or "products" of all pairs: importance, or what error feedback needs.
 Kind = Literal["squares", "products"]
@@ -47,7 +48,7 @@ class Inputs(NamedTuple):
         return np.diagonal(self.mean, axis1=-2, axis2=-1)
 
 
-@jax.tree_util.register_dataclass
+@trees.register
 @dataclass(frozen=True)
 class Recorded:
     """A weight whose inputs are recorded.
@@ -93,7 +94,7 @@ def tap(weight: Any, kind: Kind) -> Recorded:
 
 def records(tree: Any) -> bool:
     """Whether something in a tree is recorded."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
+    leaves = trees.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
     return any(isinstance(leaf, Recorded) for leaf in leaves)
 
 

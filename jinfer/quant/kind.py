@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import ml_dtypes
 import numpy as np
 
 from jinfer.quant.format import FORMATS, QuantFormat
-
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
+from jinfer.shapes import DTypeLike
 
 # What numbers of the cache are kept as.
 type Kind = DTypeLike | QuantFormat

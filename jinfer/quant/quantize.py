@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, get_args
 
-import jax
 import numpy as np
 
-from jinfer.quant.descent import descend
-from jinfer.quant.feedback import DAMPING, feedback
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.nearest import decoded, in_blocks, nearest_codes, nearest_numbers
 from jinfer.quant.outliers import find_outliers, without_outliers
-from jinfer.quant.search import search
 from jinfer.quant.sparse import OutlierTensor, outlier_count, sparse_of
 from jinfer.quant.tensor import QuantizedTensor, from_codes
+from jinfer.xla import trees
 
 # "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" that of the
 # layer's output, for which it needs the layer's inputs.
@@ -87,7 +84,7 @@ def quantize_apart(
         missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
         wanted = matrix if part.moved is None else part.moved
         sparse.append(sparse_of(wanted - missing, kept, count))
-    outliers = jax.tree.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
+    outliers = trees.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
     return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
 
 
@@ -120,8 +117,14 @@ def _choose(
             numbers = nearest_numbers(blocks, format)
             return _Chosen(nearest_codes(blocks, *numbers, format), *numbers)
         case "search":
+            # Here: it is made of programs, and where codes are kept nobody needs them.
+            from jinfer.quant.search import search
+
             return _Chosen(*search(values, format, importance))
         case "feedback":
+            from jinfer.quant.descent import descend
+            from jinfer.quant.feedback import DAMPING, feedback
+
             assert hessian is not None
             codes, scale, base, moved = feedback(values, hessian, format, exact=exact)
             kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))

@@ -14,11 +14,13 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.tensor import QuantizedTensor, abstract
 from jinfer.records import dataclass, field
 from jinfer.shapes import Float, Int
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
 
 _BYTES = 12  # of a weight: its row, its column and its value
 
 
-@jax.tree_util.register_dataclass
+@trees.register
 @dataclass(frozen=True)
 class SparseTensor:
     """A matrix [outputs, inputs] that is 0 nearly everywhere, or a stack of them.
@@ -91,7 +93,7 @@ class SparseTensor:
         return taken.reshape(*rows.shape, self.inputs)
 
 
-@jax.tree_util.register_dataclass
+@trees.register
 @dataclass(frozen=True)
 class OutlierTensor:
     """A matrix [outputs, inputs], or a stack of them: the sum of a quantized and a sparse one.
@@ -133,9 +135,9 @@ class OutlierTensor:
             return self
         if not self.stack:
             raise IndexError("a single matrix has no stack to choose from; use take for rows")
-        return jax.tree.map(lambda part: part[index], self)
+        return trees.map(lambda part: part[index], self)
 
-    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*stack outputs inputs"]:
+    def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in full."""
         return (self.rounded.dequantize() + self.outliers.dense()).astype(dtype)
 
@@ -152,10 +154,10 @@ def outlier_count(shape: tuple[int, ...], share: float) -> int:
 def abstract_outliers(
     shape: tuple[int, ...], format: QuantFormat, share: float, columns: int | None = None
 ) -> OutlierTensor:
-    """An `OutlierTensor` of `jax.ShapeDtypeStruct`s."""
+    """An `OutlierTensor` of `Abstract`s."""
     *stack, outputs, inputs = shape
     of = (*stack, outlier_count(shape, share))
-    whole, real = jax.ShapeDtypeStruct(of, jnp.int32), jax.ShapeDtypeStruct(of, jnp.float32)
+    whole, real = Abstract(of, np.int32), Abstract(of, np.float32)
     sparse = SparseTensor(whole, whole, real, outputs, inputs)
     return OutlierTensor(abstract(shape, format, columns), sparse)
 

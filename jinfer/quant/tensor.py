@@ -6,7 +6,6 @@ import threading
 from types import ModuleType
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,6 +14,8 @@ from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import pack, unpack
 from jinfer.records import dataclass, field
 from jinfer.shapes import Float, Int
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
 
 LANES = 16  # words of a CPU's widest vector
 MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read
@@ -25,7 +26,7 @@ ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
 CHUNK = 1 << 19  # weights packed at a time: temporaries stay in the L2 cache
 
 
-@jax.tree_util.register_dataclass
+@trees.register
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of its blocks.
@@ -105,9 +106,9 @@ class QuantizedTensor:
             return self
         if not self.stack:
             raise IndexError("a single matrix has no stack to choose from; use take for rows")
-        return jax.tree.map(lambda part: part[index], self)
+        return trees.map(lambda part: part[index], self)
 
-    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*stack outputs inputs"]:
+    def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in full: what every kernel is measured against.
 
         Computed by NumPy, and without compiling anything, where the arrays are NumPy's.
@@ -190,7 +191,7 @@ def empty(
     They begin where XLA wants arrays to begin, so that `jax.device_put` to a CPU makes no copy:
     nothing may be written to them from then on.
     """
-    return jax.tree.map(_zeros, abstract(shape, format, columns))
+    return trees.map(_zeros, abstract(shape, format, columns))
 
 
 class _Slabs:
@@ -236,7 +237,7 @@ def _whole_pages(size: int) -> np.ndarray:
     return room[-room.ctypes.data % _HUGE_PAGE :][:size]
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
+def _zeros(like: Abstract) -> np.ndarray:
     room = _slabs.take(like.size * like.dtype.itemsize)
     return room.view(like.dtype).reshape(like.shape)
 
@@ -287,7 +288,7 @@ def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
 
 def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """What `from_codes` was given: codes, numbers, steps; inputs still padded."""
-    host = jax.tree.map(np.asarray, tensor)
+    host = trees.map(np.asarray, tensor)
     kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
     codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
     scales = _rows_first(host.scales)[..., : tensor.outputs, :, :]
@@ -307,7 +308,7 @@ def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
 def abstract(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of `jax.ShapeDtypeStruct`s: what `from_codes` gives for this shape.
+    """A tensor of `Abstract`s: what `from_codes` gives for this shape.
 
     Raises:
         ValueError: with so few columns, steps of a two-level format have no place.
@@ -319,13 +320,13 @@ def abstract(
         raise ValueError(f"superblocks of {width} weights are not whole blocks of {SUPER}")
     tiles, superblocks = -(-outputs // r), -(-pad(inputs, format) // width)
     lead = (*stack, tiles, superblocks)
-    kind = jnp.int8 if format.two_level else jnp.float16
-    steps = jax.ShapeDtypeStruct((*lead, r, width // SUPER, format.numbers), jnp.float16)
+    kind = np.int8 if format.two_level else np.float16
+    steps = Abstract((*lead, r, width // SUPER, format.numbers), np.float16)
     share = max(1, format.block // width)  # superblocks of a block
     blocks = (*stack, tiles, superblocks // share, r, max(1, width // format.block))
     return QuantizedTensor(
-        jax.ShapeDtypeStruct((*lead, format.code_bits, r, g), jnp.uint32),
-        jax.ShapeDtypeStruct((*blocks, format.numbers), kind),
+        Abstract((*lead, format.code_bits, r, g), np.uint32),
+        Abstract((*blocks, format.numbers), kind),
         steps if format.two_level else None,
         format,
         outputs,

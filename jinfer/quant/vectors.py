@@ -5,14 +5,16 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jinfer.quant.format import QuantFormat
 from jinfer.quant.pack import PIECES, unpack_four
 from jinfer.records import dataclass, field
 from jinfer.shapes import Float
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
 
 BLOCK = 32  # numbers that share a scale
 
@@ -22,7 +24,7 @@ BLOCK = 32  # numbers that share a scale
 REACH = {4: 0.73, 8: 0.91, 11: 0.95}
 
 
-@jax.tree_util.register_dataclass
+@trees.register
 @dataclass(frozen=True)
 class QuantizedVectors:
     """Vectors [*shape, width] as codes and the numbers of their blocks of 32.
@@ -62,7 +64,7 @@ class QuantizedVectors:
         parts = (self.words, self.scales)
         return sum(part.size * part.dtype.itemsize for part in parts)
 
-    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*shape width"]:
+    def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*shape width"]:
         """The vectors in full."""
         format, lead = self.format, self.words.shape[:-1]
         codes = _unpack(self.words.reshape(*lead, -1, format.code_bits), format.code_bits)
@@ -80,13 +82,18 @@ class QuantizedVectors:
 
 def zeros(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
     """Vectors whose every number is 0."""
+    return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), abstract(shape, format))
+
+
+def abstract(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
+    """Vectors without numbers, of `Abstract`s."""
     if format.block != BLOCK or format.two_level or format.codebook is not None:
         raise ValueError(f"vectors are not kept as {format.name}: only plain blocks of {BLOCK}")
     *lead, width = shape
     columns = -(-width // (BLOCK * format.per_code))
-    words = jnp.zeros((*lead, columns * format.code_bits), jnp.uint32)
-    numbers = columns * format.per_code * format.numbers
-    return QuantizedVectors(words, jnp.zeros((*lead, numbers), jnp.float16), format, width)
+    words = Abstract((*lead, columns * format.code_bits), np.uint32)
+    numbers = Abstract((*lead, columns * format.per_code * format.numbers), np.float16)
+    return QuantizedVectors(words, numbers, format, width)
 
 
 def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> QuantizedVectors:

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -22,6 +21,7 @@ from jinfer.sampling.ranges import (
     MAX_END_IDS,
 )
 from jinfer.shapes import Float, Int, UInt
+from jinfer.xla.device import put
 
 # The parameters that the device looks at, a column each.
 NUMBERS = (
@@ -187,7 +187,7 @@ def empty_progress(rows: int) -> Progress:
 
 def _repeated(row: Any, rows: int) -> Any:
     each = (np.repeat(part, rows, axis=0) for part in row)
-    return type(row)(*(jax.device_put(part, may_alias=False) for part in each))
+    return type(row)(*(put(part, may_alias=False) for part in each))
 
 
 def mask_words(vocab: int) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import jax
-
 from jinfer.server.errors import ApiError
 from jinfer.server.metrics import CONTENT_TYPE
 from jinfer.server.models import Hosted
@@ -32,7 +30,7 @@ def own_version() -> str:
 
 async def show_version(call: Call[Any]) -> Reply:
     """Which jinfer this is."""
-    return Reply({"version": own_version(), "jax": jax.__version__})
+    return Reply({"version": own_version(), "jax": version("jax")})
 
 
 async def metrics(call: Call[Any]) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -37,6 +38,8 @@ def _print_no_more() -> None:
 
 def leave(status: int) -> NoReturn:
     """Ends the process; at once where it was interrupted, whatever is still being compiled."""
+    # All is said: whoever waits for the process to end has no need to press again.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if status == INTERRUPTED:
         sys.stdout.flush()
         os._exit(status)

@@ -26,6 +26,7 @@ from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
 from jinfer.terminal.conflicts import FlagError, check, check_effects
 from jinfer.terminal.flags import sampling, spelled
+from jinfer.xla.undisturbed import heard
 
 MAX_PROMPT = 64 << 20  # bytes
 
@@ -80,13 +81,14 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
     prompt = None if silent and chat else _prompt(options)
-    llm = LLM(
-        options.source,
-        progress=sys.stderr.isatty(),
-        threads=options.threads,
-        first=lambda llm: _first(llm, options, None if chat else prompt),
-        **_overrides(options),
-    )
+    with heard():
+        llm = LLM(
+            options.source,
+            progress=sys.stderr.isatty(),
+            threads=options.threads,
+            first=lambda llm: _first(llm, options, None if chat else prompt),
+            **_overrides(options),
+        )
     if sys.stderr.isatty():
         print(llm.frontend.cache_report(), file=sys.stderr)
     if chat:

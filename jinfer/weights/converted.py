@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jinfer.checkpoint import CheckpointError, Tensor
@@ -24,6 +23,9 @@ from jinfer.spec.quantization import QuantizationSpec
 from jinfer.weights.load import Place
 from jinfer.weights.mapping import LoadError
 from jinfer.weights.storage import columns_here
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+from jinfer.xla.device import put, ready
 
 # What `[quantization]` may say anew, because no stored number depends on it.
 _FREE = ("activations", "kv_cache")
@@ -110,7 +112,7 @@ def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tup
         packed = checkpoint.packed.get(first)
         packings[first] = parameter if packed is None else _abstract(checkpoint, first, packed)
         wanted[first] = parameter
-    restored = dict[str, jax.Array]()
+    restored = dict[str, Any]()
     if isinstance(checkpoint, OrbaxCheckpoint):
         restored = restore(checkpoint, _placed(packings, wanted))
     loaded: dict[str, Any] = {}
@@ -120,14 +122,16 @@ def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tup
             restored.pop(part) if part in restored else _read(checkpoint, part, like)
             for part, like in part_names(first, stored)
         ]
-        values = jax.tree.unflatten(jax.tree.structure(stored), parts)
+        values = trees.unflatten(trees.structure_of(stored), parts)
         if first in checkpoint.packed:
             values = _as_here(values, _activations(parameter))
-        loaded[first] = jax.tree.map(
-            lambda array, like: jax.device_put(array, like.sharding), values, parameter
-        )
-    jax.block_until_ready(loaded)
+        loaded[first] = trees.map(_put, values, parameter)
+    ready(loaded)
     return tuple(loaded[checkpoint.same.get(name, name)] for name in model.names)
+
+
+def _put(array: Any, like: Any) -> Any:
+    return put(array) if like.sharding is None else jax.device_put(array, like.sharding)
 
 
 def place_converted(
@@ -160,7 +164,7 @@ def _values(checkpoint: ConvertedCheckpoint, name: str, stored: Any) -> Any:
         parts = [np.asarray(restored[part]) for part, _ in part_names(name, stored)]
     else:
         parts = [_read(checkpoint, part, array) for part, array in part_names(name, stored)]
-    return jax.tree.unflatten(jax.tree.structure(stored), parts)
+    return trees.unflatten(trees.structure_of(stored), parts)
 
 
 def _placed(
@@ -172,7 +176,7 @@ def _placed(
     """
     placed = {}
     for name, stored in packings.items():
-        arrays, here = part_names(name, stored), jax.tree.leaves(wanted[name])
+        arrays, here = part_names(name, stored), trees.leaves(wanted[name])
         for (part, like), target in zip(arrays, here, strict=True):
             sharding = target.sharding if target.shape == like.shape else _host()
             placed[part] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
@@ -188,11 +192,10 @@ def _host() -> jax.sharding.Sharding | None:
 
 def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:
     """The arrays of a parameter, quantized or not, with their names in a converted checkpoint."""
-    leaves = jax.tree_util.tree_leaves_with_path(parameter)
-    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return [(name + part, leaf) for part, leaf in trees.named_leaves(parameter)]
 
 
-def _read(checkpoint: ConvertedCheckpoint, part: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+def _read(checkpoint: ConvertedCheckpoint, part: str, like: Any) -> np.ndarray:
     values = checkpoint.parts[part].read()
     return values if values.dtype == like.dtype else values.astype(like.dtype)
 
@@ -228,7 +231,7 @@ def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activa
         return replace(tensor, rounded=_as_here(tensor.rounded, activations))
     columns = columns_here(tensor.format)
     if columns != tensor.columns:
-        is_abstract = isinstance(tensor.words, jax.ShapeDtypeStruct)
+        is_abstract = isinstance(tensor.words, Abstract)
         tensor = (
             abstract(tensor.shape, tensor.format, columns)
             if is_abstract
@@ -259,7 +262,7 @@ def _abstract(
     if packed.outliers is None:
         return rounded
     of = (*rounded.stack, packed.outliers)
-    whole, real = jax.ShapeDtypeStruct(of, jnp.int32), jax.ShapeDtypeStruct(of, jnp.float32)
+    whole, real = Abstract(of, np.int32), Abstract(of, np.float32)
     sparse = SparseTensor(whole, whole, real, rounded.outputs, rounded.inputs)
     return OutlierTensor(rounded, sparse)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from jinfer.weights import kept
 from jinfer.weights.converted import packing, part_names, weight_settings
 from jinfer.weights.storage import Storage, stored
 from jinfer.weights.writing import Writer
+from jinfer.xla import trees
 
 _SHARD_BYTES = 1 << 30  # of a file, which memory holds until it is written
 
@@ -50,7 +50,7 @@ def entry_key(
 
 def entry_bytes(model: AbstractModel, storages: Mapping[str, Storage]) -> int:
     """What an entry takes, about."""
-    leaves = jax.tree.leaves(stored(model, storages).parameters)
+    leaves = trees.leaves(stored(model, storages).parameters)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 

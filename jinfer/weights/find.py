@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+import numpy as np
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
-from jinfer.ops.dense import faster_as_whole_numbers, reads_as_stored
+from jinfer.ops.sixteen_bits import faster_as_whole_numbers, reads_as_stored
 from jinfer.quant.tensor import Activations
 from jinfer.records import dataclass, replace
+from jinfer.shapes import DTypeLike
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.converted import (
     check_settings,
@@ -99,7 +99,7 @@ def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
     Args:
         dtype: of the computation.
     """
-    wider = jnp.dtype(dtype).itemsize > 2
+    wider = np.dtype(dtype).itemsize > 2
     return wider and activations == "int8" and reads_as_stored() and faster_as_whole_numbers()
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
@@ -31,6 +30,7 @@ from jinfer.weights.mapping import (
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
 from jinfer.weights.windows import Rows, Wanted, rows_alone
+from jinfer.xla.device import platform, put, ready
 
 _LARGE = 1 << 16  # bytes, of a parameter that is a matrix
 
@@ -40,7 +40,7 @@ type Place = Callable[[Sequence[str], Any], Any]
 
 def on_device(names: Sequence[str], values: Any) -> Any:
     """A parameter on the one device."""
-    return jax.block_until_ready(jax.device_put(values))
+    return ready(put(values))
 
 
 def find_origins(
@@ -110,7 +110,7 @@ def load(
     bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
     lock = threading.Lock()
     # A CPU takes arrays over where they are: that of all together is asked for in half the time.
-    together = place is on_device and jax.default_backend() == "cpu"
+    together = place is on_device and platform() == "cpu"
 
     def one(name: str) -> Any:
         storage, rows = storages.get(name), _rows(names[name], only)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from jax import process_count
-
 from jinfer.model import AbstractModel
 from jinfer.ops.threads import cores
 from jinfer.spec.blocks import Head
@@ -16,6 +14,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
+from jinfer.xla.device import process_count
 
 MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing

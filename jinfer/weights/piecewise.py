@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
@@ -17,6 +16,7 @@ from jinfer.weights.mapping import Origin, Shapes
 from jinfer.weights.rows import PIECE as _PIECE
 from jinfer.weights.rows import row_reader
 from jinfer.weights.storage import Storage
+from jinfer.xla import trees
 
 # Called with each piece, and the values that it was quantized from.
 type Watch = Callable[
@@ -62,9 +62,7 @@ def quantize_in_pieces(
                 piece = storage.quantize(values, of_matrix(inputs, (*outer, *index)))
                 assert isinstance(piece, QuantizedTensor), "there are no outliers"
                 first = begin // result.rows
-                for target, part in zip(
-                    jax.tree.leaves(matrix), jax.tree.leaves(piece), strict=True
-                ):
+                for target, part in zip(trees.leaves(matrix), trees.leaves(piece), strict=True):
                     target[first : first + len(part)] = part
                 if watch is not None:
                     watch(piece, values)

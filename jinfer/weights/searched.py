@@ -8,8 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from jax import process_count
-
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.model import AbstractModel
@@ -23,6 +21,7 @@ from jinfer.weights.load import Place, load, parameter_shapes
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
 from jinfer.weights.windows import Wanted
+from jinfer.xla.device import process_count
 
 _VERSION = "search 1"  # another where the same weights would get other codes
 _FEWEST = 1 << 26  # weights, which take two seconds of two cores

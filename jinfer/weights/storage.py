@@ -29,6 +29,7 @@ from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError, nearest
 from jinfer.spec.quantization import AUTO, PLAIN, QuantizationSpec, Role, RuleSpec, usual_word
 from jinfer.weights.mapping import Origin, Shapes
+from jinfer.xla.abstract import Abstract
 
 _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 
@@ -131,7 +132,7 @@ def in_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
         type_name = types.get(name)
         if role == "plain" or type_name not in _SIXTEEN_BITS or parameter.dtype.itemsize <= 2:
             return parameter
-        return parameter.update(dtype=DTYPES[type_name])
+        return Abstract(parameter.shape, DTYPES[type_name])
 
     each = zip(model.names, model.parameters, model.roles, strict=True)
     return replace(model, parameters=tuple(typed(*one) for one in each))

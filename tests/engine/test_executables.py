@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 
@@ -99,6 +100,15 @@ def test_a_second_start_traces_nothing(
     same(first, second)
 
 
+def test_where_jax_calls_them(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    usual = results(shelf, "llama2", ("drawn",), **FEW)[0]
+    monkeypatch.setattr("jinfer.engine.executables.platform", lambda: "gpu")
+    called, traced = results(shelf, "llama2", ("drawn",), **FEW)
+    assert traced == set()
+    same(usual, called)
+
+
 def test_damaged_programs_are_made_again(shelf: Shelf) -> None:
     """Every other one is cut, in the rest a bit is another one."""
     first, made = results(shelf, "llama2", ("greedy",), **FEW)
@@ -171,9 +181,10 @@ def test_what_cannot_be_written_is_not_kept() -> None:
 
 def test_without_what_it_calls_a_program_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(GOLDENS / "llama2") as llm:
-        own = llm.frontend.engine.programs
+        function, donated, arguments = llm.frontend.engine.programs._function(Shape("copy"))
         with compilation.aside():
-            content = dumped(own.get(Shape("copy")))
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+            content = dumped(lowered.compile())
     assert content is not None
     assert loaded(content) is not None
     monkeypatch.setattr("jinfer.engine.executables.register_calls", lambda names: False)

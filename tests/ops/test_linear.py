@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
-from jinfer.ops import dense
+from jinfer.ops import sixteen_bits
 from jinfer.ops.linear import gated_linear, linear, linear_of, linears, take_rows
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import linear as numpy_linear
@@ -20,8 +20,8 @@ NARROW = [jnp.bfloat16, jnp.float16]
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the custom call, where there is one, and without."""
     if request.param == "xla":
-        monkeypatch.setattr(dense, "reads_as_stored", lambda: False)
-    elif not dense.reads_as_stored():
+        monkeypatch.setattr(sixteen_bits, "reads_as_stored", lambda: False)
+    elif not sixteen_bits.reads_as_stored():
         pytest.skip("no custom calls")
 
 
@@ -95,7 +95,7 @@ def test_one_of_a_stack(narrow: DTypeLike) -> None:
         assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not dense.reads_as_stored(), reason="no custom calls")
+@pytest.mark.skipif(not sixteen_bits.reads_as_stored(), reason="no custom calls")
 @pytest.mark.parametrize("narrow", [jnp.float32, *NARROW])
 def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
     x, gate, up = random(1, 2, 3, 40), random(2, 20, 40, dtype=narrow), random(3, 20, 40)

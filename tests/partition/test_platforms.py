@@ -10,7 +10,7 @@ import pytest
 from jinfer.engine.places import Places
 from jinfer.model import AbstractModel, build
 from jinfer.opening.settings import open_model
-from jinfer.ops import dense
+from jinfer.ops import sixteen_bits
 from jinfer.ops.backend import backend, target
 from jinfer.ops.cache import empty
 from jinfer.partition.cutting import abstract_part
@@ -34,7 +34,7 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     return str(jax.make_jaxpr(lambda *rest: flow(stage, ("logits",), *rest))(*given))
 
 
-@pytest.mark.skipif(not dense.reads_as_stored(), reason="there are no custom calls")
+@pytest.mark.skipif(not sixteen_bits.reads_as_stored(), reason="there are no custom calls")
 def test_layers_that_were_traced_for_a_cpu_are_not_used_elsewhere(goldens: Path) -> None:
     opened = open_model(goldens / "llama2", {"dtype": "float32"})
     model = build(opened.spec, jnp.float32)

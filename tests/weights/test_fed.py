@@ -13,7 +13,7 @@ from jinfer import LLM
 from jinfer.engine.memory import free_memory
 from jinfer.model import build
 from jinfer.opening.settings import open_model
-from jinfer.ops.dense import reads_as_stored
+from jinfer.ops.sixteen_bits import reads_as_stored
 from jinfer.spec.errors import SpecError
 from jinfer.weights import fed, kept, methods, sequential, texts
 from jinfer.weights.find import find_weights

@@ -13,7 +13,7 @@ from jinfer import LLM
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.cpu.build import isa, lowered_isa
-from jinfer.ops import dense
+from jinfer.ops import sixteen_bits as storing
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.format import WIDE
 from jinfer.spec.quantization import QuantizationSpec
@@ -27,7 +27,7 @@ from tools.quantize import main as quantize
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]
 PLAIN = {"quantization.weights": "plain"}
-needs_calls = pytest.mark.skipif(not dense.reads_as_stored(), reason="no custom calls")
+needs_calls = pytest.mark.skipif(not storing.reads_as_stored(), reason="no custom calls")
 
 
 def open_model(name: str, **overrides: Any) -> LLM:
@@ -119,7 +119,7 @@ def test_an_encoder() -> None:
 @needs_calls
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
-    monkeypatch.setattr(dense, "reads_as_stored", lambda: False)
+    monkeypatch.setattr(storing, "reads_as_stored", lambda: False)
     monkeypatch.setattr("jinfer.ops.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")

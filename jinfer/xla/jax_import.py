@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
 # Where they are installed, as Flax brings them along, JAX imports them: the first to keep compiled
 # programs in a cloud's buckets, with asyncio and a framework for tests; the second to color its
@@ -48,6 +47,8 @@ def _unsearched() -> Iterator[None]:
 
     It looks there for that one, by its name.
     """
+    from importlib import metadata
+
     found = metadata.distributions
     if not _has_rocm():
         metadata.distributions = lambda **_: iter(())

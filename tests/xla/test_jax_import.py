@@ -15,7 +15,7 @@ _SCRIPT = """
 import sys
 from importlib import metadata
 found = metadata.distributions
-from jinfer.engine.jax_import import import_jax
+from jinfer.xla.jax_import import import_jax
 import_jax()
 assert metadata.distributions is found
 assert not any(module is None for module in sys.modules.values())
@@ -56,7 +56,7 @@ def test_installed_packages_are_searched_where_rocm_is_one_of_them(
         (tmp_path / "jax_rocm7_plugin-0.9.dist-info").mkdir()
     script = """
 from importlib import metadata
-from jinfer.engine import jax_import
+from jinfer.xla import jax_import
 with jax_import._unsearched():
     print(bool(list(metadata.distributions())))
 """
@@ -67,7 +67,7 @@ def test_jax_that_is_there_is_left_alone() -> None:
     script = """
 import jax, sys
 before = dict(sys.modules)
-from jinfer.engine.jax_import import import_jax
+from jinfer.xla.jax_import import import_jax
 import_jax()
 print({name for name in before if sys.modules.get(name) is not before[name]})
 """

@@ -3,13 +3,14 @@
 import contextlib
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jinfer.engine.collector import heard
+from jinfer.xla.undisturbed import heard, held
 
 
 class Watched:
@@ -54,6 +55,54 @@ def test_ctrl_c_in_a_callback_ends_what_was_done_and_prints_nothing(
 def test_ctrl_c_is_raised_even_where_all_exceptions_are_caught() -> None:
     with pytest.raises(KeyboardInterrupt):
         pressed_where_all_is_caught()
+
+
+@heard()
+def pressed_where_it_becomes_another_exception() -> None:
+    try:
+        press(None)
+    except KeyboardInterrupt:
+        raise ImportError("could not be initialized") from None
+
+
+@heard()
+def pressed_in_a_callback_of_what_takes_long() -> None:
+    drop(press)
+    time.sleep(60)
+    pytest.fail("nobody heard it")
+
+
+@pytest.mark.parametrize(
+    "pressed",
+    [pressed_where_it_becomes_another_exception, pressed_in_a_callback_of_what_takes_long],
+)
+def test_ctrl_c_is_raised_as_what_it_is_and_at_once(pressed: Callable[[], None]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pressed()
+
+
+def test_what_else_fails_is_raised_as_it_is() -> None:
+    with pytest.raises(ImportError, match="elsewhere"), heard():
+        raise ImportError("elsewhere")
+
+
+@pytest.mark.parametrize("inside", [held, heard])
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_that_waits(inside: Callable[[], Any], fails: bool) -> None:
+    """Also inside of what hears it, and where something fails meanwhile."""
+    seen = []
+
+    def work() -> None:
+        with inside(), held():
+            press(None)
+            seen.append("the rest")
+            if fails:
+                raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_else_fails_in_a_callback_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
