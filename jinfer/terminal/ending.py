@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import signal
@@ -38,8 +39,8 @@ def _print_no_more() -> None:
 
 def leave(status: int) -> NoReturn:
     """Ends the process; at once where it was interrupted, whatever is still being compiled."""
-    # All is said: whoever waits for the process to end has no need to press again.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Before all else that happens at the end: all is said, and Ctrl-C could only interrupt that.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if status == INTERRUPTED:
         sys.stdout.flush()
         os._exit(status)
