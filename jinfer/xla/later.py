@@ -31,7 +31,7 @@ _NAMES = ("jax", "jax.lax", "jax.numpy")
 _SETTINGS, _PLATFORMS = ("JAX_", "PJRT_"), "JAX_PLATFORMS"
 _PLUGINS = ("jax_plugins", "libtpu")  # packages
 # Other devices, of which JAX says at least that it cannot use them.
-_OTHERS = ("nvidia[0c]*", "dxg", "kfd", "accel*", "vfio/[0-9]*")
+_OTHERS = ("nvidia[0c]*", "dxg", "kfd", "accel[0-9]*", "vfio/[0-9]*")
 
 _lock = threading.RLock()
 _waiting: dict[str, ModuleType] = {}
