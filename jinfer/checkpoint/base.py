@@ -13,6 +13,8 @@ from jinfer.records import dataclass, field
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 
+ZIP_MAGIC = b"PK\x03\x04"  # how PyTorch's archives begin
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: names the file, where it is broken, and why.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from jinfer.checkpoint.base import Checkpoint, CheckpointError
+from jinfer.checkpoint.base import ZIP_MAGIC, Checkpoint, CheckpointError
 from jinfer.checkpoint.converted import as_converted
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
@@ -28,7 +28,7 @@ def open_pickle(path: Path) -> Checkpoint:
     return pickle.open_pickle(path)
 
 
-_HEAD, _ZIP = 512, b"PK\x03\x04"
+_HEAD = 512
 _SUFFIXES: dict[str, Reader] = {
     ".safetensors": open_safetensors,
     ".gguf": open_gguf,
@@ -81,7 +81,7 @@ def _reader(file: MappedFile) -> Reader:
         return open_gguf
     if head.startswith(LLAMA2C_MAGIC):
         return open_llama2c
-    if head.startswith(_ZIP) or head[257:262] == b"ustar":
+    if head.startswith(ZIP_MAGIC) or head[257:262] == b"ustar":
         return open_pickle
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return open_safetensors

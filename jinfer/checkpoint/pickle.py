@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint import torch_zip
-from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.base import ZIP_MAGIC, Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.pickle_machine import Machine
@@ -35,7 +35,7 @@ def open_pickle(path: Path) -> Checkpoint:
         CheckpointError: a malformed file, or one that asks for code to be run.
     """
     file = MappedFile(path)
-    if file.read(0, min(4, file.size)) == torch_zip.MAGIC:
+    if file.read(0, min(4, file.size)) == ZIP_MAGIC:
         root, storages, pickle_bytes = _read_zip(file)
     elif file.size > 262 and file.read(257, 5) == b"ustar":
         reason = "is a tar file of PyTorch before 0.2; load and save it again with PyTorch 1"

@@ -12,13 +12,12 @@ import struct
 import zipfile
 import zlib
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.base import ZIP_MAGIC, CheckpointError
 from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.pickle_machine import MAX_PICKLE_BYTES
 from jinfer.checkpoint.torch_storage import Extent, read_extent
 from jinfer.records import dataclass
 
-MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3I2H")
 _IN_ZIP64 = 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _UTF8 = 1 << 0, 1 << 3, 1 << 11
@@ -134,7 +133,7 @@ def _check_entry(file: MappedFile, info: zipfile.ZipInfo) -> Extent:
     magic, flags, method, sizes, lengths = local[0], local[2], local[3], local[7:9], local[9:11]
     encoding = "utf-8" if flags & _UTF8 else "cp437"
     local_name = file.read(at + _LOCAL.size, lengths[0]).decode(encoding, "replace")
-    if magic != MAGIC or method != info.compress_type or local_name != name:
+    if magic != ZIP_MAGIC or method != info.compress_type or local_name != name:
         raise fail("its local header does not agree with the directory")
     for size, listed in zip(sizes, (info.compress_size, info.file_size), strict=True):
         if size not in (listed, _IN_ZIP64) and not (flags & _SIZES_FOLLOW and size == 0):

@@ -52,6 +52,9 @@ def postpone() -> bool:
         spec = find_spec("jax")
         if spec is None:
             return False
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does: XLA would chat
+        with held():
+            from jaxlib import _jax, xla_client  # noqa: F401 - all that arrays will need
         for name in _NAMES:
             module: Any = _Waiting(name, f"{name}, which is not imported yet")
             # Whoever says `from jax import x` looks whether it is a package.
@@ -59,10 +62,7 @@ def postpone() -> bool:
             sys.modules[name] = _waiting[name] = module
         jax: Any = _waiting["jax"]
         jax.lax, jax.numpy = _waiting["jax.lax"], _waiting["jax.numpy"]
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as JAX does: XLA would chat
-        with held():
-            jax.Array = importlib.import_module("jaxlib.xla_client")._xla.Array
-        jax.__spec__ = spec
+        jax.Array, jax.__spec__ = _jax.Array, spec
         sys.meta_path.insert(0, _Finder)
         _postponed.set()
     return True
@@ -89,10 +89,10 @@ def was_postponed() -> bool:
 
 def import_jax() -> None:
     """Imports JAX, if nobody has."""
-    with _lock:
+    # Ctrl-C is held through all of it: what is half done here could be neither used nor repeated.
+    with _lock, paused(), held():
         if not _waiting:
-            with held():
-                import_now()
+            import_now()
             return
         waiting = dict(_waiting)
         for name, module in waiting.items():
@@ -100,8 +100,7 @@ def import_jax() -> None:
                 del sys.modules[name]
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
         try:
-            with paused(), held():
-                import_now()
+            import_now()
         except BaseException:
             # As if nobody had asked: the next who does is told what is wrong with it.
             sys.modules.update(waiting)

@@ -61,7 +61,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves with what stands behind the tree's name in Python to say each: `.words`, `[0]`."""
     found = _registry.flatten_with_path(tree)[0]
-    return [("".join(map(str, path)), leaf) for path, leaf in found]
+    return [("".join(str(key) for key in path), leaf) for path, leaf in found]
 
 
 def structure_of(tree: Any) -> Structure:
