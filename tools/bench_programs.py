@@ -1,6 +1,6 @@
 """Times jinfer's own programs on a GPU: `python -m tools.bench_programs [--formats q4 Q4_K ...]`.
 
-A model of Llama 3 8B's shape with random weights: decoding one and more sequences, greedily or as
+A model of a well-known shape with random weights: decoding one and more sequences, greedily or as
 most requests do (temperature and top_p), and prompts.
 Beside each time its share of what the machine's memory and its tensor cores were measured to do,
 and with `--kernels` where it goes, kernel by kernel.
@@ -58,26 +58,56 @@ LLAMA_3_8B = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
 }
+YI_34B = {
+    "vocab_size": 64000,
+    "hidden_size": 7168,
+    "num_attention_heads": 56,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 60,
+    "intermediate_size": 20480,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000000.0,
+}
+FALCON_40B = {
+    "vocab_size": 65024,
+    "hidden_size": 8192,
+    "num_attention_heads": 128,
+    "num_kv_heads": 8,
+    "num_hidden_layers": 60,
+    "layer_norm_epsilon": 1e-5,
+    "new_decoder_architecture": True,
+}
+SHAPES: dict[str, tuple[str, Mapping[str, Any]]] = {  # family, and its config.json
+    "llama3_8b": ("llama", LLAMA_3_8B),
+    "yi_34b": ("llama", YI_34B),
+    "falcon_40b": ("falcon", FALCON_40B),
+}
 FORMATS = ("q4", "q3.5", "q8", "Q4_K", "bf16")
 TASKS = ("decode-1", "decode-16", "sampled-1", "prompt-512")
 DRAWN = SamplingParams(temperature=0.7, top_p=0.9, seed=0)
 GREEDY = SamplingParams(temperature=0.0)
 SLOTS = 16
 CONTEXT = 8192
-BLOCKS = 2048  # of the cache
+SLOT_BLOCKS = 128  # of the cache, a slot
 LENGTH = 1024  # tokens of sequences that decode
 _REPEATS = 5
 
 
 def llama(format: str, sizes: Mapping[str, Any] = LLAMA_3_8B) -> AbstractModel:
     """A model of the Llama line as a GPU has it, without numbers."""
+    return abstract_model("llama", sizes, format)
+
+
+def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> AbstractModel:
+    """A family's model of these sizes, its matrices in a format, without numbers."""
 
     def lookup(key: str) -> Any:
         if key not in sizes:
             raise Missing(key)
         return sizes[key]
 
-    path = families()["llama"]
+    path = families()[family]
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     model = build(resolve([table], str(path), Facts(lookup=lookup), {}), jnp.bfloat16)
     if format == "bf16":
@@ -133,9 +163,10 @@ def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
 
 def scattered(programs: Programs) -> dict[str, Array]:
     """Tables of all slots, whose blocks lie anywhere."""
-    order = jax.random.permutation(jax.random.key(3), BLOCKS).astype(jnp.int32)
-    share = BLOCKS // SLOTS
-    table = jnp.pad(order.reshape(SLOTS, share), ((0, 0), (0, programs.sizes.table - share)))
+    slots = programs.sizes.slots
+    order = jax.random.permutation(jax.random.key(3), slots * SLOT_BLOCKS).astype(jnp.int32)
+    table = order.reshape(slots, SLOT_BLOCKS)
+    table = jnp.pad(table, ((0, 0), (0, programs.sizes.table - SLOT_BLOCKS)))
     return {group: jnp.array(table) for group in programs.sizes.blocks}
 
 
@@ -208,7 +239,14 @@ def operations(model: AbstractModel, task: str) -> int:
     return total
 
 
-def measure(formats: Sequence[str], tasks: Sequence[str], *, kernels: bool) -> dict[str, Any]:
+def measure(
+    formats: Sequence[str],
+    tasks: Sequence[str],
+    *,
+    kernels: bool,
+    shape: str = "llama3_8b",
+    slots: int = SLOTS,
+) -> dict[str, Any]:
     """All figures; times in seconds, rates in bytes or operations a second."""
     copied, multiplied = copy_rate(), matmul_rate()
     device = jax.devices()[0].device_kind
@@ -216,8 +254,9 @@ def measure(formats: Sequence[str], tasks: Sequence[str], *, kernels: bool) -> d
     print("format  task            ms  tokens/s  of copy  of matmul")
     rows: list[dict[str, Any]] = []
     for format in formats:
-        model = llama(format)
-        sizes = Sizes(SLOTS, CONTEXT, model.vocab, {"all": BLOCKS}, jnp.bfloat16)
+        model = abstract_model(*SHAPES[shape], format)
+        blocks = {"all": slots * SLOT_BLOCKS}
+        sizes = Sizes(slots, CONTEXT, model.vocab, blocks, jnp.bfloat16)
         programs = Programs(model, sizes)
         leaves = random_leaves(programs)
         with ThreadPoolExecutor() as pool:
@@ -236,7 +275,9 @@ def measure(formats: Sequence[str], tasks: Sequence[str], *, kernels: bool) -> d
             row = {"format": format, "task": task, "seconds": took, "of_copy": memory}
             rows.append({**row, "of_matmul": work, "kernels": found})
         del leaves
-    return {"device": device, "copy": copied, "matmul": multiplied, "programs": rows}
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    figures = {"device": device, "shape": shape, "copy": copied, "matmul": multiplied}
+    return {**figures, "peak_bytes": peak, "programs": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -247,10 +288,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program(__spec__.name),
-        description="Times the programs of a model of Llama 3 8B's shape on a GPU.",
+        description="Times the programs of a model of a well-known shape on a GPU.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
+    parser.add_argument("--slots", type=int, choices=range(1, SLOTS + 1), default=SLOTS)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        type=_format,
+        default=list(FORMATS),
+        help="of weights: q3.5_b64, Q4_K, bf16, ...",
+    )
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -260,6 +309,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kernels", action="store_true", help="where the time goes")
     return parser
+
+
+def _format(word: str) -> str:
+    if word != "bf16" and word not in KEPT:
+        try:
+            parse_format(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return word
 
 
 def _task(word: str) -> str:
@@ -275,7 +333,13 @@ def _run(options: argparse.Namespace) -> int:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
     check(options.json)
-    result = measure(options.formats, options.tasks, kernels=options.kernels)
+    result = measure(
+        options.formats,
+        options.tasks,
+        kernels=options.kernels,
+        shape=options.shape,
+        slots=options.slots,
+    )
     write(options.json, result)
     return 0
 

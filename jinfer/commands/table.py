@@ -41,6 +41,7 @@ COMMANDS = (
     Command("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Command("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
     Command("bench programs", "jinfer.tools.bench_programs", "whole steps and prompts on a GPU"),
+    Command("bench offload", "jinfer.tools.bench_offload", "splits between a GPU and its host"),
     Command("bench partition", "jinfer.tools.bench_partition", "splits over several devices"),
     Command("bench models", "jinfer.tools.bench_models", "write checkpoints to measure with"),
 )

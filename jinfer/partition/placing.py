@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -13,12 +14,13 @@ from jax.typing import DTypeLike
 
 from jinfer.engine.memory import block_bytes, free_memory, host_memory
 from jinfer.model import AbstractModel
+from jinfer.ops.backend import target
 from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.partition.cost import Link, Machine, Work, best
-from jinfer.partition.divide import whole_of
+from jinfer.partition.divide import Part, whole_of
 from jinfer.partition.making import Stage
 from jinfer.partition.pieces import pieces, spread
-from jinfer.partition.plan import Groups, Plan, Weight, make_plan
+from jinfer.partition.plan import Groups, Plan, Row, Weight, make_plan
 from jinfer.partition.shares import ShareError
 from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel, stage_model
@@ -188,10 +190,18 @@ def stage_models(
 ) -> list[StageModel]:
     """The stages' models. Raises `SpecError` where something cannot be divided."""
     try:
-        return [stage_model(spec, model, row.part, len(row.devices), dtype) for row in plan.rows]
+        return [_stage_model(spec, model, row, row.part, dtype) for row in plan.rows]
     except ShareError as error:
         key = "mesh" if spec.partition.mesh is not None else "devices"
         raise SpecError(spec.path, f"partition.{key}", str(error)) from None
+
+
+def _stage_model(
+    spec: ModelSpec, model: AbstractModel, row: Row, part: Part, dtype: DTypeLike
+) -> StageModel:
+    """A stage's model, its quantized matrices packed for the kind of device that it is on."""
+    with target(CPU) if CPU in row.devices else nullcontext():
+        return stage_model(spec, model, part, len(row.devices), dtype)
 
 
 def make_stages(
@@ -205,7 +215,7 @@ def make_stages(
     for row, devices in zip(plan.rows, devices_of(plan, spec.path), strict=True):
         hosted = host is not None and CPU not in row.devices
         for piece in pieces(row.part, main, streamed, hosted=hosted):
-            own = stage_model(spec, model, piece.part, len(devices), dtype)
+            own = _stage_model(spec, model, row, piece.part, dtype)
             end = begin + len(jax.tree.leaves(own.model.parameters))
             where = host if piece.hosted else None
             stages.append(Stage(own, Site(devices), slice(begin, end), piece.streamed, where))

@@ -1,5 +1,6 @@
 """Stages on devices of several kinds: operations are those of the kind that is traced for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from jinfer.ops import sixteen_bits
 from jinfer.ops.backend import backend, target
 from jinfer.ops.cache import empty
 from jinfer.partition.cutting import abstract_part
-from jinfer.partition.divide import whole_of
+from jinfer.partition.divide import Part, whole_of
 from jinfer.partition.passes import flow
-from jinfer.partition.stages import stage_model
+from jinfer.partition.placing import make_stages, stage_models
+from jinfer.partition.plan import Plan, Row
+from jinfer.partition.stages import StageModel, stage_model
 from jinfer.quant import parse_format
-from jinfer.quant.tensor import MOST_COLUMNS, abstract
+from jinfer.quant.tensor import MOST_COLUMNS, QuantizedTensor, abstract, columns_of
 from jinfer.spec.model import ModelSpec
 
 
@@ -50,3 +53,29 @@ def test_weights_are_packed_for_the_kind_of_device() -> None:
         assert backend() == "gpu"
         assert abstract_part(whole, {}).columns == MOST_COLUMNS
     assert abstract_part(whole, {}).columns == whole.columns < MOST_COLUMNS
+
+
+def test_a_stage_on_the_host_beside_a_gpu_has_weights_packed_for_a_cpu(goldens: Path) -> None:
+    spec = open_model(goldens / "gguf_llama2", {}).spec
+    whole = build(spec, jnp.float32)
+    matrices = tuple(
+        abstract(one.shape, parse_format("q4")) if role == "matrix" else one
+        for one, role in zip(whole.parameters, whole.roles, strict=True)
+    )
+    model = replace(whole, parameters=matrices)
+    parts = (
+        Part({"decoder": range(1)}, True, False),
+        Part({"decoder": range(1, 2)}, False, True),
+    )
+    plan = Plan((Row(("cpu",), parts[0]), Row(("0",), parts[1])), 1)
+    with target("gpu"):
+        host, device = stage_models(plan, spec, model, jnp.float32)
+        stages = make_stages(plan, spec, model, jnp.float32)
+    assert columns(host) == {columns_of(parse_format("q4"))}
+    assert columns(device) == {MOST_COLUMNS}
+    assert [columns(stage.model) for stage in stages] == [columns(host), columns(device)]
+
+
+def columns(stage: StageModel) -> set[int]:
+    """Columns of a superblock of a stage's quantized matrices."""
+    return {one.columns for one in stage.model.parameters if isinstance(one, QuantizedTensor)}

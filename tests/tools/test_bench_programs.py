@@ -59,8 +59,8 @@ def test_what_programs_must_read_and_compute() -> None:
 
 
 def test_programs_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_programs, "llama", lambda format: llama(format, TINY))
-    monkeypatch.setattr(bench_programs, "BLOCKS", 512)
+    monkeypatch.setitem(bench_programs.SHAPES, "llama3_8b", ("llama", TINY))
+    monkeypatch.setattr(bench_programs, "SLOT_BLOCKS", 32)
     for rate in ("copy_rate", "matmul_rate"):
         monkeypatch.setattr(bench_programs, rate, lambda: 1e9)
     tasks = ["decode-2", "sampled-2", "prompt-64"]

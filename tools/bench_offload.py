@@ -1,0 +1,159 @@
+"""Offload between a GPU and its host: `python -m tools.bench_offload MODEL [--json FILE]`.
+
+The same prompts on the device alone, and with layers, embeddings, a share of the KV cache or
+streamed weights on the host. Each split is a process of its own, so that its memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import CheckpointError
+from jinfer.commands.program import program
+
+from .bench_kernels import write
+from .command import check_places, run
+
+PROMPT = 150  # tokens
+ANSWER = 64
+TOGETHER = 4  # prompts at a time
+KV_TOKENS = 1024  # little more than these prompts and answers fill, so that the host has a part
+_SECONDS = 120  # a split may take
+
+
+def splits(layers: int) -> dict[str, dict[str, Any]]:
+    """What is compared: a name, and keys of `[partition]`."""
+    return {
+        "device alone": {},
+        "2 layers on the host": {"cpu_layers": 2},
+        "embeddings on the host": {"host_embeddings": True},
+        "half of the KV cache on the host": {"host_kv_cache": 0.5},
+        "half of the layers streamed": {"streamed_layers": max(3, layers // 2)},
+        "all at once": {
+            "host_embeddings": True,
+            "host_kv_cache": 0.5,
+            "streamed_layers": max(3, layers // 2),
+        },
+    }
+
+
+def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Tokens, rates and memory of one split, in this process."""
+    import jax
+    import numpy as np
+
+    from jinfer import LLM
+
+    overrides = {f"partition.{key}": value for key, value in keys.items()}
+    begun = time.perf_counter()
+    llm = LLM(source, **{"dtype": dtype, "engine.kv_tokens": KV_TOKENS, **overrides})
+    loaded = time.perf_counter() - begun
+    rng = np.random.default_rng(0)
+    vocab = llm.spec.dims["vocab"]
+    rows = rng.integers(3, vocab, (3 * TOGETHER, PROMPT)).tolist()
+    options: dict[str, Any] = {"max_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True}
+
+    def answers(prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+        begun = time.perf_counter()
+        found = [list(one.token_ids) for one in llm.generate(prompts, **options)]
+        return found, time.perf_counter() - begun
+
+    first, _ = answers(rows[:1])
+    several, _ = answers(rows[:TOGETHER])
+    answers(rows[TOGETHER : 2 * TOGETHER])  # which programs are compiled depends on who comes when
+    _, took = answers(rows[2 * TOGETHER :])
+    _, alone = answers(rows[-1:])
+    stats = jax.devices()[0].memory_stats() or {}
+    plan = getattr(llm.frontend.engine.programs, "memory", "")
+    llm.close()
+    return {
+        "tokens": [*first, *several],
+        "load_seconds": loaded,
+        "tokens_per_second": ANSWER / alone,
+        "tokens_per_second_together": TOGETHER * ANSWER / took,
+        "bytes_in_use": stats.get("bytes_in_use", 0),
+        "peak_bytes": stats.get("peak_bytes_in_use", 0),
+        "plan": str(plan),
+    }
+
+
+def in_a_process(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """`measure_split` in a new process; what it said where it failed."""
+    command = [sys.executable, "-m", "tools.bench_offload", source, "--dtype", dtype]
+    try:
+        done = subprocess.run(
+            [*command, "--split", json.dumps(keys)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {_SECONDS} s"}
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return {"error": (lines or [f"status {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare(source: str, layers: int, dtype: str) -> dict[str, Any]:
+    """All splits, each with whether its tokens are the device's alone."""
+    found: dict[str, Any] = {}
+    expected: Any = None
+    for name, keys in splits(layers).items():
+        row = in_a_process(source, keys, dtype)
+        tokens = row.pop("tokens", None)
+        expected = tokens if expected is None else expected
+        if "error" in row:
+            print(f"{name:<34} {row['error']}", flush=True)
+        else:
+            row["equal"] = tokens == expected
+            said = "equal" if row["equal"] else "OTHER TOKENS"
+            print(
+                f"{name:<34} {row['tokens_per_second']:8.1f} tokens/s, {TOGETHER} together "
+                f"{row['tokens_per_second_together']:8.1f}, {row['bytes_in_use'] / 2**20:8.0f} MiB "
+                f"on the device, {said}",
+                flush=True,
+            )
+        found[name] = row
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name),
+        description="Compares splits between a GPU and its host with the GPU alone.",
+    )
+    parser.add_argument("source", help="a model")
+    parser.add_argument("--dtype", default="float32", help="float32: tokens are to be equal")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--split", help=argparse.SUPPRESS)
+    return run(_run, parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.split is not None:
+        print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
+        return 0
+    check_places(None if options.json is None else str(options.json))
+    from jinfer.opening.recognize import recognize
+
+    spec = recognize(options.source, {}).spec
+    if spec.decoder is None:
+        raise CheckpointError(options.source, "has no decoder, whose layers could be divided")
+    found = compare(options.source, len(spec.decoder.layers), options.dtype)
+    write(options.json, found)
+    return 0 if all(row.get("equal") for row in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

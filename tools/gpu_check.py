@@ -1,0 +1,180 @@
+"""What a quarter of an hour with a GPU has to show: `make gpu`, or `python -m tools.gpu_check`.
+
+Parts in the order of their importance, each a process with a time limit: whole programs, models of
+34 and 40 billion weights in the memory of a 24 GB card, the tests of the kernels, the logits of
+golden checkpoints, offload to the host. Figures are written after each part, so that a run which is
+cut short leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jinfer.commands.program import program
+
+from .bench_kernels import write
+from .command import check_places, run
+
+SMALL_CARD = 24 * 1024  # MiB
+_TESTS = "tests/kernels_pallas/test_gpu.py"
+_COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process, and what it may take.
+
+    Attributes:
+        command: after `python -m`; "{json}" stands for where it writes figures, "{folder}" for a
+            folder that all parts share.
+        seconds: its limit.
+        memory: MiB of the device's memory that XLA may take; 0: all.
+        environment: variables of its own.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    memory: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_PROGRAMS = "tools.bench_programs --json {json}"
+_MADE_UP = "{folder}/made_up.gguf"
+_PYTEST = "pytest -q -n auto -p no:cacheprovider -p no:benchmark --no-header -rf"
+_SEVERAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the device
+PARTS = (
+    Part(
+        "programs",
+        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-16 sampled-1 prompt-512"),
+        150,
+    ),
+    Part(
+        "yi_34b",
+        _words(f"{_PROGRAMS} --shape yi_34b --slots 1 --formats q3.5 --tasks decode-1 prompt-512"),
+        100,
+        SMALL_CARD,
+    ),
+    Part(
+        "falcon_40b",
+        _words(
+            f"{_PROGRAMS} --shape falcon_40b --slots 1 --formats q3.5_b64 "
+            "--tasks decode-1 prompt-512"
+        ),
+        100,
+        SMALL_CARD,
+    ),
+    Part("kernel_tests", _words(f"{_PYTEST} -m gpu {_TESTS}"), 300, environment=_SEVERAL),
+    Part("goldens", _words(f"{_PYTEST} tests/test_goldens.py"), 300, environment=_SEVERAL),
+    Part(
+        "made_up",
+        _words(
+            f"tools.bench_models {_MADE_UP} --shape 1.1b --type Q4_0 "
+            "--tokenizer tests/goldens/vocab/ggml-vocab-gpt-2.gguf"
+        ),
+        60,
+    ),
+    Part("offload", _words(f"tools.bench_offload {_MADE_UP} --json {{json}}"), 240),
+)
+
+
+def run_part(part: Part, folder: Path, total: int, seconds: float) -> dict[str, Any]:
+    """Runs a part and returns its figures, or the last lines of what it said."""
+    figures = folder / f"{part.name}.json"
+    command = [word.format(json=figures, folder=folder) for word in part.command]
+    environment = {**os.environ, **part.environment}
+    if part.memory and total:
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{part.memory / total:.4f}"
+    begun = time.perf_counter()
+    output = folder / f"{part.name}.txt"
+    with output.open("w", encoding="utf-8") as file:
+        try:
+            status: int | None = subprocess.run(
+                [sys.executable, "-m", *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=seconds,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    found: dict[str, Any] = {"status": status, "seconds": round(time.perf_counter() - begun, 1)}
+    if counts := {word: int(n) for n, word in _COUNTS.findall(lines[-1] if lines else "")}:
+        found["tests"] = counts
+    if failed := [line for line in lines if line.startswith(("FAILED", "ERROR"))]:
+        found["failed"] = failed
+    if figures.is_file():
+        found["figures"] = json.loads(figures.read_text(encoding="utf-8"))
+    if status != 0:
+        found["output"] = lines[-30:]
+    return found
+
+
+def device() -> tuple[str, int]:
+    """The name of the first GPU, and MiB of its memory; asked of its driver, not of JAX."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"nvidia-smi: {error.stderr.strip() or error}") from None
+    name, memory = said.splitlines()[0].rsplit(",", 1)
+    return name.strip(), int(memory)
+
+
+def check(out: Path, seconds: float, parts: Sequence[Part] = PARTS) -> dict[str, Any]:
+    """Runs the parts that there is time for, and writes their figures after each."""
+    begun = time.monotonic()
+    name, total = device()
+    found: dict[str, Any] = {"device": name, "memory_mib": total, "parts": {}}
+    with TemporaryDirectory() as folder:
+        for part in parts:
+            left = seconds - (time.monotonic() - begun)
+            if left < 20:
+                break
+            print(f"{part.name}: at most {min(left, part.seconds):.0f} s", flush=True)
+            row = run_part(part, Path(folder), total, min(left, part.seconds))
+            print(f"{part.name}: {row['status']} after {row['seconds']} s", flush=True)
+            for line in row.get("output", ()):
+                print(f"  {line}", flush=True)
+            found["parts"][part.name] = row
+            write(out, found)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. Errors are one line, never a traceback."""
+    parser = argparse.ArgumentParser(
+        prog=program(__spec__.name), description="Checks and measures jinfer on a GPU."
+    )
+    parser.add_argument("out", type=Path, help="a JSON file with all figures")
+    parser.add_argument("--seconds", type=float, default=600, help="that all parts have together")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
+    return run(_run, parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_places(str(options.out))
+    chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
+    found = check(options.out, options.seconds, chosen)
+    return 0 if all(row["status"] == 0 for row in found["parts"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
