@@ -6,6 +6,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import hypothesis
@@ -65,7 +66,11 @@ LONGEST = (
 )
 
 
-# Of a test's variants in these folders, which take most time, `make test` runs one in so many.
+# Of a test's variants in these folders, which take most time, `make test` runs one in so many. They
+# are chosen by a seed, another one each day, so that all have had their turn after some days. It is
+# in the environment for the processes of pytest-xdist, which have to agree.
+SEED = "JINFER_TEST_VARIANTS"
+os.environ.setdefault(SEED, str(date.today().toordinal()))
 ONE_IN = {
     "tests/partition/eight/": 8,
     "tests/test_docs.py::test_a_command_runs": 2,
@@ -75,6 +80,12 @@ ONE_IN = {
     "tests/sampling/": 5,
     "tests/kernels_pallas/": 8,
 }
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """How to have the same variants again."""
+    some = config.getoption("--some-variants")
+    return f"variants: {SEED}={os.environ[SEED]}" if some else "variants: all"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,14 +107,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The same ones every time, other ones of each test; at least one stays."""
+    """Other ones of each test, and with each seed; at least one stays."""
+    seed = int(os.environ[SEED])
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = list[pytest.Item]()
     for name, each in variants.items():
         one_in = next((n for folder, n in ONE_IN.items() if name.startswith(folder)), 1)
-        first = zlib.crc32(name.encode()) % min(one_in, len(each))
+        first = (zlib.crc32(name.encode()) + seed) % min(one_in, len(each))
         left_out += [item for n, item in enumerate(each) if n % one_in != first]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jinfer.distributed import joining, link
+from jinfer.distributed.frames import packed
 from jinfer.distributed.group import Group
 from jinfer.distributed.job import Job, find_job
 from jinfer.distributed.joining import join
@@ -172,3 +173,16 @@ def test_pages_name_the_variables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     for name in ("JINFER_COORDINATOR", "JINFER_PROCESSES", "JINFER_PROCESS", "JINFER_JOB_KEY"):
         assert name in page
+
+
+def test_a_stranger_s_first_message_is_bounded() -> None:
+    """What nobody has vouched for yet may not fill memory."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        answered, _ = server.accept()
+        with caller, answered:
+            caller.sendall(packed({"process": 1, "more": "x" * (1 << 17)})[: 1 << 16])
+            own = link.Link(answered)
+            own.wait(10)
+            with pytest.raises(link.LinkError, match=r"a message of \d+ bytes"):
+                link.hello(own)

@@ -148,3 +148,28 @@ def test_what_never_fits_is_refused() -> None:
         with pytest.raises(RequestError, match="the cache is too small for this; set engine"):
             llm.score([TEXT])
         assert llm.stats().blocks_held == 0
+
+
+def test_a_failed_step_ends_a_request_that_nobody_listens_to(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a job submitted to the engine itself, as measuring drafts does."""
+    engine = llm.frontend.engine
+    prepared = llm.frontend.prepare([5, 6], ENDLESS)[0]
+    request, choice = prepared.request, prepared.choice
+    failed = threading.Event()
+
+    def broken() -> Any:
+        if any(one.request.id == request.id for one in engine.scheduler.running):
+            failed.set()
+            raise FloatingPointError("a step that fails")
+        return step()
+
+    step = engine.step
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", broken)
+        llm.frontend.thread.run(lambda engine: engine.submit(request, choice))
+        assert failed.wait(60)
+        llm.frontend.thread.run(lambda engine: None)
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.blocks_held) == (0, 0, 0)
