@@ -143,7 +143,7 @@ class _Chat:
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         reading = _Reading(self.read.parser())
         reading.take(answer.text)
-        reading.finish()
+        reading.finish(answer.finish_reason)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": reading.content or (None if reading.calls else ""),
@@ -195,9 +195,9 @@ class _Reading:
         """A piece of text."""
         return self._keep(self.parser.push(text))
 
-    def finish(self) -> Delta:
-        """The end of it."""
-        return self._keep(self.parser.finish())
+    def finish(self, reason: str) -> Delta:
+        """The end of it, for this reason."""
+        return self._keep(self.parser.finish(reason == "length"))
 
     def _keep(self, delta: Delta) -> Delta:
         self.content += delta.content
@@ -263,7 +263,7 @@ def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict
             found[-1]["prompt_token_ids"] = it.job.ids
     deltas = [reading.take(piece.text)] if piece.text else []
     if piece.finish_reason is not None:
-        deltas.append(reading.finish())
+        deltas.append(reading.finish(piece.finish_reason))
     delta: dict[str, Any] = {}
     for one in deltas:
         for name, value in _delta(one).items():

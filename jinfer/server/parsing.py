@@ -16,15 +16,16 @@ class CallDelta:
         index: which of the answer's calls.
         id, name: on its first piece.
         arguments: more of its JSON text.
-        end: on its last piece: it is whole ("done"), or turned out to be none ("void"); then its
-            text comes as content.
+        end: on its last piece: it is whole ("done"), has a part of its arguments because the limit
+            cut the answer ("cut"), or turned out to be none ("void"); then its text comes as
+            content.
     """
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
-    end: Literal["", "done", "void"] = ""
+    end: Literal["", "done", "cut", "void"] = ""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,12 @@ class Parser(Protocol):
     def push(self, text: str) -> Delta:
         """What is certain once this text is known; what is not is kept."""
 
-    def finish(self) -> Delta:
-        """What was kept, at the answer's end."""
+    def finish(self, cut: bool = False) -> Delta:
+        """What was kept, at the answer's end.
+
+        Args:
+            cut: the limit of tokens ended it.
+        """
 
 
 class Plain:
@@ -62,13 +67,13 @@ class Plain:
         """The text."""
         return Delta(content=text)
 
-    def finish(self) -> Delta:
+    def finish(self, cut: bool = False) -> Delta:
         """Nothing is kept."""
         return Delta()
 
 
 class Settled:
-    """Keeps each call back until it is whole, for who need not show it before."""
+    """Keeps each call back until it has ended, for answers that are shown whole."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
@@ -78,16 +83,16 @@ class Settled:
         """As the parser has it, less what is open."""
         return self._settled(self._parser.push(text))
 
-    def finish(self) -> Delta:
+    def finish(self, cut: bool = False) -> Delta:
         """As the parser has it: nothing is open any more."""
-        return self._settled(self._parser.finish())
+        return self._settled(self._parser.finish(cut))
 
     def _settled(self, delta: Delta) -> Delta:
         ready: list[CallDelta] = []
         for one in delta.calls:
             self._kept.append(one)
             if one.end:
-                ready += self._kept if one.end == "done" else []
+                ready += [] if one.end == "void" else self._kept
                 self._kept = []
         return replace(delta, calls=tuple(ready))
 

@@ -216,7 +216,8 @@ class _Response:
 
     def finish(self) -> list[dict[str, Any]]:
         """The end of it."""
-        return [*self.items.push(self._parser.finish(), []), *self.items.close(self.status)]
+        rest = self._parser.finish(self.status == "incomplete")
+        return [*self.items.push(rest, []), *self.items.close(self.status)]
 
     def response(self, status: str) -> dict[str, Any]:
         """The whole as far as it is known."""

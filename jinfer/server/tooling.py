@@ -63,7 +63,7 @@ def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[in
 
     def parser(tools: Tools) -> Machine:
         output = Output(how.new_id, None if parallel else 1)
-        return Machine(partial(_read, how, tools, thinking, state), output)
+        return Machine(partial(_read, how, tools, thinking, state), output, bound=bool(changes))
 
     special = shown(marks, tokenizer)
 

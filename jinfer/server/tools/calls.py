@@ -34,7 +34,10 @@ def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
     if first == "{":
         return (yield from json_text.value(reader, sink)) is not None
     if first == '"':
-        said = yield from json_text.string(reader)
+        parts: list[str] = []
+        said = yield from json_text.string(reader, parts.append)
+        if said is None and reader.cut:
+            sink(json_text.begun("".join(parts)))
     else:
         said = "" if (yield from json_text.value(reader, lambda _: None)) == "null" else None
     if said is None or (said.strip() and not json_text.is_object(said)):
@@ -51,7 +54,7 @@ def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]
     if (yield from arguments(reader, out.arguments)):
         out.done()
         return True
-    out.void()
+    out.failed(reader)
     return False
 
 
@@ -96,11 +99,11 @@ def in_a_row(
         yield from reader.space()
         going = mark == begins or (yield from reader.starts(begins))
         if not going:
-            out.content(reader.raw())
+            out.rejected(reader)
             continue
         while going:
             if not (yield from call(reader, out, tools)):
-                out.content(reader.raw())
+                out.rejected(reader)
                 break
             yield from reader.space()
             reader.mark()
@@ -127,8 +130,8 @@ def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -
             break
         yield from reader.space()
         if not (yield from reader.starts(",")):
-            yield from reader.starts("}")
-            return call.end(whole=True)
+            closed = yield from reader.starts("}")
+            return call.end(whole=closed or not reader.cut)
     return call.end(whole=False)
 
 
@@ -150,7 +153,12 @@ class _Call:
             return False
         yield from reader.space()
         if key in _NAMES and self._name is None:
-            self._name = yield from json_text.string(reader)
+            parts: list[str] = []
+            self._name = yield from json_text.string(reader, parts.append)
+            if self._name is None and reader.cut:
+                begun = json_text.begun("".join(parts))
+                if begun and any(tool.startswith(begun) for tool in self._tools):
+                    reader.drop()  # of no use to anybody
             return self._name in self._tools
         if key in _ARGUMENTS and not self._argued:
             if self._name is not None:
@@ -166,12 +174,16 @@ class _Call:
     def end(self, *, whole: bool) -> bool:
         """The object has ended, as it should or not."""
         if self._opened and not self._argued:
-            self._out.void()
+            self._out.failed(self._reader)
             return False
-        if self._name is None or self._name not in self._tools or not (whole or self._argued):
+        cut = self._reader.cut and not (whole or self._argued)
+        if self._name not in self._tools or not (whole or self._argued or cut):
             return False
         if not self._opened:
             self._out.open(self._name)
-            self._out.arguments("".join(self._early) or "{}")
+            self._out.arguments("".join(self._early) or ("" if cut else "{}"))
+        if cut:
+            self._out.failed(self._reader)
+            return False
         self._out.done()
         return True

@@ -34,7 +34,8 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
     name = "".join(head).strip()
     if name == "function" and name not in tools:
         line: list[str] = []
-        yield from reader.until(("\n", *_MARKS), line.append, take=False)
+        if (yield from reader.until(("\n", *_MARKS), line.append, take=False)) is None:
+            return False
         name = "".join(line).strip()
     yield from reader.space()
     fenced = yield from reader.starts("```json")

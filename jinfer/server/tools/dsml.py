@@ -82,7 +82,8 @@ def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
     def escaped(piece: str) -> None:
         out.arguments(json_text.escaped(piece))
 
-    if (yield from reader.until((PARAMETER_END,), escaped if text else parts.append)) is None:
+    sink = escaped if text else parts.append
+    if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
         return False
     out.arguments('"' if text else json_text.plain("".join(parts)))
     return True

@@ -25,13 +25,13 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
-    said = False
+    said = later = False
     headed = True  # the prompt has begun a message
     while True:
         reader.mark()
         head = (yield from _head(reader)) if headed else None
         if head is None:
-            out.content(reader.raw())
+            out.rejected(reader, sure=later or not reader.rest())
             mark = yield from reader.until(_ENDS, out.content, take=False)
         else:
             if said and _kind(head, tools) == "content":
@@ -40,7 +40,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             mark = yield from _message(reader, out, head, tools)
         if mark is None:
             return
-        headed = False
+        headed, later = False, True
         if not (yield from reader.starts(START)):
             reader.take(len(mark))
             reader.mark()
@@ -73,6 +73,8 @@ def _begins(reader: Reader) -> Reading[bool]:
         if rest.startswith((CHANNEL, MESSAGE, "to=")):
             return True
         if reader.ended or not any(mark.startswith(rest) for mark in (CHANNEL, MESSAGE, "to=")):
+            for mark in (CHANNEL, MESSAGE, "to="):  # the beginning of one is not shown
+                yield from reader.starts(mark)
             return False
         yield
 
@@ -100,7 +102,7 @@ def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Reading[st
             reader.mark()
             yield from reader.space()
         else:
-            out.content(reader.raw())
+            out.rejected(reader)
     return (yield from reader.until(_ENDS, out.content, take=False))
 
 

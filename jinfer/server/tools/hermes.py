@@ -24,7 +24,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             yield from reader.space()
             yield from reader.starts(CLOSE)
         else:
-            out.content(reader.raw())
+            out.rejected(reader)
 
 
 def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:

@@ -9,6 +9,7 @@ from jinfer.server.tools.reader import Reader, Reading, Sink
 
 _CLOSES = {"{": "}", "[": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
+_LONGEST_ESCAPE = 12  # characters of a pair of surrogates
 _BETWEEN = frozenset(",:{}[]\"' \t\r\n")
 
 
@@ -48,11 +49,27 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def string(reader: Reader) -> Reading[str | None]:
-    """Reads a string, and gives what it says; None: there is none."""
+def begun(text: str) -> str:
+    """What the beginning of a string says, as far as it is certain."""
+    for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
+        try:
+            said = loads(f'{text[:end]}"')
+        except ValueError:  # in the middle of an escape
+            continue
+        if not any("\ud800" <= sign <= "\udfff" for sign in said):
+            return said
+    return ""
+
+
+def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | None]:
+    """Reads a string, and gives what it says; None: there is none.
+
+    Args:
+        sink: is given its text, quotes and escapes included, as it comes.
+    """
     if (yield from reader.char()) != '"':
         return None
-    text = yield from value(reader, lambda piece: None)
+    text = yield from value(reader, sink)
     if text is None:
         return None
     said = loads(text)

@@ -35,11 +35,10 @@ def _read(
         reader.mark()
         reader.take(len(mark.removesuffix("[")))
         yield from reader.space()
-        if mark == SAID:
-            yield from reader.starts(FENCE)
-            yield from reader.space()
+        sure = mark != SAID or (yield from reader.starts(FENCE))
+        yield from reader.space()
         if not (yield from json_calls(reader, out, tools)):
-            out.content(reader.raw())
+            out.rejected(reader, sure=sure)
             continue
         yield from reader.space()
         for end in ends:

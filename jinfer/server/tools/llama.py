@@ -27,7 +27,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             yield from reader.space()
             yield from reader.starts(";")
             yield from reader.space()
-        out.content(reader.raw())
+        out.rejected(reader, sure=marked)
         if (yield from reader.until((TAG,), out.content)) is None:
             return
         reader.mark(TAG)

@@ -24,7 +24,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
         yield from reader.space()
         listed = (yield from reader.char()) in ("[", "{")
         if not (yield from (json_calls if listed else _named)(reader, out, tools)):
-            out.content(reader.raw())
+            out.rejected(reader)
 
 
 def _named(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:

@@ -76,10 +76,26 @@ class Output:
         self._whole += 1
         self._dropped, self._trim = "", True
 
-    def void(self) -> None:
-        """The call is none after all; the caller gives its text as content."""
+    def failed(self, reader: Reader) -> None:
+        """The call is not whole: the limit cut it, or it is none, and its text will be content."""
+        if reader.cut:
+            self._add(CallDelta(self._index, end="cut"))
+            reader.drop()
+            return
         self._add(CallDelta(self._index, end="void"))
         self._gap, self._dropped = self._dropped, ""
+
+    def rejected(self, reader: Reader, *, sure: bool = True) -> None:
+        """What was read since the reader's mark is no call: it is content.
+
+        What the limit cut is not shown: it was going to be one.
+
+        Args:
+            sure: nothing else begins as it does.
+        """
+        if reader.cut and (sure or reader.bound):
+            reader.drop()
+        self.content(reader.raw())
 
     def end(self) -> None:
         """The answer has ended: white space at its end is its own."""
@@ -114,8 +130,15 @@ def _joined(calls: list[CallDelta]) -> list[CallDelta]:
 class Machine:
     """Runs a reader of a format over an answer."""
 
-    def __init__(self, read: Callable[[Reader, Output], Reading[None]], output: Output) -> None:
-        self._reader, self._output = Reader(), output
+    def __init__(
+        self,
+        read: Callable[[Reader, Output], Reading[None]],
+        output: Output,
+        *,
+        bound: bool = False,
+    ) -> None:
+        """Begins an answer; `bound`: a grammar lets nothing but calls come."""
+        self._reader, self._output = Reader(bound=bound), output
         self._reading = read(self._reader, output)
 
     def push(self, text: str) -> Delta:
@@ -124,9 +147,9 @@ class Machine:
         next(self._reading, None)
         return self._output.take()
 
-    def finish(self) -> Delta:
+    def finish(self, cut: bool = False) -> Delta:
         """The rest, at the answer's end."""
-        self._reader.ended = True
+        self._reader.ended, self._reader.cut = True, cut
         next(self._reading, None)
         self._output.end()
         return self._output.take()

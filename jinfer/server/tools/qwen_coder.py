@@ -44,7 +44,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
         yield from reader.space()
         going = mark == FUNCTION or (yield from reader.starts(FUNCTION))
         if not (yield from (_call if going else json_calls)(reader, out, tools)):
-            out.content(reader.raw())
+            out.rejected(reader)
             continue
         yield from reader.space()
         yield from reader.starts(CLOSE)
@@ -79,7 +79,8 @@ def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
     text = is_text(schema)
     if text:
         out.arguments('"')
-    if (yield from reader.until((PARAMETER_END,), line.push if text else parts.append)) is None:
+    sink = line.push if text else parts.append
+    if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
         return False
     out.arguments('"' if text else json_text.plain("".join(parts)))
     return True

@@ -14,10 +14,14 @@ class Reader:
 
     Attributes:
         ended: whether no more will come.
+        cut: whether more would have come, but for the limit of tokens. What was pausing then is
+            not wrong, only not whole.
+        bound: whether a grammar lets nothing but calls come.
     """
 
-    def __init__(self) -> None:
-        self.ended = False
+    def __init__(self, *, bound: bool = False) -> None:
+        self.ended = self.cut = False
+        self.bound = bound
         self._text = ""
         self._at = 0
         self._raw: list[str] = []
@@ -41,6 +45,10 @@ class Reader:
         self._raw = []
         return text
 
+    def drop(self) -> None:
+        """Forgets what was read since the mark, and what is not yet read."""
+        self._raw, self._at = [], len(self._text)
+
     def take(self, count: int) -> str:
         """Reads so many characters, which are there."""
         text = self._text[self._at : self._at + count]
@@ -63,6 +71,8 @@ class Reader:
                 self.take(len(text))
                 return True
             if self.ended or not text.startswith(there):
+                if text.startswith(there) and self._begins_mark(there, 1):
+                    self._at += len(there)  # which is not shown
                 return False
             yield
 
@@ -72,12 +82,15 @@ class Reader:
             rest = self.rest()
             self.take(len(rest) - len(rest.lstrip()))
 
-    def until(self, marks: Sequence[str], sink: Sink, *, take: bool = True) -> Reading[str | None]:
+    def until(
+        self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
+    ) -> Reading[str | None]:
         """Reads up to the first of some marks, none of which is a part of another.
 
         Args:
             sink: is given what stands before it, as it comes.
             take: reads the mark too.
+            least: characters of a mark that are not given where the limit cut it.
 
         Returns:
             The mark; None at the end.
@@ -92,11 +105,23 @@ class Reader:
                 self._give(at, sink)
                 self.take(len(mark) if take else 0)
                 return mark
-            kept = 0 if self.ended else max(_overlap(rest, mark) for mark in marks)
+            kept = max(_overlap(rest, mark) for mark in marks)
+            if self.ended and not self._begins_mark(rest[len(rest) - kept :], least):
+                kept = 0
             self._give(len(rest) - kept, sink)
             if self.ended:
+                self._at += kept
                 return None
             yield
+
+    def _begins_mark(self, end: str, least: int) -> bool:
+        """Whether a text that was cut ends in the beginning of a mark, and not in a text's own.
+
+        Args:
+            end: it may be either.
+            least: characters that a text does not end in.
+        """
+        return self.cut and (self.bound or (len(end) >= least and not end[:1].isalnum()))
 
     def _give(self, count: int, sink: Sink) -> None:
         if count:

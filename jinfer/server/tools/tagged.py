@@ -53,7 +53,7 @@ def arguments(
         value: writes the value that follows, as JSON, and reads its end; is given its schema.
 
     Returns:
-        Whether the call is whole. If it is not, it is taken back.
+        Whether the call is whole. If it is not, and was not cut, it is taken back.
     """
     properties = schema.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
@@ -72,7 +72,7 @@ def arguments(
         known.add(name)
         if not (yield from value(reader, out, schemas.get(name))):
             break
-    out.void()
+    out.failed(reader)
     return False
 
 

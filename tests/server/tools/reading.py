@@ -31,18 +31,21 @@ class Read:
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    cut: list[tuple[str, str]] = field(default_factory=list)
     void: int = 0
 
 
-def parser(format: Format, tools: Any = TOOLS, most: int | None = None) -> Parser:
+def parser(
+    format: Format, tools: Any = TOOLS, most: int | None = None, *, bound: bool = False
+) -> Parser:
     """A parser whose calls have no names, so that results can be compared."""
     output = Output(lambda: "id", most)
-    return Machine(lambda reader, out: format.read(reader, out, tools), output)
+    return Machine(lambda reader, out: format.read(reader, out, tools), output, bound=bound)
 
 
-def read(parser: Parser, pieces: Iterable[str]) -> Read:
+def read(parser: Parser, pieces: Iterable[str], *, cut: bool = False) -> Read:
     """What comes of the pieces of a text; checks that calls come as they should."""
-    deltas = [*map(parser.push, pieces), parser.finish()]
+    deltas = [*map(parser.push, pieces), parser.finish(cut)]
     return joined(deltas)
 
 
@@ -70,9 +73,10 @@ def joined(deltas: Sequence[Delta]) -> Read:
             if one.end:
                 ended.add(one.index)
     assert ended == set(calls)
-    whole = [one for one in calls.values() if one.end == "done"]
-    found.calls = [(one.name or "", one.arguments) for one in whole]
-    found.void = len(calls) - len(whole)
+    for ends, listed in (("done", found.calls), ("cut", found.cut)):
+        own = (one for one in calls.values() if one.end == ends)
+        listed += [(one.name or "", one.arguments) for one in own]
+    found.void = len(calls) - len(found.calls) - len(found.cut)
     return found
 
 

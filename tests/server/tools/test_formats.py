@@ -1,6 +1,7 @@
 """Each format of calls, as its models write it; whole, in pieces, and wrong."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -211,6 +212,48 @@ def test_what_is_no_call_stays_content(name: str, text: str) -> None:
         found = read(parser(FORMATS[name]), cut)
         assert found.calls == []
         assert found.content == text
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(("name", "text", "content", "calls"), RIGHT)
+def test_a_call_that_the_limit_cuts(
+    name: str, text: str, content: str, calls: list[tuple[str, str]], bound: bool
+) -> None:
+    """It is a call with a part of its arguments, beside whole ones; its marks are no content."""
+    for end in range(len(text)):
+        found = read(parser(FORMATS[name], bound=bound), [text[:end]], cut=True)
+        if end % 9 == 0:
+            assert found == read(parser(FORMATS[name], bound=bound), text[:end], cut=True)
+        assert found.void == 0
+        assert found.calls == calls[: len(found.calls)]
+        for tool, arguments in found.cut:
+            (expected,) = calls[len(found.calls) :][:1]
+            assert tool == expected[0]
+            assert expected[1].startswith(arguments)
+        shown = found.content.rstrip()
+        if not bound:  # what may be an answer's own is shown
+            shown = re.sub(r"(^\W?\{.*|Action:.*|\bA\w*|f\w*|to?|[<[{])$", "", shown, flags=re.S)
+        assert content.startswith(shown.rstrip()), text[:end]
+
+
+def test_names_that_the_limit_cuts() -> None:
+    """They are no calls, and no answer either."""
+    for text in ('{"name": "weat', '<|python_tag|>{"name": "weat', '<|python_tag|>{"par'):
+        assert read(parser(LLAMA), [text], cut=True) == read(parser(LLAMA), [], cut=True)
+    for text in ('{"name": "Ada", "age": 3', '{"city": "Par'):
+        assert read(parser(LLAMA), [text], cut=True).content == text
+    found = read(parser(LLAMA), ['{"name": "weather"'], cut=True)
+    assert (found.cut, found.content) == ([("weather", "")], "")
+    text = '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"P\\u00e'
+    assert read(parser(HERMES), [text], cut=True).cut == [("weather", '{"city": "P')]
+
+
+def test_what_was_wrong_before_the_limit_stays_content() -> None:
+    for name, text in WRONG:
+        if text.rstrip().endswith(("</tool_call>", "</function>", "|>", "]", "5", ")", ".")):
+            found = read(parser(FORMATS[name]), [text], cut=True)
+            assert found.cut == []
+            assert found.content in (text, text.rstrip(), ""), text
 
 
 def test_the_channels_of_harmony() -> None:
