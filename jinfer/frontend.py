@@ -35,7 +35,7 @@ from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
 from jinfer.records import dataclass, replace
 from jinfer.sampling.beam import Beams
-from jinfer.sampling.keywords import FIELDS, is_parameter
+from jinfer.sampling.keywords import FIELDS, is_parameter, over_defaults
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
 from jinfer.tokenizer import Tokenizer
@@ -221,7 +221,8 @@ class Frontend:
 
     def params(self, **changes: Any) -> SamplingParams:
         """As `LLM.params`."""
-        return sampling_params({**self.opened.defaults, **changes}, self.opened.spec.path)
+        given = over_defaults(self.opened.defaults, changes)
+        return sampling_params(given, self.opened.spec.path)
 
     def prefix(self, given: Ids, language: str | None) -> list[int]:
         """What the answer of an encoder-decoder starts from."""

@@ -118,8 +118,8 @@ class Engine(Device):
         if driver is not None:
             self._drivers[request.id] = driver
         if matcher is not None:
-            self.guides.matchers[request.id] = matcher
-            self._events += self.guides.force(sequence)
+            never = self.model.never
+            self._events += self.guides.begin(sequence, matcher, choice, never)
 
     def finish(self, request: int) -> Running | None:
         """Ends a request, wherever it is; what it held is free at once."""
@@ -129,7 +129,7 @@ class Engine(Device):
         self._describe(sequence)
         self.scheduler.drop(sequence)
         self.samplers.forget(request)
-        self.guides.matchers.pop(request, None)
+        self.guides.end(request)
         if self.speculator is not None:
             self.speculator.end(sequence)
         if (driver := self._drivers.pop(request, None)) is not None:

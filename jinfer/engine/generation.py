@@ -177,7 +177,8 @@ class Generation:
         text = ""
         ended = token.id in ends
         if self._detokenizer is not None and (sampling.include_stop or not ended):
-            text = self._stops.push(self._detokenizer.push(token.id))
+            text = self._detokenizer.push(token.id)
+            text = self._stops.push(text, self.count <= sampling.min_tokens)
         if ended:
             self.finish_reason = "stop"
         if self._stops.found:

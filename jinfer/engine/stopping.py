@@ -24,13 +24,18 @@ class StopTexts:
     found: bool = False
     _held: str = ""
 
-    def push(self, text: str) -> str:
-        """What of the text so far is now known to belong to the answer."""
+    def push(self, text: str, early: bool = False) -> str:
+        """What of the text so far is now known to belong to the answer.
+
+        Args:
+            early: a stop text that this completes does not end the answer.
+        """
         if self.found or not self.stops:
             return "" if self.found else text
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if ends:
+        old, text = len(self._held), self._held + text
+        found = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self.stops)
+        ends = [(at + len(stop), at) for at, stop in found if at >= 0]
+        if ends and not early:
             self.found, self._held = True, ""
             end, at = min(ends)
             return text[: end if self.included else at]

@@ -114,6 +114,14 @@ def laid_over(
     """
     if isinstance(params, SamplingParams):
         return replace(params, **own_names(changes)) if changes else params
-    return SamplingParams(
-        **{**own_names(defaults), **own_names(params or {}), **own_names(changes)}
-    )
+    given = {**own_names(params or {}), **own_names(changes)}
+    return SamplingParams(**over_defaults(own_names(defaults), given))
+
+
+def over_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says over what holds otherwise, of which `min_tokens` gives way to a limit."""
+    values = {**defaults, **given}
+    least, most = values.get("min_tokens"), given.get("max_tokens")
+    if "min_tokens" not in given and isinstance(least, int) and isinstance(most, int):
+        values["min_tokens"] = min(least, max(0, most))
+    return values

@@ -90,7 +90,8 @@ class SamplingParams:
         n, best_of: answers given, and how many they are the likeliest of.
         seed: the same seed, prompt and parameters give the same tokens; None: a new one.
         max_tokens: at most so many new tokens; None: up to the context's end.
-        min_tokens: no end of sequence and no stop token before so many.
+        min_tokens: no end of sequence, stop token or stop text before so many, which are at most
+            `max_tokens`.
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: ids that end the answer; they are not part of its text.
         ignore_eos: go on after the model's own end of sequence.
@@ -238,6 +239,13 @@ class SamplingParams:
         yield "banned_token_ids", _ids(self.banned_token_ids), "token ids"
         allowed = self.allowed_token_ids
         yield "allowed_token_ids", allowed is None or (bool(allowed) and _ids(allowed)), "token ids"
+        banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == low)}
+        some = allowed is None or not _ids(allowed) or bool({*allowed} - banned)
+        yield "allowed_token_ids", some, "ids of which not all are banned"
+        least, most = self.min_tokens, self.max_tokens
+        both = most is not None and RANGES["min_tokens"].holds(least)
+        few = not both or not RANGES["max_tokens"].holds(most) or least <= cast("int", most)
+        yield "min_tokens", few, f"at most max_tokens ({most})"
         words = self.bad_words
         yield "bad_words", all(isinstance(w, str) and w.strip() for w in words), "texts, none empty"
         sequences = all(0 < len(ids) <= MAX_BAD_LENGTH and _ids(ids) for ids in self.bad_words_ids)

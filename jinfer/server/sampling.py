@@ -7,6 +7,7 @@ from typing import Any
 
 from jinfer.frontend import Frontend
 from jinfer.records import dataclass, field
+from jinfer.sampling.keywords import over_defaults
 from jinfer.sampling.names import PARAMETERS, own_names
 from jinfer.sampling.params import CONSTRAINTS, SamplingParams
 from jinfer.server.errors import invalid
@@ -143,7 +144,7 @@ def asked(
         # Its own numbers count, not those that a route has for its usual one.
         below = {"max_tokens": base.get("max_tokens")}
     try:
-        params = SamplingParams(**{**below, **defaults, **values})
+        params = SamplingParams(**over_defaults({**below, **defaults}, values))
     except (TypeError, ValueError) as error:
         name = str(error).split(" ", 1)[0]
         raise invalid(str(error), names.get(name, name)) from error

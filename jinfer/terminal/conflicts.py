@@ -114,8 +114,6 @@ def check_effects(given: Collection[str], params: SamplingParams) -> None:
     """
     for flag, why in _idle(given, params):
         raise FlagError(f"{_named(flag)} does nothing here: {why}")
-    if "min_tokens" in given and params.max_tokens and params.min_tokens > params.max_tokens:
-        raise FlagError(f"--min-tokens is more than max_tokens ({params.max_tokens})")
 
 
 def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -64,6 +65,38 @@ def test_log_probabilities_change_no_token(llm: LLM) -> None:
     assert fast.token_ids == slow.token_ids
     assert slow.logprobs is not None
     assert len(slow.logprobs) == len(slow.token_ids)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_forced_tokens_obey_the_rules_of_the_request(llm: LLM, logprobs: int | None) -> None:
+    (yes,) = llm.frontend.tokenizer.encode("yes")
+    others = tuple(id for id in range(49152) if id != yes)
+    rules: dict[str, dict[str, Any]] = {
+        "banned_token_ids": {"banned_token_ids": [yes]},
+        "logit_bias": {"logit_bias": {yes: float("-inf")}},
+        "allowed_token_ids": {"allowed_token_ids": others},
+        "bad_words": {"bad_words": ["yes"]},
+    }
+    for name, rule in rules.items():
+        params = SamplingParams(choice=("yes", "no"), logprobs=logprobs, **rule)
+        (answer,) = llm.generate([PROMPT], params)
+        assert yes not in answer.token_ids
+        assert answer.text in ("yes", "no")
+        words = (
+            f"choice: after 0 tokens nothing is left: {name} forbid what has to come next, 'yes'"
+        )
+        with pytest.raises(ConstraintError, match=words):
+            llm.generate([PROMPT], replace(params, choice=("yes",)))
+    # In the middle of an answer, where all before it was forced too.
+    params = SamplingParams(choice=("no yes",), bad_words=("yes",), logprobs=logprobs)
+    with pytest.raises(ConstraintError, match="after 1 tokens nothing is left: bad_words"):
+        llm.generate([PROMPT], params)
+    # What is whole ends; a bias that forbids nothing changes nothing where there is no choice.
+    params = SamplingParams(choice=("yes",), logprobs=logprobs, logit_bias={yes: -100.0})
+    (answer,) = llm.generate([PROMPT], replace(params, min_tokens=9))
+    assert (answer.text, answer.finish_reason) == ("yes", "stop")
+    llm.frontend.thread.run(lambda engine: None)
+    assert llm.stats().blocks_held == 0
 
 
 def test_a_limit_cuts_an_answer(llm: LLM) -> None:

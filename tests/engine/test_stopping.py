@@ -54,6 +54,26 @@ def test_no_more_is_held_back_than_needed(text: str, stops: tuple[str, ...]) -> 
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
+@given(LETTERS, LETTERS, STOPS, st.lists(st.integers(0, 12)))
+@example("ab", "c", ("ab", "bc"), [])
+@example("aab", "b", ("aabb", "ab"), [])
+def test_what_is_complete_early_does_not_stop(
+    early: str, later: str, stops: tuple[str, ...], cuts: list[int]
+) -> None:
+    """A stop text counts that a later letter completes, though it may have begun before."""
+    stopping = StopTexts(stops)
+    shown = "".join(stopping.push(piece, True) for piece in pieces(early, cuts))
+    assert not stopping.found
+    shown += "".join(map(stopping.push, later)) + stopping.flush()
+    text = early + later
+    ends = [
+        (end, min(begins))
+        for end in range(len(early) + 1, len(text) + 1)
+        if (begins := [end - len(stop) for stop in stops if text[:end].endswith(stop)])
+    ]
+    assert shown == (text[: ends[0][1]] if ends else text)
+
+
 def test_nothing_comes_after_a_stop() -> None:
     stopping = StopTexts(("END",))
     assert stopping.push("one E") == "one "

@@ -40,6 +40,16 @@ from tests.sampling.batches import VOCAB, encode, params
         ({"max_tokens": 2**31}, "max_tokens must be"),
         ({"min_tokens": -1}, "min_tokens must be a whole number from 0 to 2147483647, not -1"),
         ({"min_tokens": 2**31}, "min_tokens must be"),
+        ({"min_tokens": "a"}, "min_tokens must be a whole number"),
+        ({"min_tokens": 6, "max_tokens": 5}, r"min_tokens must be at most max_tokens \(5\), not 6"),
+        (
+            {
+                "allowed_token_ids": [5, 6],
+                "banned_token_ids": [5],
+                "logit_bias": {6: float("-inf")},
+            },
+            "allowed_token_ids must be ids of which not all are banned",
+        ),
         ({"stop": 5}, "stop must be a list, not 5"),
         ({"stop": None}, "stop must be a list, not None"),
         ({"choice": 5}, "choice must be a list, not 5"),

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from jinfer.sampling.forbidden import Forbidden, token_ids
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.params import SamplingParams
 from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.rows import allowed_mask, mask_words, sampler_row
 from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (
@@ -243,6 +245,32 @@ def test_no_end_before_min_tokens() -> None:
     drawn = draw(logits, batch(*rows, end_ids=(7, 120)), steps=5)
     ends = np.isin(drawn, [7, 50, 120])
     assert ends.T.astype(int).tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
+
+
+def test_the_host_forbids_what_the_sampler_does() -> None:
+    """Where a grammar leaves one token, which is not sampled."""
+    rng = np.random.default_rng(3)
+    text, drawn = [*rng.integers(0, 8, 12).tolist()], 4
+    for one in (
+        params(banned_token_ids=(1, 40), logit_bias={2: float("-inf"), 3: -100.0, 199: 5.0}),
+        params(bad_words_ids=((6,), (*text[-2:], 7), (*text[-3:-1], 9), (*text, 8))),
+        params(min_tokens=4, stop_token_ids=(50,)),
+        params(min_tokens=5, stop_token_ids=(50,), allowed_token_ids=range(100)),
+        params(),
+    ):
+        row = sampler_row(one, (7, 120), VOCAB)
+        rules = Forbidden.of(one, row, allowed_mask(one, VOCAB), (11,))
+        mask = np.full(mask_words(VOCAB), 0xFFFFFFFF, np.uint32)
+        rules.clear(mask, text, drawn)
+        some = batch(one, end_ids=(7, 120), past=[text], prompts=[len(text) - drawn])
+        progress = some.progress._replace(drawn=on_device(np.array([drawn], np.int32)))
+        expected = left(np.zeros((1, VOCAB)), some.with_progress(progress))[0] > -np.inf
+        allowed = one.allowed_token_ids
+        expected[11] = False
+        expected &= np.isin(range(VOCAB), range(VOCAB) if allowed is None else allowed)
+        ids = np.flatnonzero(expected).tolist()
+        assert [id for id in token_ids(mask) if id < VOCAB] == ids
+        assert [id for id in range(VOCAB) if not rules.forbids(id, text, drawn)] == ids
 
 
 def test_every_end_is_forbidden_however_many_there_are() -> None:

@@ -131,7 +131,6 @@ def test_flags_that_go_together() -> None:
         ({"top_p": 0.5, "temperature": 0.0}, "--top-p does nothing here: nothing is drawn"),
         ({"strategy": "beam", "temperature": 0.5}, "--temperature does nothing here: nothing is"),
         ({"samplers": ["top_k"], "top_p": 0.5}, "--top-p does nothing here: --samplers leaves it"),
-        ({"min_tokens": 9, "max_tokens": 5}, r"--min-tokens is more than max_tokens (5)"),
     ],
     ids=str,
 )

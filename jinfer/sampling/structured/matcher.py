@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,20 @@ class Matcher:
             if self._state.is_error():
                 raise self._dead_end(message)
         return np.frombuffer(data, np.uint32)
+
+    def nothing_left(self, ids: Sequence[int], rules: Sequence[str]) -> ConstraintError:
+        """The error of an answer that the request's own rules let nobody go on with.
+
+        Args:
+            ids: what the constraint allows next.
+            rules: the parameters that forbid it.
+        """
+        text = self._vocabulary.tokenizer.decode(ids[:1], skip_special=False)
+        return ConstraintError(
+            f"{self._kind}: after {len(self._tokens)} tokens nothing is left: "
+            f"{' and '.join(rules) or 'the model'} forbid what has to come next, {text!r}"
+            + (" and others" if len(ids) > 1 else "")
+        )
 
     def _dead_end(self, message: str) -> ConstraintError:
         if "NoExtension" in message or not message:
