@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
     overrides: dict[str, Any] = {"engine.context": options.length}
     for override in options.set:
         overrides |= parse_flat(override)
-    text = Path(options.text).read_text(encoding="utf-8")
+    text = Path(options.text).read_text(encoding="utf-8-sig")
     llm = LLM(options.source, progress=sys.stderr.isatty(), **overrides)
     parts = text_windows(llm, text, options.length, options.stride, options.definition)
     parts = parts[: options.windows]

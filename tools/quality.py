@@ -250,7 +250,7 @@ def _run(options: argparse.Namespace) -> int:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
     check_places(options.json, options.svg)
-    text = Path(options.text).read_text(encoding="utf-8")
+    text = Path(options.text).read_text(encoding="utf-8-sig")
     first = LLM(options.source, **{"engine.context": options.length})
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]
     del first

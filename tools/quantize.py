@@ -319,7 +319,7 @@ def _run(options: argparse.Namespace) -> int:
     for key, value in (("weights", options.weights), ("method", options.method)):
         if value is not None:
             overrides = merge(overrides, {"quantization": {key: value}})
-    text = options.calibration and Path(options.calibration).read_text(encoding="utf-8")
+    text = options.calibration and Path(options.calibration).read_text(encoding="utf-8-sig")
     begun = time.perf_counter()
     rows = convert(
         options.source,

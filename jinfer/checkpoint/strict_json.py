@@ -18,9 +18,9 @@ def parse_object(path: Path, data: bytes, offset: int = 0) -> dict[str, Any]:
         CheckpointError: invalid JSON, a repeated key, too deep nesting, or not an object.
     """
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+        # A file may begin with a mark of its encoding; a part of one is what its format says.
+        text = data.decode("utf-8" if offset else "utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise CheckpointError(path, "JSON is nested too deeply", offset) from None
     except ValueError as error:  # bad UTF-8, bad JSON, a number of thousands of digits

@@ -246,7 +246,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_value(path: Path) -> Any:
     """Reads a JSON file. Raises `SourceError`."""
     try:
-        return json.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        return json.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except FileRefused as error:
         raise SourceError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:

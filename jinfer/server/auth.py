@@ -17,10 +17,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
         SourceError: it cannot be read, or has no key.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: {error}; write one key a line") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise SourceError(f"{path}: has no key; write one a line")
     return keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from jinfer.spec.errors import nearest
 _SHOWN = 200  # characters of a client's own words in an error
 # Values in a body. What has more would be taken apart in one go that nothing else runs beside.
 MOST_VALUES = 1 << 18
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -26,9 +28,12 @@ async def read(request: Request, settings: Settings) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is too long, or does not come.
+        ApiError: it is too long, or encoded, or does not come.
         ClientDisconnect: the client has gone.
     """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise _encoded(encoding)
     too_long = ApiError(
         413,
         f"the body is longer than the {settings.max_body} bytes that are allowed",
@@ -52,7 +57,20 @@ async def read(request: Request, settings: Settings) -> bytes:
         raise ApiError(408, message, headers={"connection": "close"}) from None
     except ClientDisconnect:
         raise
-    return b"".join(parts)
+    data = b"".join(parts)
+    for begin, name in _PACKED.items():  # where the header was forgotten
+        if data.startswith(begin):
+            raise _encoded(name)
+    return data.removeprefix(BOM_UTF8)
+
+
+def _encoded(name: str) -> ApiError:
+    return ApiError(
+        415,
+        f"a body in the encoding {name[:40]!r} is not read here; send it without Content-Encoding",
+        code="unsupported_encoding",
+        headers={"accept-encoding": "identity", "connection": "close"},
+    )
 
 
 def parse[B: BaseModel](data: bytes, model: type[B]) -> B:

@@ -59,6 +59,24 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiError:
+    """A text that a model's context has no room for.
+
+    Clients know it by words of OpenAI's: LiteLLM by the first sentence, LangChain by the second.
+
+    Args:
+        what: the text, such as "the prompt".
+        count, most: its tokens, and those of the context.
+        advice: what to do.
+    """
+    return invalid(
+        f"This model's maximum context length is {most} tokens, but {what} has {count}. "
+        f"Input tokens exceed the configured limit; {advice}.",
+        param,
+        "context_length_exceeded",
+    )
+
+
 def unsupported(message: str, param: str | None = None) -> ApiError:
     """A field that asks for something that there is not.
 

@@ -306,7 +306,7 @@ def _template(found: Mapping[str, Any]) -> str:
     if "{" in text:
         return text
     try:
-        return Path(text).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"--chat-template {text[:200]}: {error}") from None
 

@@ -46,6 +46,8 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["path"].endswith("/"):  # the same route, without a redirection
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         id = headers.get("x-request-id", "")
         if not _ID.fullmatch(id):

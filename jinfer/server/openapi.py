@@ -26,6 +26,7 @@ _ERRORS = {
     "405": "another method",
     "408": "the body did not come",
     "413": "the body is too long",
+    "415": "the body is compressed",
     "429": "too many requests wait",
     "500": "the server's fault",
     "501": "not to be had here",

@@ -13,7 +13,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend, Prepared
 from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
-from jinfer.server.errors import as_api_error, invalid
+from jinfer.server.errors import as_api_error, invalid, too_long
 from jinfer.server.metrics import Watch
 from jinfer.server.sampling import Asked
 
@@ -57,11 +57,9 @@ def prepare(
     ids = shortened(ids, asked.truncate, frontend.opened.context - 1)
     context = frontend.opened.context
     if len(ids) >= context:
-        raise invalid(
-            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {context}",
-            param,
-            "context_length_exceeded",
-        )
+        # One that fills it leaves no room for an answer.
+        advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
+        raise too_long("the prompt", len(ids), context, advice, param)
     if not ids and not frontend.engine.model.has_cross_attention:
         raise invalid("the prompt is empty; give at least one token", param)
     try:

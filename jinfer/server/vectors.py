@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
+from jinfer.server.errors import ApiError, as_api_error, invalid, too_long, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
 from jinfer.server.replies import Reply, listed
@@ -116,12 +116,8 @@ def _ids(
         if not ids:
             raise invalid(f"text {number} is empty; give at least one token", param)
         if len(ids) > limit:
-            raise invalid(
-                f"text {number} has {len(ids)} tokens; the model reads {limit:g}; shorten it, or "
-                f"set truncate_prompt_tokens",
-                param,
-                "context_length_exceeded",
-            )
+            advice = "shorten it, or set truncate_prompt_tokens"
+            raise too_long(f"text {number}", len(ids), int(limit), advice, param)
     return listed
 
 

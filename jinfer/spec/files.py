@@ -46,7 +46,7 @@ def _content(path: Path) -> bytes:
 @lru_cache(maxsize=512)  # by what is in it: in a notebook, files are edited and read again
 def _parsed(path: Path, content: bytes) -> Table:
     try:
-        text = content.decode().replace("\r\n", "\n")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
         if _parts(text) > MAX_PARTS:
             raise SpecError(path, "", "has a line with too many dots")
         table = tomllib.loads(text)

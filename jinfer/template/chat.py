@@ -159,6 +159,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return read_regular(path, _MAX_FILE).decode("utf-8")
+        return read_regular(path, _MAX_FILE).decode("utf-8-sig")
     except (FileRefused, ValueError) as error:
         raise TemplateError(f"{path}: {error}"[:300]) from None

@@ -151,7 +151,7 @@ def _text_or_file(text: str) -> str:
     try:
         if not Path(text).is_file():
             return text
-        return Path(text).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise argparse.ArgumentTypeError(f"{text}: is no text in UTF-8") from None

@@ -115,7 +115,7 @@ def _prompt(options: argparse.Namespace) -> str | list[int]:
             content = sys.stdin.buffer.read()
         else:
             content = read_regular(Path(options.prompt_file), MAX_PROMPT)
-        return content.decode()
+        return content.decode("utf-8-sig")
     except FileRefused as error:
         raise RequestError(f"{name}: {error}") from None
     except UnicodeDecodeError:

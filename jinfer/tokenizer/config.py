@@ -38,7 +38,7 @@ def read_lines(path: Path) -> list[str]:
     """The lines of a file, without their ends. Raises: TokenizerError: it is not UTF-8."""
     data = read_file(path)
     try:
-        return [line.rstrip("\r") for line in data.decode("utf-8").split("\n")]
+        return [line.rstrip("\r") for line in data.decode("utf-8-sig").split("\n")]
     except ValueError as error:
         raise TokenizerError(f"{path}: {error}") from None
 
@@ -47,7 +47,7 @@ def read_json(path: Path) -> Any:
     """The JSON value in a file. Raises: TokenizerError."""
     data = read_file(path, MAX_JSON_BYTES)
     try:
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not readable as JSON: {one_line(error)}") from None
 

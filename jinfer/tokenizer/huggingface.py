@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -170,7 +171,7 @@ def _pieces(part: int | str) -> list[int | str]:
 
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
     """Reads a tokenizer.json. Raises: TokenizerError."""
-    data = read_file(path)
+    data = read_file(path).removeprefix(BOM_UTF8)
     check_merges(path, data)
     with library_errors(path, "not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_buffer(data)

@@ -1,5 +1,6 @@
 """What cannot be answered is said in OpenAI's form, never with a 500."""
 
+import gzip
 from typing import Any
 
 import httpx
@@ -169,7 +170,11 @@ def test_too_long(smol: Running) -> None:
         error = refused(smol, path, body)
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == param
-        assert "4096" in error["message"]
+        # What LiteLLM and LangChain look for.
+        assert error["message"].startswith(
+            "This model's maximum context length is 4096 tokens, but the prompt has "
+        )
+        assert "Input tokens exceed the configured limit" in error["message"]
 
 
 def test_a_body_of_ten_megabytes(smol: Running) -> None:
@@ -184,6 +189,38 @@ def test_a_body_of_ten_megabytes(smol: Running) -> None:
 
     with smol.client() as http:  # without a length that says it beforehand
         assert http.post("/v1/completions", content=parts()).status_code == 413
+
+
+def test_bodies_that_are_compressed(smol: Running) -> None:
+    """Also where the header was forgotten."""
+    plain = b'{"prompt": "a", "max_tokens": 1}'
+    packed = gzip.compress(plain)
+    cases = [
+        ({"content-encoding": "gzip"}, packed),
+        ({"content-encoding": "br"}, b"x"),
+        ({}, packed),
+    ]
+    with smol.client() as http:
+        for headers, content in cases:
+            answer = http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 415
+            assert answer.headers["accept-encoding"] == "identity"
+            error = answer.json()["error"]
+            assert error["code"] == "unsupported_encoding"
+            assert "Content-Encoding" in error["message"]
+        headers = {"content-encoding": "identity"}
+        for content in (plain, b"\xef\xbb\xbf" + plain):
+            answer = http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_slash_at_the_end(smol: Running) -> None:
+    with smol.client() as http:
+        assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+        assert http.get("/v1/models/smol/").json()["id"] == "smol"
+        answer = http.post("/v1/completions/", json={"prompt": "a", "max_tokens": 1})
+        assert answer.status_code == 200
+        assert http.get("/health/").status_code == 200
 
 
 def test_routes_and_methods(smol: Running) -> None:
