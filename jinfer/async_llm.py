@@ -12,7 +12,7 @@ import numpy as np
 from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
 from jinfer.engine.requests import RequestError
-from jinfer.engine.thread import Stats
+from jinfer.engine.stats import Stats
 from jinfer.frontend import Prepared
 from jinfer.inputs import Params, Prompt
 from jinfer.llm import LLM, Prompts

@@ -14,7 +14,7 @@ import numpy as np
 from jinfer.engine.answers import best, taken, whole
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
-from jinfer.engine.thread import Stats
+from jinfer.engine.stats import Stats
 from jinfer.frontend import Frontend, Prepared
 from jinfer.inputs import Ids, Params, Prompt, prompts
 from jinfer.opening.conversation import Message

@@ -33,6 +33,7 @@ from jinfer.engine.requests import (
     Token,
 )
 from jinfer.engine.state import Choice
+from jinfer.engine.stats import Stats
 from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
@@ -43,34 +44,6 @@ type Job = Callable[[Engine], Any]  # gives its result, or a generator whose val
 _CLOSED = "the model was closed; open it again"
 _LOOK = 0.01  # seconds between two looks for a program that a job waits for
 _LET_GO = 0.05  # seconds until XLA has let go of what a call was given, on a busy machine
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an engine does at a moment.
-
-    Attributes:
-        running, waiting: requests.
-        blocks, blocks_held: of the cache, those of all groups together.
-        preemptions: so far.
-        prompt_tokens, cached_tokens, new_tokens: so far; cached ones were not computed again.
-        compilations: programs compiled, or taken from the persistent cache.
-        drafts, draft_tokens, accepted_tokens: trees that were verified so far, their tokens, and
-            those of them that were right.
-    """
-
-    running: int
-    waiting: int
-    blocks: int
-    blocks_held: int
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    compilations: int
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 class EngineThread:
@@ -108,10 +81,19 @@ class EngineThread:
         """Ends a request within a step; its sink is not called again after that."""
         self._send(lambda loop: loop.end(request))
 
+    def when_taken(self, told: Callable[[], None]) -> None:
+        """Calls back once the engine has taken in, or refused, all that was submitted before.
+
+        It is called on the engine's thread.
+        """
+        self._send(lambda loop: told())
+
     def progress(self, request: int) -> tuple[int, int] | None:
         """Tokens of a running request's prompt that were cached, and that are computed by now."""
         sequence = self._loop.engine.sequence(request)
-        return None if sequence is None else (sequence.cached or 0, sequence.computed)
+        if sequence is None or sequence.cached is None:  # it waits for a slot
+            return None
+        return sequence.cached, sequence.computed
 
     def run(self, job: Job) -> Any:
         """The result of a job that is done between two steps; its exceptions are raised here.

@@ -17,14 +17,14 @@ from jinfer.server.errors import as_api_error, invalid, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
 from jinfer.server.prompts import chat_ids
-from jinfer.server.replies import DONE, PING, Reply, Stream, dumps, event
+from jinfer.server.replies import DONE, Reply, Stream, dumps, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import CHAT, Asked, asked
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call, Service
-from jinfer.server.streams import check_stream, ended, framed, refuse
+from jinfer.server.streams import check_stream, ended, framed, refuse, sent
 from jinfer.server.tooling import tooling
 from jinfer.template import TemplateError
 
@@ -175,6 +175,11 @@ class _Chat:
         """A piece of one answer."""
         return self.frame([streams.choice(index, {"delta": delta}, reason, more)])
 
+    def told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
+        """A piece with the figures that it is to have."""
+        options = self.call.body.stream_options
+        return chunk | streams.so_far(self.job, options, self.run.so_far(index))
+
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every piece has."""
         head = (self.id, "chat.completion.chunk", self.created, self.hosted.name)
@@ -239,15 +244,15 @@ async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         readings = [_Reading(it.read.parser()) for _ in it.job.prepared]
         async for batch in pieces:
-            events = [
-                event(one) for i, piece in batch for one in _events(it, i, piece, readings[i])
-            ]
-            if not batch and call.body.return_progress:
+            events = []
+            if call.body.return_progress:
                 events += [
-                    event({**it.chunk(index, {}), "prompt_progress": known})
-                    for index, known in it.run.progress()
+                    event({**it.told(index, it.chunk(index, {})), "prompt_progress": known})
+                    for index, known in it.run.progress(first=batch != [])
                 ]
-            yield b"".join(events) or (b"" if batch else PING)
+            for i, piece in batch or ():
+                events += [event(one) for one in _events(it, i, piece, readings[i])]
+            yield sent(events, batch)
         yield ended(call.body.stream_options, it.frame([]), [it.job], it.run)
         yield DONE
 
@@ -255,15 +260,18 @@ async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
 def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
     """The events that a piece of an answer becomes."""
     found: list[dict[str, Any]] = []
-    how = it.job.asked
+    how, options = it.job.asked, it.call.body.stream_options
     if not reading.begun:
         reading.begun = True
-        found.append(it.chunk(index, {"role": "assistant", "content": ""}))
+        found.append(it.told(index, it.chunk(index, {"role": "assistant", "content": ""})))
         if how.token_ids:
             found[-1]["prompt_token_ids"] = it.job.ids
+    it.run.show(index, piece)
     deltas = [reading.take(piece.text)] if piece.text else []
+    reason = None
     if piece.finish_reason is not None:
         deltas.append(reading.finish(piece.finish_reason))
+        reason = it._reason(reading, piece.finish_reason)
     delta: dict[str, Any] = {}
     for one in deltas:
         for name, value in _delta(one).items():
@@ -274,14 +282,11 @@ def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict
         more["logprobs"] = {"content": entries, "refusal": None}
     if how.token_ids:
         more["token_ids"] = list(piece.token_ids)
+    # vLLM's pieces with usage have a token more each, so that the last one has the reason too.
+    together = options is not None and options.continuous_usage_stats
     if delta or more or how.timings:
-        chunk = it.chunk(index, delta, **more)
-        options = it.call.body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = figures.usage([it.job], {index: it.run.so_far(index)})
-        if how.timings:
-            chunk["timings"] = figures.timings(it.run.so_far(index))
-        found.append(chunk)
-    if piece.finish_reason is not None:
-        found.append(it.chunk(index, {}, it._reason(reading, piece.finish_reason)))
+        found.append(it.told(index, it.chunk(index, delta, reason if together else None, **more)))
+        reason = None if together else reason
+    if reason is not None:
+        found.append(it.told(index, it.chunk(index, {}, reason)))
     return found

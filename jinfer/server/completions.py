@@ -14,14 +14,14 @@ from jinfer.server import figures, streams
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import DONE, PING, Reply, Stream, dumps, event
+from jinfer.server.replies import DONE, Reply, Stream, dumps, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import COMPLETIONS, asked
 from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.scoring import score_prompt
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream, ended, framed, refuse
+from jinfer.server.streams import check_stream, ended, framed, refuse, sent
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -206,8 +206,7 @@ class _Texts:
         """
         body = self.call.body
         found: list[dict[str, Any]] = []
-        prompt = next(i for i, job in enumerate(self._owners) if index < job)
-        job = self.jobs[prompt]
+        prompt, job = self._prompt(index), self._job(index)
         first = index not in begun
         begun.setdefault(index, 0)
         text = self.echoed(prompt) + piece.text if first else piece.text
@@ -219,21 +218,31 @@ class _Texts:
             if first:
                 more["prompt_token_ids"] = job.ids
         begun[index] += len(text)
+        self.run.show(index, piece)
         reason = piece.finish_reason
         if text or more or reason is not None or job.asked.timings:
-            found.append(self.chunk(index, text, reason, **more))
-            if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-                found[-1]["usage"] = figures.usage([job], {0: self.run.so_far(index)})
-            if job.asked.timings:
-                found[-1]["timings"] = figures.timings(self.run.so_far(index))
+            found.append(self._told(index, self.chunk(index, text, reason, **more)))
         return found
 
-    def progress(self) -> list[bytes]:
-        """How far the prompts are that have no answer yet."""
+    def progress(self, *, first: bool) -> list[bytes]:
+        """How far the prompts are, where that is asked for; as `Run.progress`."""
+        if not self.call.body.return_progress:
+            return []
         return [
-            event({**self.chunk(index, ""), "prompt_progress": figures})
-            for index, figures in self.run.progress()
+            event({**self._told(index, self.chunk(index, "")), "prompt_progress": known})
+            for index, known in self.run.progress(first=first)
         ]
+
+    def _told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
+        """A piece with the figures that it is to have."""
+        job, options = self._job(index), self.call.body.stream_options
+        return chunk | streams.so_far(job, options, self.run.so_far(index))
+
+    def _job(self, index: int) -> Job:
+        return self.jobs[self._prompt(index)]
+
+    def _prompt(self, index: int) -> int:
+        return next(i for i, job in enumerate(self._owners) if index < job)
 
     def __post_init__(self) -> None:
         self._owners: list[int] = []
@@ -246,9 +255,9 @@ async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         begun: dict[int, int] = {}
         async for batch in pieces:
-            events = [event(one) for i, piece in batch for one in it.events(i, piece, begun)]
-            if not batch and call.body.return_progress:
-                events += it.progress()
-            yield b"".join(events) or (b"" if batch else PING)
+            events = it.progress(first=batch != [])
+            for i, piece in batch or ():
+                events += [event(one) for one in it.events(i, piece, begun)]
+            yield sent(events, batch)
         yield ended(call.body.stream_options, it.frame([]), it.jobs, it.run)
         yield DONE

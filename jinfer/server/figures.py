@@ -46,16 +46,18 @@ def timings(of: Usage) -> dict[str, Any]:
     return {
         "cache_n": of.cached_tokens,
         **_rates("prompt", computed, prefill),
-        **_rates("predicted", of.completion_tokens, of.decode_seconds),
+        # The time begins with the first token, which belongs to the prompt's.
+        **_rates("predicted", of.completion_tokens, of.decode_seconds, first=1),
     }
 
 
-def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+def _rates(name: str, count: int, seconds: float, first: int = 0) -> dict[str, Any]:
+    timed = max(0, count - first)
     return {
         f"{name}_n": count,
         f"{name}_ms": seconds * 1000,
-        f"{name}_per_token_ms": seconds * 1000 / max(1, count),
-        f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
+        f"{name}_per_token_ms": seconds * 1000 / max(1, timed),
+        f"{name}_per_second": timed / seconds if seconds > 0 else 0.0,
     }
 
 

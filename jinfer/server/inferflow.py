@@ -128,6 +128,6 @@ async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
     begun = time.perf_counter()
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         async for batch in pieces:
-            text = "".join(chunk.text for _, chunk in batch)
+            text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
         yield dumps(_piece("", begun, end=True)) + b"\n\n"

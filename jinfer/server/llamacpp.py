@@ -14,13 +14,13 @@ from jinfer.server.about import own_version
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import PING, Reply, Stream, event
+from jinfer.server.replies import Reply, Stream, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import LLAMA_CPP, asked
 from jinfer.server.schemas.llamacpp import LlamaRequest
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream, refuse
+from jinfer.server.streams import check_stream, refuse, sent
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -182,6 +182,7 @@ class _Llama:
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """A piece that is not the last."""
+        self.run.show(index, chunk)
         so_far = self.run.so_far(index)
         shown = {
             "index": index,
@@ -194,17 +195,21 @@ class _Llama:
         }
         if self.call.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(chunk.logprobs)
-        if self.call.body.timings_per_token:
-            shown["timings"] = figures.timings(so_far)
-        return shown
+        return shown | self._timings(index)
 
-    def progress(self) -> list[bytes]:
-        """How far the prompts are that have no answer yet."""
+    def progress(self, *, first: bool) -> list[bytes]:
+        """How far the prompts are; as `Run.progress`."""
         shown = {"content": "", "tokens": [], "stop": False}
         return [
-            event({"index": index, **shown, "prompt_progress": figures})
-            for index, figures in self.run.progress()
+            event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
+            for index, known in self.run.progress(first=first)
         ]
+
+    def _timings(self, index: int) -> dict[str, Any]:
+        """Of what came so far, where they are asked for."""
+        if not self.call.body.timings_per_token:
+            return {}
+        return {"timings": figures.timings(self.run.so_far(index))}
 
 
 async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
@@ -215,16 +220,14 @@ async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
         ended: set[int] = set()
         async with contextlib.aclosing(it.run.pieces()) as pieces:
             async for batch in pieces:
-                events = []
-                for index, chunk in batch:
+                events = it.progress(first=batch != []) if call.body.return_progress else []
+                for index, chunk in batch or ():
                     chunks[index].append(chunk)
                     events.append(event(it.piece(index, chunk)))
                 for index in it.run.usages.keys() - ended:
                     ended.add(index)
                     events.append(_end(it, index, owners[index], chunks[index]))
-                if not batch and call.body.return_progress:
-                    events += it.progress()
-                yield b"".join(events) or PING
+                yield sent(events, batch)
         yield b"".join(
             _end(it, index, owners[index], chunks[index])
             for index in sorted(it.run.usages.keys() - ended)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jinfer.engine.generation import Chunk, Usage
-from jinfer.engine.thread import Stats
+from jinfer.engine.stats import Stats
 from jinfer.records import dataclass, field
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from jinfer.assembly import all_shapes
-from jinfer.engine.thread import Stats
+from jinfer.engine.stats import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM

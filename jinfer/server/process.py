@@ -12,8 +12,10 @@ import socket
 import ssl
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -28,6 +30,7 @@ _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
 _TELLING = 3  # seconds in which clients are told that their answers end
+_LOOK = 0.1  # seconds between two looks for another signal
 # Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
 # twenty for the event loop beside the engine and three workers.
 _TURN = 0.001
@@ -86,11 +89,20 @@ def serve(found: Mapping[str, Any]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Tells clients whose answers are not done in time, before it lets go of them."""
+    """Tells clients whose answers are not done in time, before it lets go of them.
+
+    A second signal ends that time at once.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float | None) -> None:
         super().__init__(config)
         self._service, self._seconds = service, seconds
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal; uvicorn would go at the second SIGINT, without closing models."""
+        self._hurried = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers come to their end, for some time."""
@@ -102,9 +114,15 @@ class _Server(uvicorn.Server):
             ending.cancel()
 
     async def _end(self) -> None:
-        if self._seconds is not None:
-            await asyncio.sleep(self._seconds)
-            self._service.end_answers()
+        end = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(_LOOK)
+        self._service.end_answers()
+        while not self._hurried:
+            await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_LOOK)  # in which they are told
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _last_end(seconds: float | None) -> int | None:

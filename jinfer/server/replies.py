@@ -80,7 +80,7 @@ class Stream:
     """An answer in pieces.
 
     Attributes:
-        pieces: bytes as they come.
+        pieces: bytes as they come. With the first ones the status is sent, even if they are none.
         failed: what becomes of an error in the middle.
     """
 
@@ -89,7 +89,7 @@ class Stream:
     failed: Callable[[ApiError], bytes] = told
 
     async def send(self, send: Send, seconds: float) -> BaseException | None:
-        """Sends it as it comes; an error before the first piece is raised.
+        """Sends it as it comes; an error before the first piece, empty or not, is raised.
 
         Returns:
             An error in the middle, which the client was told of.
@@ -104,13 +104,12 @@ class Stream:
         async with contextlib.aclosing(self.pieces) as pieces:
             try:
                 async for piece in pieces:
-                    if not piece:
-                        continue
                     async with asyncio.timeout(seconds):
                         if not begun:
                             begun = True
                             await send(_start(200, headers))
-                        await send(_part(piece, more=True))
+                        if piece:
+                            await send(_part(piece, more=True))
             except TimeoutError:
                 raise
             except asyncio.CancelledError as error:

@@ -17,11 +17,12 @@ from jinfer.server.errors import ApiError, invalid, unsupported
 from jinfer.server.items import Items
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import Settled, Tooling
-from jinfer.server.replies import PING, Reply, Stream, event
+from jinfer.server.replies import Reply, Stream, event
 from jinfer.server.running import Job, Run
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.responses import InputItem, InputPart, ResponseRequest
 from jinfer.server.service import Call
+from jinfer.server.streams import sent
 
 # A field of a chat completion -> what a response calls it.
 _NAMES: Mapping[str, str] = {
@@ -49,7 +50,7 @@ async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
         return Stream(_streamed(call), failed=_failed)
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         async for batch in pieces:
-            for _, chunk in batch:
+            for _, chunk in batch or ():
                 it.take(chunk)
         it.finish()
         return Reply(it.response(it.status))
@@ -276,7 +277,7 @@ async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
     """The events of a stream, numbered."""
     number = 0
 
-    def sent(one: dict[str, Any]) -> bytes:
+    def numbered(one: dict[str, Any]) -> bytes:
         nonlocal number
         number += 1
         return event({**one, "sequence_number": number - 1}, one["type"])
@@ -289,10 +290,10 @@ async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
                 begun = True
                 for kind in ("created", "in_progress"):
                     shown = {"type": f"response.{kind}", "response": it.response("in_progress")}
-                    events.append(sent(shown))
-            for _, chunk in batch:
-                events += map(sent, it.take(chunk))
-            yield b"".join(events) or (b"" if batch else PING)
-        events = list(map(sent, it.finish()))
+                    events.append(numbered(shown))
+            for _, chunk in batch or ():
+                events += map(numbered, it.take(chunk))
+            yield sent(events, batch)
+        events = list(map(numbered, it.finish()))
         kind = f"response.{it.status}"
-        yield b"".join([*events, sent({"type": kind, "response": it.response(it.status)})])
+        yield b"".join([*events, numbered({"type": kind, "response": it.response(it.status)})])

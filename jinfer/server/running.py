@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from jinfer.engine.answers import best
@@ -105,13 +107,17 @@ class Run:
     def __post_init__(self) -> None:
         self.prepared = [one for job in self.jobs for one in job.prepared]
         self._asked = [job.asked for job in self.jobs for _ in job.prepared]
+        self._told: set[int] = set()
+        self._shown: Counter[int] = Counter()
         if any(job.asked.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]]]:
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
         """Lists of (number of the answer, piece) as they come; `usages` are known at the end.
 
-        What still runs when the iterator is closed is cancelled.
+        None comes once, when the engine has taken in what can be taken in: from then on an answer
+        may wait, but is not refused. An empty list says that nothing has come for some time. What
+        still runs when the iterator is closed is cancelled.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -134,10 +140,15 @@ class Run:
 
         try:
             start()
+            self.frontend.thread.when_taken(partial(sink(-1), None))
             while running:
                 batch: list[tuple[int, Chunk]] = []
                 failure: BaseException | None = None
+                taken = False
                 for index, piece in await _ready(queue, self.ping):
+                    if piece is None:
+                        taken = True
+                        continue
                     if isinstance(piece, BaseException):
                         running.discard(index)
                         failure = piece
@@ -153,12 +164,14 @@ class Run:
                             piece = Chunk("", finish_reason=piece.finish_reason and "length")
                         self.watch.piece(index, piece)
                         batch.append((index, piece))
+                if taken and failure is None:
+                    yield None
                 if failure is not None:
                     if batch:  # what came before it, however soon it followed
                         yield batch
                     raise failure
                 start()
-                if batch or running:
+                if batch or (running and not taken):
                     yield batch
         finally:
             for index in running:
@@ -166,28 +179,41 @@ class Run:
                 with contextlib.suppress(RequestError):  # the model was closed
                     self.frontend.thread.cancel(self.prepared[index].request.id)
 
+    def show(self, index: int, chunk: Chunk) -> None:
+        """A piece is about to be shown, of several perhaps that came together."""
+        self._shown[index] += len(chunk.token_ids)
+
     def so_far(self, index: int) -> Usage:
-        """Tokens and seconds of an answer that is on its way."""
+        """Tokens and seconds of an answer that is on its way, as far as it was shown."""
         prefill, decode = self.watch.seconds(index)
         request = self.prepared[index].request
         cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
-        count = self.watch.counts.get(index, 0)
-        usage = Usage(len(request.prompt), count, prefill, decode, cached)
+        usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
         return _without_token(usage) if self._asked[index].nothing else usage
 
-    def progress(self) -> list[tuple[int, dict[str, Any]]]:
-        """How far each prompt is that has no answer yet, in llama.cpp's words."""
+    def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
+        """How far each prompt is that has no answer yet, in llama.cpp's words.
+
+        The first word on a prompt is what of it was cached.
+
+        Args:
+            first: only first words, also of prompts whose answers have begun.
+        """
         found = []
         for index, prepared in enumerate(self.prepared):
-            known = self.frontend.thread.progress(prepared.request.id)
-            if known is None or self.watch.counts.get(index):
+            new = index not in self._told
+            if not new and (first or self.watch.counts.get(index)):
                 continue
+            known = self.frontend.thread.progress(prepared.request.id)
+            if known is None:
+                continue
+            self._told.add(index)
             cached, done = known
             total = len(prepared.request.prompt)
             figures = {
                 "total": total,
                 "cache": cached,
-                "processed": min(done, total),
+                "processed": cached if new else min(done, total),
                 "time_ms": round(self.watch.seconds(index)[0] * 1000),
             }
             found.append((index, figures))
@@ -206,7 +232,7 @@ class Run:
         chunks: list[list[Chunk]] = [[] for _ in self.prepared]
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for batch in pieces:
-                for index, chunk in batch:
+                for index, chunk in batch or ():
                     chunks[index].append(chunk)
         whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
         return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]

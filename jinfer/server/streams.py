@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinfer.engine.generation import Usage
 from jinfer.server import figures
 from jinfer.server.errors import invalid, unsupported
-from jinfer.server.replies import event
+from jinfer.server.replies import PING, event
 from jinfer.server.running import Job, Run
 from jinfer.server.schemas.base import StreamOptions
 from jinfer.server.schemas.sampling import Sampling
@@ -59,6 +60,21 @@ def choice(
 ) -> dict[str, Any]:
     """What a piece has of one answer."""
     return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
+
+
+def so_far(job: Job, options: StreamOptions | None, usage: Usage) -> dict[str, Any]:
+    """The figures that each piece of an answer has, where they are asked for."""
+    found: dict[str, Any] = {}
+    if options is not None and options.continuous_usage_stats:
+        found["usage"] = figures.usage([job], {0: usage})
+    if job.asked.timings:
+        found["timings"] = figures.timings(usage)
+    return found
+
+
+def sent(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
+    """What a client gets of a batch of `Run.pieces`: a ping where nothing came for some time."""
+    return b"".join(events) or (PING if batch is not None and not batch else b"")
 
 
 def ended(

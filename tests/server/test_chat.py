@@ -8,6 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from jinfer import SamplingParams
+from jinfer.engine.generation import Usage
+from jinfer.server import figures
 from tests.server.running import Running
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
@@ -79,6 +81,29 @@ def test_the_form_of_a_stream(smol: Running) -> None:
     assert events[-1] == "data: [DONE]"
     assert lines[1::2] == [""] * (len(lines) // 2)
     assert all("usage" not in json.loads(line[6:]) for line in events[:-1])
+
+
+def test_usage_in_every_piece(smol: Running) -> None:
+    """As vLLM has it: each piece has more tokens than the one before, the last one the reason."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "stream": True}
+    with smol.client() as http:
+        answer = http.post("/v1/chat/completions", json={**body, "stream_options": options})
+    events = [line[6:] for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    pieces = [json.loads(one) for one in events[:-1]]
+    assert [one["usage"]["completion_tokens"] for one in pieces] == [0, 1, 2, 3, 4, 4]
+    assert len({one["usage"]["prompt_tokens"] for one in pieces}) == 1
+    reasons = [choice["finish_reason"] for one in pieces for choice in one["choices"]]
+    assert reasons == [None] * 4 + ["length"]
+
+
+def test_rates_leave_the_first_token_out() -> None:
+    """The time begins with it."""
+    found = figures.timings(Usage(10, 5, 1.0, 2.0))
+    assert (found["predicted_n"], found["predicted_ms"]) == (5, 2000)
+    assert (found["predicted_per_second"], found["predicted_per_token_ms"]) == (2, 500)
+    assert figures.timings(Usage(10, 1, 1.0, 0.0))["predicted_per_second"] == 0
 
 
 def test_cached_tokens(client: openai.OpenAI) -> None:

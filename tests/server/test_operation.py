@@ -1,6 +1,7 @@
 """What an operator counts on: keys, limits, a bounded queue, ends, several models."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -15,6 +16,7 @@ import openai
 import orjson
 import pytest
 
+from jinfer.engine.engine import Engine
 from jinfer.server.logs import JsonLines
 from jinfer.server.settings import Settings, Source
 from tests.server.running import GOLDENS, SMOL, Running, serving
@@ -115,6 +117,24 @@ def test_a_bounded_queue(tiny: Running) -> None:
     assert refused.json()["error"]["type"] == "rate_limit_error"
     stream = post(tiny, {**LONG, "max_tokens": 8, "stream": True})
     assert stream.status_code == 200
+    assert tiny.held() == 0
+
+
+def test_a_stream_that_waits_has_its_status_at_once(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed here; what cannot be answered has its own status all the same."""
+    monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.01) or [])
+    body = {**LONG, "stream": True}
+    with contextlib.ExitStack() as stack:
+        for path in ["/v1/completions", "/completion"] * 2 + ["/v1/completions"]:
+            waits = httpx.stream("POST", tiny.url + path, json=body, headers=KEY, timeout=60)
+            answer = stack.enter_context(waits)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+        assert post(tiny, body).status_code == 429
+        assert post(tiny, {**body, "prompt": [9] * 9999}).status_code == 400
+        assert tiny.hosted().llm.stats().waiting == 5
     assert tiny.held() == 0
 
 

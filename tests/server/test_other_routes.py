@@ -254,10 +254,15 @@ def test_the_progress_of_a_long_prompt(smol: Running, path: str, words: int, tok
     text = " ".join(f"{path}{i}" for i in range(words))
     prompt = [1 + (i * len(path)) % 40000 for i in range(tokens)]
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": prompt}
-    body = {"n_predict": 1, "stream": True, "return_progress": True, **asked}
+    more = {"return_progress": True, "timings_per_token": True}
+    body = {"n_predict": 24, "ignore_eos": True, "stream": True, **more, **asked}
     with smol.client() as http, http.stream("POST", path, json=body) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-    found = [json.loads(line[6:]).get("prompt_progress") for line in lines]
+    pieces = [json.loads(line[6:]) for line in lines]
+    assert all("timings" in one for one in pieces)
+    found = [one.get("prompt_progress") for one in pieces]
+    first = next(one for one in found if one)
+    assert first["processed"] == first["cache"]
     done = [one["processed"] for one in found if one]
     assert done == sorted(done)
     assert all(chat or one["total"] == tokens for one in found if one)

@@ -92,10 +92,14 @@ def test_sigterm_lets_answers_come_to_their_end() -> None:
     assert log[-1]["event"] == "ended"
 
 
-def test_answers_that_take_too_long_to_end_are_told() -> None:
-    """A stream has an event, a whole answer a status; so has what comes after the signal."""
+@pytest.mark.parametrize("seconds", ["1", "0"])
+def test_answers_that_take_too_long_to_end_are_told(seconds: str) -> None:
+    """A stream has an event, a whole answer a status; so has what comes after the signal.
+
+    Where there is any time to end, a second signal ends it.
+    """
     port = free_port()
-    flags = ("--set", "dtype=float32", "--warm-up", "off", "--stop-timeout", "1")
+    flags = ("--set", "dtype=float32", "--warm-up", "off", "--stop-timeout", seconds)
     # Long enough for the signal, short enough for a test that fails: the model is tiny.
     body = {"prompt": [5], "max_tokens": 250, "ignore_eos": True, "n": 128, "temperature": 1}
     with (
@@ -110,13 +114,16 @@ def test_answers_that_take_too_long_to_end_are_told() -> None:
                 lines = answer.iter_lines()
                 next(lines)
                 process.send_signal(signal.SIGTERM)
+                if seconds == "0":
+                    time.sleep(0.5)
+                    process.send_signal(signal.SIGTERM)
                 *_, last = [line for line in lines if line]
             assert orjson.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
             for one in whole:
                 assert one.result().status_code == 503
                 assert one.result().headers["retry-after"] == "1"
                 assert one.result().json()["error"]["code"] == "closing"
-        assert process.wait(30) == 0
+        assert process.wait(10) == 0
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_long_text(encoder: Running) -> None:
     long = "word " * 1000
     error = posted(encoder, "/v1/embeddings", 400, input=["a", long])
     assert error["code"] == "context_length_exceeded"
-    assert "text 1 has 1002 tokens" in error["message"]
+    assert "context length is 256 tokens, but text 1 has 1002" in error["message"]
     answer = posted(encoder, "/v1/embeddings", input=long, truncate_prompt_tokens=-1)
     assert answer["usage"]["prompt_tokens"] == 256
 
