@@ -13,6 +13,7 @@ from jinfer.records import dataclass, field
 from jinfer.server import figures, streams
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
+from jinfer.server.offsets import Offsets, places, places_in
 from jinfer.server.prompts import prompts_of
 from jinfer.server.replies import DONE, Reply, Stream, dumps, event
 from jinfer.server.running import Job, Run, prepare
@@ -127,9 +128,10 @@ class _Texts:
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
         body, job = self.call.body, self.jobs[prompt]
         echoed = self.echoed(prompt)
+        text = echoed + answer.text
         choice: dict[str, Any] = {
             "index": number,
-            "text": echoed + answer.text,
+            "text": text,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
@@ -137,7 +139,11 @@ class _Texts:
             entries = answer.logprobs or []
             before = self.scored[prompt] if body.echo else []
             ids = job.ids[:1] if body.echo else []
-            choice["logprobs"] = self._logprobs([*before, *entries], ids)
+            offsets = self._prompt_offsets(prompt) if body.echo else []
+            own = self._offsets(prompt).of([one.id for one in entries])
+            offsets += [len(echoed) + place for place in own]
+            offsets = [min(place, len(text)) for place in offsets]
+            choice["logprobs"] = self._logprobs([*before, *entries], ids, offsets)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [None, *map(figures.ranked, self.scored[prompt])]
         if job.asked.token_ids:
@@ -158,23 +164,36 @@ class _Texts:
         tokenizer = self.hosted.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
+    def _offsets(self, prompt: int) -> Offsets:
+        """Of an answer that begins."""
+        return Offsets(self.hosted.llm.tokenizer, self.jobs[prompt].prepared[0].request)
+
+    def _prompt_offsets(self, prompt: int) -> list[int]:
+        """Where the tokens of an echoed prompt begin in its text."""
+        ids, tokenizer = self.jobs[prompt].ids, self.hosted.llm.tokenizer
+        if tokenizer is None:
+            return [0] * len(ids)
+        if self._is_text(prompt):
+            return places_in(tokenizer, self.echoed(prompt), ids)
+        return places(tokenizer.detokenizer(), ids)
+
+    def _is_text(self, prompt: int) -> bool:
+        given = self.call.body.prompt
+        return isinstance(given, str) or (bool(given) and isinstance(given[prompt], str))
+
     def _logprobs(
-        self, entries: Sequence[TokenLogprob], first: Sequence[int], start: int = 0
+        self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]
     ) -> dict[str, Any]:
         """Tokens as completions show them; before the first of a prompt there is nothing."""
         tokenizer = self.hosted.llm.tokenizer
         tokens = [figures.token_text(tokenizer, id) for id in first]
         tokens += [figures.token_text(tokenizer, one.id) for one in entries]
         unknown: list[None] = [None] * len(first)
-        offsets = []
-        for token in tokens:
-            offsets.append(start)
-            start += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [*unknown, *(figures.finite(one.logprob) for one in entries)],
             "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
-            "text_offset": offsets,
+            "text_offset": [*offsets],
         }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
@@ -198,26 +217,27 @@ class _Texts:
         head = (self.id, "text_completion", self.created, self.hosted.name)
         return framed(*head, self.call.body.stream_options, choices)
 
-    def events(self, index: int, piece: Chunk, begun: dict[int, int]) -> list[dict[str, Any]]:
+    def events(self, index: int, piece: Chunk, begun: dict[int, Offsets]) -> list[dict[str, Any]]:
         """The events that a piece of an answer becomes.
 
         Args:
-            begun: characters of each answer so far.
+            begun: of the answers so far.
         """
         body = self.call.body
         found: list[dict[str, Any]] = []
         prompt, job = self._prompt(index), self._job(index)
         first = index not in begun
-        begun.setdefault(index, 0)
+        offsets = begun.setdefault(index, self._offsets(prompt)) if first else begun[index]
         text = self.echoed(prompt) + piece.text if first else piece.text
         more: dict[str, Any] = {}
         if body.logprobs is not None:
-            more["logprobs"] = self._logprobs(piece.logprobs, (), begun[index])
+            last = piece.finish_reason is not None
+            own = offsets.of(piece.token_ids, piece.text, ended=last)
+            more["logprobs"] = self._logprobs(piece.logprobs, (), own)
         if job.asked.token_ids:
             more["token_ids"] = list(piece.token_ids)
             if first:
                 more["prompt_token_ids"] = job.ids
-        begun[index] += len(text)
         self.run.show(index, piece)
         reason = piece.finish_reason
         if text or more or reason is not None or job.asked.timings:
@@ -253,7 +273,7 @@ class _Texts:
 async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
     """The events of a stream."""
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
-        begun: dict[int, int] = {}
+        begun: dict[int, Offsets] = {}
         async for batch in pieces:
             events = it.progress(first=batch != [])
             for i, piece in batch or ():

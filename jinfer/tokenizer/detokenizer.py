@@ -17,11 +17,15 @@ class Detokenizer:
     kept, and a character whose bytes began in the prompt is shown whole.
 
     U+FFFD is shown only for bytes that no later token can make a character of.
+
+    Attributes:
+        shown: characters so far.
     """
 
     def __init__(
         self, token_bytes: Callable[[int], bytes], strip_space: bool, prompt_ids: Sequence[int]
     ) -> None:
+        self.shown = 0
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = _last_bytes(token_bytes, prompt_ids)
@@ -34,11 +38,35 @@ class Detokenizer:
         if self._at_start and data:
             self._at_start = False
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        return self._count(self._utf8.decode(data))
+
+    def place(self, id: int) -> int:
+        """Where in the text this token begins, if it is the next one.
+
+        Tokens inside a character are where it begins.
+        """
+        begun, _ = self._utf8.getstate()
+        data = self._token_bytes(id)
+        if not begun or not data or _continues(begun, data):
+            return self.shown
+        return self.shown + len(begun.decode("utf-8", "replace"))
 
     def flush(self) -> str:
         """The rest at the end of a text: U+FFFD if a character is not complete, else nothing."""
-        return self._utf8.decode(b"", final=True)
+        return self._count(self._utf8.decode(b"", final=True))
+
+    def _count(self, text: str) -> str:
+        self.shown += len(text)
+        return text
+
+
+def _continues(begun: bytes, data: bytes) -> bool:
+    """Whether the first byte goes on with a character that is not complete."""
+    try:
+        codecs.getincrementaldecoder("utf-8")("strict").decode(begun + data[:1])
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _last_bytes(token_bytes: Callable[[int], bytes], ids: Sequence[int]) -> bytes:

@@ -92,6 +92,36 @@ def test_echo_and_log_probabilities(smol: Running) -> None:
         assert max(top.values()) >= logprob
 
 
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_in_characters_of_the_text(smol: Running, ids: bool, stream: bool) -> None:
+    """Tokens inside a character have its offset, and none is beyond the text."""
+    text = "naïve 😀 café 한국"
+    llm = smol.hosted().llm
+    prompt = llm.encode(text) if ids else text
+    more = {"temperature": 0, "logprobs": 0, "stop": [" is"], "max_tokens": 6}
+    if stream:
+        with smol.client() as http:
+            answer = http.post("/v1/completions", json={"prompt": prompt, "stream": True, **more})
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        shown = "".join(one["text"] for one in choices)
+        offsets = [at for one in choices for at in one["logprobs"]["text_offset"]]
+        tokens = [token for one in choices for token in one["logprobs"]["tokens"]]
+    else:
+        (choice,) = asked(smol, prompt=prompt, echo=True, **more)["choices"]
+        shown, found = choice["text"], choice["logprobs"]
+        offsets, tokens = found["text_offset"], found["tokens"]
+        assert shown.startswith(text)
+        word = next(i for i, token in enumerate(tokens) if token.startswith(" c"))
+        assert offsets[word] == text.index(" caf")
+        assert max(map(offsets.count, offsets)) > 1
+    assert offsets == sorted(offsets)
+    assert all(at <= len(shown) for at in offsets)
+    for token, at in zip(tokens, offsets, strict=True):
+        assert "\ufffd" in token or shown[at:].startswith(token) or at == len(shown)
+
+
 @pytest.mark.parametrize("most", [0, 1])
 def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
     """Its `local-completions` reads the log-probabilities of a prompt's end."""

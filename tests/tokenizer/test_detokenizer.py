@@ -47,6 +47,30 @@ def test_pushes_join_to_decode(name: str, data: Any, skip: bool) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_places_of_tokens(name: str, data: Any) -> None:
+    """From a token's place on the text is that of it and of what follows."""
+    found = tokenizer(name)
+    ids = data.draw(ids_of(found))
+    part, text = found.detokenizer(), found.decode(ids)
+    places = []
+    for id in ids:
+        places.append(part.place(id))
+        part.push(id)
+    part.flush()
+    assert places == sorted(places)
+    assert part.shown == len(text)
+    own = [found.token_bytes(id) for id in ids]
+    for number, place in enumerate(places):
+        assert place <= len(text)
+        before, after = b"".join(own[:number]), b"".join(own[number:])
+        whole = before.decode("utf-8", "ignore").encode() == before  # no character is cut there
+        if whole and not (found.strip_space and not before.strip(b" ")):
+            assert text[place:] == after.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_no_push_shows_half_a_character(name: str, text: str) -> None:
     found = tokenizer(name)
