@@ -7,7 +7,7 @@ which nobody samples; and rules may leave none of what it allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -90,7 +90,8 @@ class Forbidden:
         """The parameters that forbid some of these ids; none: the model never gives them."""
         ids = set(given)
         allowed = self.params.allowed_token_ids
-        biased = {id for id, bias in dict(self.params.logit_bias).items() if np.isneginf(bias)}
+        pairs = cast("tuple[tuple[int, float], ...]", self.params.logit_bias)
+        biased = {id for id, bias in pairs if np.isneginf(bias)}
         now = set(self.now(tokens, self.least))
         found = {
             "banned_token_ids": ids & set(self.params.banned_token_ids),

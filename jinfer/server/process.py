@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,6 +58,7 @@ def serve(found: Mapping[str, Any]) -> int:
             build_app(sources, settings, failed=failed, made=services.append),
             access_log=False,
             log_config=None,
+            http=_protocol(),
             server_header=False,
             timeout_graceful_shutdown=_last_end(found["stop_timeout"]),
             ssl_certfile=found["ssl_certfile"],
@@ -123,6 +125,15 @@ class _Server(uvicorn.Server):
         await asyncio.sleep(_LOOK)  # in which they are told
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _protocol() -> Any:
+    """How HTTP is spoken; without httptools uvicorn takes h11, which speaks HTTP/1.0 too."""
+    if find_spec("httptools") is None:
+        return "auto"
+    from jinfer.server.protocol import Protocol
+
+    return Protocol
 
 
 def _last_end(seconds: float | None) -> int | None:

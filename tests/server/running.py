@@ -13,6 +13,7 @@ import uvicorn
 
 from jinfer.server.app import build_app
 from jinfer.server.models import Hosted
+from jinfer.server.protocol import Protocol
 from jinfer.server.service import Service
 from jinfer.server.settings import Settings, Source
 
@@ -55,7 +56,14 @@ def serving(
     """A server with these models; waits until they are there."""
     app = build_app(sources, settings or Settings(warm_up=False))
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        uvicorn.Config(
+            app,
+            port=0,
+            http=Protocol,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
     )
     thread = threading.Thread(target=server.run)
     thread.start()

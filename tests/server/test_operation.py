@@ -124,7 +124,7 @@ def test_a_stream_that_waits_has_its_status_at_once(
     tiny: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is computed here; what cannot be answered has its own status all the same."""
-    monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.01) or [])
+    monkeypatch.setattr(Engine, "step", lambda engine: [])
     body = {**LONG, "stream": True}
     with contextlib.ExitStack() as stack:
         for path in ["/v1/completions", "/completion"] * 2 + ["/v1/completions"]:
@@ -136,6 +136,27 @@ def test_a_stream_that_waits_has_its_status_at_once(
         assert post(tiny, {**body, "prompt": [9] * 9999}).status_code == 400
         assert tiny.hosted().llm.stats().waiting == 5
     assert tiny.held() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_http_of_before_there_were_chunks(tiny: Running, stream: bool) -> None:
+    """A stream to HTTP/1.0 ends with its connection, and comes in pieces all the same."""
+    body = orjson.dumps({**LONG, "max_tokens": 8, "stream": stream})
+    head = "POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer first\r\n"
+    host, port = tiny.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 60) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    headers, _, said = answer.partition(b"\r\n\r\n")
+    assert headers.startswith(b"HTTP/1.")
+    assert b"transfer-encoding" not in headers
+    assert b"connection: close" in headers
+    assert (b"content-length" in headers) != stream
+    if stream:
+        assert said.startswith(b"data: {")
+        assert said.endswith(b"data: [DONE]\n\n")
+    else:
+        assert orjson.loads(said)["usage"]["completion_tokens"] == 8
 
 
 def test_too_many_prompts(tiny: Running) -> None:

@@ -166,7 +166,12 @@ def test_a_call_that_the_limit_cuts(client: openai.OpenAI, name: str) -> None:
 
 def test_a_response_that_the_limit_cuts_in_a_call(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"]}
-    asked = {"input": "Weather?", "tools": [tool], "tool_choice": "required", "temperature": 0}
+    asked: dict[str, Any] = {
+        "input": "Weather?",
+        "tools": [tool],
+        "tool_choice": "required",
+        "temperature": 0,
+    }
     for tokens, said in ((4, False), (20, True)):
         answer = client.responses.create(model="hermes", max_output_tokens=tokens, **asked)
         assert answer.status == "incomplete"

@@ -20,7 +20,7 @@ MAX_BOUND = 2**63 - 1024  # the greatest float that is a 64-bit integer
 
 # After a brace, a comma or a colon: nothing, a space, or a line break and an indentation. A model
 # that may write any amount of white space sometimes writes nothing else.
-WHITESPACE = r" |\r?\n[ \t]{0,40}"
+WHITESPACE = r" |\r?\n[ \t]{0,20}"
 
 _ONE = ("additionalProperties", "additionalItems", "items")  # keywords whose value is a schema
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")

@@ -177,7 +177,9 @@ class _Call:
             self._out.failed(self._reader)
             return False
         cut = self._reader.cut and not (whole or self._argued)
-        if self._name not in self._tools or not (whole or self._argued or cut):
+        if self._name is None or self._name not in self._tools:
+            return False
+        if not (whole or self._argued or cut):
             return False
         if not self._opened:
             self._out.open(self._name)
