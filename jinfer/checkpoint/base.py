@@ -46,6 +46,7 @@ class Tensor:
             are decoded to float32. A read-only view of the memory map where that is possible.
             Raises `CheckpointError`.
         raw: its stored bytes, uint8 [nbytes], a view of the memory map where that is possible.
+        unreadable: why its values cannot be read, so that `read` would raise; "": they can.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Tensor:
     nbytes: int
     read: Callable[[], np.ndarray] = field(repr=False)
     raw: Callable[[], np.ndarray] = field(repr=False)
+    unreadable: str = ""
 
 
 @dataclass(frozen=True)

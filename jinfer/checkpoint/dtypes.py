@@ -28,8 +28,8 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 
-# several elements a byte: their packing is not settled between writers
-SUB_BYTE = frozenset({"F4", "F4_E2M1", "F6_E2M3", "F6_E3M2", "I4", "U4"})
+# Several elements a byte, with the bits of one: their packing is not settled between writers.
+SUB_BYTE = {"F4": 4, "F4_E2M1": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I4": 4, "U4": 4}
 
 
 def is_bool(raw: np.ndarray) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint.base import CheckpointError
+from jinfer.guard.downloads import HEAD, MAX_ANSWER, failed_download
 
 MAX_DIMS = 64  # NumPy's own limit
 MAX_BYTES = 2**63 - 1
@@ -29,7 +30,11 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps `path`; raises `CheckpointError` where it is not a readable regular file."""
+        """Maps `path`.
+
+        Raises:
+            CheckpointError: it is not a readable regular file, or is a failed download.
+        """
         self.path = path
         try:
             # a pipe or a device would block or never end
@@ -46,6 +51,10 @@ class MappedFile:
                 path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from None
         self._bytes = np.frombuffer(data, np.uint8)
+        # As long as it takes to tell an answer that is an error: those are short.
+        head = self._bytes[: HEAD if self.size > MAX_ANSWER else self.size].tobytes()
+        if told := failed_download(head, self.size):
+            raise CheckpointError(path, told)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
         """The bytes `[offset, offset + nbytes)`: read-only uint8 [nbytes], not a copy.

@@ -16,6 +16,8 @@ from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
+from jinfer.checkpoint.wrappers import unwrapped
+from jinfer.guard.files import dangling
 
 Reader = Callable[[Path], Checkpoint]
 
@@ -67,7 +69,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise CheckpointError(
             path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
-    return as_converted(_open_folder(path) if is_folder else _open_file(path))
+    checkpoint = _open_folder(path) if is_folder else _open_file(path)
+    wrapped = checkpoint.format in ("safetensors", "pickle")
+    return as_converted(unwrapped(checkpoint) if wrapped else checkpoint)
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -92,17 +96,19 @@ def _reader(file: MappedFile) -> Reader:
         return open_pickle
     _refuse_known(file.path, head)
     suffix = file.path.suffix.lower()
-    if suffix in _SUFFIXES:
+    if suffix in _SUFFIXES and not _is_text(head):
         return _SUFFIXES[suffix]
-    raise CheckpointError(
-        file.path, "is not a safetensors, PyTorch, GGUF or llama2.c file: none of their marks", 0
-    )
+    begins = f"; it is a text that begins {head[:40].decode()!r}" if _is_text(head) else ""
+    reason = "is not a safetensors, PyTorch, GGUF or llama2.c file: none of their marks"
+    raise CheckpointError(file.path, reason + begins, 0)
+
+
+def _is_text(head: bytes) -> bool:
+    return bool(head) and head.isascii() and "".join(head.decode().split()).isprintable()
 
 
 def _refuse_known(path: Path, head: bytes) -> None:
     """Says what to do about files that are met often and are not checkpoints."""
-    if head.startswith(b"version https://git-lfs"):
-        raise CheckpointError(path, "is a Git LFS pointer, not the weights: run `git lfs pull`", 0)
     if head[:4] in (b"lmgg", b"fmgg", b"tjgg"):
         reason = "is a GGML file older than GGUF: convert it with llama.cpp of August 2023"
         raise CheckpointError(path, reason, 0)
@@ -156,10 +162,19 @@ def _check_complete(folder: Path, names: list[str]) -> None:
     first = 0 if 0 in numbers else 1
     missing = [n for n in range(first, min(first + total, 1000)) if n not in numbers]
     if len(totals) > 1 or missing or len(names) != total:
+        _refuse_dangling(folder)
         reason = f"shards {missing[:5]} of {total} are missing"
         if not missing:
             reason = f"{len(names)} shards do not make one set of {total}"
         raise CheckpointError(folder, f"{matches[0][1]}: {reason}")
+
+
+def _refuse_dangling(folder: Path) -> None:
+    """Names weights that are links to nothing, as caches have them that were emptied by halves."""
+    for path in sorted(folder.iterdir()):
+        weights = path.suffix in _SUFFIXES or path.name.endswith(".index.json")
+        if weights and (told := dangling(path)):
+            raise CheckpointError(path, told)
 
 
 def _open_single(folder: Path, names: list[str]) -> Checkpoint:
@@ -171,6 +186,7 @@ def _open_single(folder: Path, names: list[str]) -> Checkpoint:
     if others:
         listed = ", ".join(others[:5])
         raise CheckpointError(folder, f"holds several checkpoints ({listed}): name one of them")
+    _refuse_dangling(folder)
     raise CheckpointError(
         folder,
         "holds no checkpoint: looked for model.safetensors.index.json, *.safetensors, "

@@ -14,6 +14,7 @@ from typing import Any
 from jinfer.checkpoint.base import CheckpointError
 from jinfer.checkpoint.pickle_values import (
     Global,
+    Opaque,
     PickleDict,
     PickleError,
     StridedTensor,
@@ -154,9 +155,9 @@ class Machine:
         target.extend(values)
 
     def build(self) -> None:
-        """BUILD gives an object its attributes; those of a dict or a tensor are not needed."""
+        """BUILD gives an object its attributes, which nothing here needs."""
         self.pop()
-        if not isinstance(self.top(), PickleDict | StridedTensor):
+        if not isinstance(self.top(), PickleDict | StridedTensor | Opaque):
             raise PickleError("refuses to set attributes (a checkpoint must not run __setstate__)")
 
 

@@ -58,7 +58,7 @@ class StridedTensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Opaque:
-    """A value of no use to a reader: a device, bytes."""
+    """A value of no use to a reader: a device, bytes, or what a program keeps beside weights."""
 
     kind: str
 
@@ -186,6 +186,10 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     return PickleDict(args[0])
 
 
+def _beside(args: tuple[Any, ...]) -> Any:
+    return Opaque("value beside the weights")
+
+
 _TORCH_DTYPES = {
     "F64": ("float64", "double"),
     "F32": ("float32", "float"),
@@ -230,8 +234,39 @@ _STORAGES = {
     for name, kind in _TORCH_STORAGES.items()
 }
 _DTYPES = {f"torch.{name}": kind for kind, names in _TORCH_DTYPES.items() for name in names}
+# What training programs keep beside weights: arguments, paths, times, NumPy's numbers and arrays.
+# Nothing of them is made: they stand for themselves, and their attributes are left out.
+_BESIDE = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")
+        for name in ("set", "frozenset")
+    ),
+    *(
+        f"{module}.{kind}Path"
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("", "Posix", "Windows", "PurePosix", "PureWindows")
+    ),
+    *(f"datetime.{name}" for name in ("datetime", "date", "time", "timedelta", "timezone")),
+    *(
+        f"numpy.{core}.{name}"
+        for core in ("core", "_core")
+        for name in ("multiarray.scalar", "multiarray._reconstruct", "numeric._frombuffer")
+    ),
+    "numpy.dtype",
+)
+# What makes the values of a defaultdict.
+_MAKERS = tuple(
+    f"{module}.{name}"
+    for module in ("builtins", "__builtin__")
+    for name in ("dict", "float", "int", "list")
+)
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    **dict.fromkeys(_BESIDE, _beside),
     "collections.OrderedDict": _ordered_dict,
+    "collections.defaultdict": lambda args: PickleDict([]),  # (what makes a value)
     "torch.Size": _size,
     "torch.device": lambda args: Opaque("device"),
     "_codecs.encode": lambda args: Opaque("bytes"),  # how protocol 2 writes bytes
@@ -246,7 +281,7 @@ _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 GLOBALS: dict[str, Global] = {
     **{name: Global(name, kind) for name, kind in (_STORAGES | _DTYPES).items()},
     **{name: Global(name, call=call) for name, call in _CALLS.items()},
-    "torch.Tensor": Global("torch.Tensor"),
+    **{name: Global(name) for name in ("torch.Tensor", "numpy.ndarray", *_MAKERS)},
 }
 
 

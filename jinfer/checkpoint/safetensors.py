@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -71,27 +71,34 @@ def _read_entry(file: MappedFile, name: str, entry: Any, data_start: int) -> tup
     if not isinstance(entry, dict) or set(entry) != _FIELDS:
         raise fail("needs exactly dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in DTYPES:
-        if isinstance(kind, str) and kind in SUB_BYTE:
-            raise fail(f"dtype {kind} packs several values a byte, which is not supported")
-        raise fail(f"unknown dtype {str(kind)[:40]!r}" if isinstance(kind, str) else "bad dtype")
+    if not isinstance(kind, str):
+        raise fail("bad dtype")
+    bits = SUB_BYTE.get(kind) or (8 * DTYPES[kind].itemsize if kind in DTYPES else None)
+    if bits is None:
+        raise fail(f"unknown dtype {kind[:40]!r}")
     if not _are_sizes(shape):
         raise fail("shape is not a list of non-negative integers")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fail("data_offsets is not [begin, end] with begin <= end")
-    dtype = DTYPES[kind]
-    count = element_count(shape, dtype.itemsize)
+    count = element_count(shape, -(-bits // 8))
     if count is None:
         raise fail("shape is too large or has too many dimensions")
     begin, end = offsets
-    nbytes = count * dtype.itemsize
+    nbytes = -(-count * bits // 8)
     if nbytes != end - begin:
         raise fail(f"{kind} {shape} takes {nbytes} bytes, data_offsets give {end - begin}")
     start = data_start + begin
     if start + nbytes > file.size:
         raise fail(f"ends at byte {start + nbytes} of a file of {file.size}: it is cut short")
-    read = functools.partial(_read_values, file, name, start, nbytes, kind, tuple(shape))
     raw = functools.partial(file.view, start, nbytes)
+    if kind in SUB_BYTE:
+        reason = f"dtype {kind} packs several values a byte, which is not supported"
+
+        def refuse() -> NoReturn:
+            raise fail(reason)
+
+        return Tensor(name, tuple(shape), kind, nbytes, refuse, raw, reason), begin
+    read = functools.partial(_read_values, file, name, start, nbytes, kind, tuple(shape))
     return Tensor(name, tuple(shape), kind, nbytes, read, raw), begin
 
 

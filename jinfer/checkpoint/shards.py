@@ -9,6 +9,8 @@ from typing import Any
 from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
+from jinfer.guard.files import dangling
+from jinfer.records import replace
 
 _MAX_NAME = 255  # bytes, as file systems have it
 
@@ -16,22 +18,30 @@ _MAX_NAME = 255  # bytes, as file systems have it
 def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Opens the shards that an index names (Hugging Face's `*.index.json`) as one checkpoint.
 
+    The index decides: of a tensor that is in two shards, the one of the shard that it names; what a
+    shard holds beyond it is left out.
+
     Raises:
         CheckpointError: a bad index, a path outside the folder, a missing shard, a tensor that
-            its shard lacks, a tensor in two shards.
+            its shard lacks.
     """
     weight_map = _read_weight_map(index)
     folder = index.parent
     files = sorted(set(weight_map.values()))
     for name in files:
         if not (folder / name).is_file():
-            raise CheckpointError(index, f"names the shard {name!r}, which is not in the folder")
+            told = dangling(folder / name) or "is not in the folder"
+            raise CheckpointError(index, f"names the shard {name!r}, which {told}")
     shards = {name: reader(folder / name) for name in files}
     for tensor, name in weight_map.items():
         if tensor not in shards[name].tensors:
             reason = f"says that {name!r} holds {tensor[:200]!r}, which it does not"
             raise CheckpointError(index, reason)
-    return _merge(folder, list(shards.values()))
+    kept = {
+        name: {key: each for key, each in shard.tensors.items() if weight_map.get(key) == name}
+        for name, shard in shards.items()
+    }
+    return _merge(folder, [replace(shard, tensors=kept[name]) for name, shard in shards.items()])
 
 
 def open_shards(

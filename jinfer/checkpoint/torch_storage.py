@@ -117,11 +117,12 @@ class Storages:
             raw = _swapped(raw, dtype)
         if _is_contiguous(tensor):
             return as_array(raw, dtype, tensor.shape)
-        values = as_array(raw, dtype, (used // dtype.itemsize,))
+        aligned = as_array(raw, dtype, (used // dtype.itemsize,)).view(np.uint8)
         # a dimension of 1 may have any stride, even one that does not fit the machine's integers
         pairs = zip(tensor.shape, tensor.strides, strict=True)
         strides = [step * dtype.itemsize if size > 1 else 0 for size, step in pairs]
-        return np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False)
+        # not as_strided, which asks NumPy for each type by name: ml_dtypes' float8_e5m2 has none
+        return np.ndarray(tensor.shape, dtype, aligned.data, 0, strides)
 
     def _bytes(self, key: str) -> np.ndarray:
         extent, last = self.extents[key], self._last

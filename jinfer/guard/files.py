@@ -50,6 +50,15 @@ def read_regular(path: Path, most: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def dangling(path: Path) -> str:
+    """What to say of a link that leads nowhere; "" of anything else."""
+    try:
+        lost = path.is_symlink() and not path.exists()
+        return f"is a link to {path.readlink()}, which is not there: fetch it again" * lost
+    except (OSError, ValueError):
+        return ""
+
+
 def is_there(path: Path) -> bool:
     """Whether something has this name, be it readable or not; no name is an error."""
     try:

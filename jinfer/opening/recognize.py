@@ -11,7 +11,8 @@ from typing import Any
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.checkpoint.scaled import decode_scaled, read_block
-from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.guard.downloads import read_downloaded
+from jinfer.guard.files import FileRefused, is_there
 from jinfer.opening.names import in_full
 from jinfer.opening.sources import SourceError, locate
 from jinfer.opening.unread import unread
@@ -246,7 +247,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_value(path: Path) -> Any:
     """Reads a JSON file. Raises `SourceError`."""
     try:
-        return json.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        return json.loads(read_downloaded(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except FileRefused as error:
         raise SourceError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:

@@ -50,6 +50,7 @@ class Place:
         parts: every parameter fused in that tensor, in order; empty if it is alone.
         groups, axis, transpose: as in `Entry`.
         otherwise: where it is in a file that has none of these.
+        table: as in `TensorMap`.
     """
 
     names: tuple[str, ...]
@@ -58,6 +59,7 @@ class Place:
     axis: int = 0
     transpose: bool = False
     otherwise: Place | None = None
+    table: str = "tensors"
 
     def choices(self) -> Iterator[Place]:
         """This place and those after it, in the order in which they are tried."""
@@ -78,6 +80,7 @@ class TensorMap:
         suffixes: other words at the end of the file's names -> "weight" or "bias".
         copies: parameter -> the file's names for further tensors of the same values.
         first: the file's number of the first layer.
+        table: the specification's, for errors: "tensors", or that of a format, "tensors.gguf".
     """
 
     entries: tuple[tuple[str, Entry], ...]
@@ -86,6 +89,7 @@ class TensorMap:
     suffixes: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
     first: int = 0
+    table: str = "tensors"
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
@@ -112,7 +116,8 @@ class TensorMap:
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
             there = str(int(layer) + self.first) if layer else ""
             names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
-            yield entry.table, Place(names, parts, entry.groups, entry.axis, entry.transpose)
+            where = (entry.groups, entry.axis, entry.transpose)
+            yield entry.table, Place(names, parts, *where, table=self.table)
 
 
 @cache
@@ -174,6 +179,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
         tuple(suffixes.items()),
         tuple(copies.items()),
         first,
+        where,
     )
 
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.guard.downloads import read_downloaded
+from jinfer.guard.files import FileRefused, is_there
 from jinfer.template import limits
 from jinfer.template.compiled import compile_source, render
 from jinfer.template.confined import compile_there, render_there
@@ -159,6 +160,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return read_regular(path, _MAX_FILE).decode("utf-8-sig")
+        return read_downloaded(path, _MAX_FILE).decode("utf-8-sig")
     except (FileRefused, ValueError) as error:
         raise TemplateError(f"{path}: {error}"[:300]) from None

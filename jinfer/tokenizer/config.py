@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.files import FileRefused, is_there, read_regular
+from jinfer.guard.downloads import read_downloaded
+from jinfer.guard.files import FileRefused, is_there
 from jinfer.records import dataclass, field
 from jinfer.tokenizer.base import SpecialTokens, TokenizerError, one_line
 
@@ -29,7 +30,7 @@ _USUAL_NAMES = {  # where no configuration says what a token is for
 def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     """What is in a file of at most `most` bytes. Raises: TokenizerError."""
     try:
-        return read_regular(path, most)
+        return read_downloaded(path, most)
     except FileRefused as error:
         raise TokenizerError(f"{path}: {error}") from None
 

@@ -64,7 +64,7 @@ def find_origins(
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
-            f"map them in [tensors], or list them under tensors.ignore"
+            f"map them in [{tensors.table}], or list them under {tensors.table}.ignore"
         )
     for origin in origins.values():  # before any of them is read
         origin.check(shapes)

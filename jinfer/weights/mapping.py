@@ -96,8 +96,13 @@ class Origin:
         return self._part(file, numbers, shapes).reshape(-1)
 
     def check(self, shapes: Shapes) -> None:
-        """Raises `LoadError` if a tensor has another shape than the specification says."""
+        """Raises `LoadError` if a tensor cannot be read, or has another shape than is said."""
         for file in self.files:
+            if file.unreadable:
+                raise LoadError(
+                    f"{self.path}: {file.name}, which {self.parameter} is to be loaded from: "
+                    f"{file.unreadable}; use weights of another type"
+                )
             self._arranged(file, np.broadcast_to(np.int8(0), file.shape), shapes)
 
     def _read_one(self, file: Tensor, shapes: Shapes) -> np.ndarray:
@@ -117,7 +122,7 @@ class Origin:
             raise LoadError(
                 f"{self.path}: {file.name} is {list(values.shape)} for {self.parameter}, "
                 f"but the specification says {list(wanted)}; "
-                "correct [dims], or how [tensors] maps it"
+                f"correct [dims], or how [{self.place.table}] maps it"
             )
         return values
 
@@ -209,13 +214,14 @@ def find_origin(
     place = tensors.place(parameter)
     if place is None:
         raise LoadError(
-            f"{checkpoint.path}: the specification's [tensors] has no name for {parameter}; add one"
+            f"{checkpoint.path}: the specification's [{tensors.table}] has no name for "
+            f"{parameter}; add one"
         )
     found, missing = look_for(parameter, shape, place, files, checkpoint)
     if found is None:
         raise LoadError(
             f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
-            f"loaded from; {_alike(missing[0], files)}map it to another in [tensors], "
+            f"loaded from; {_alike(missing[0], files)}map it to another in [{tensors.table}], "
             "or see whether a file is missing"
         )
     return found
@@ -237,8 +243,8 @@ def differing_copies(
                 yield (
                     copy,
                     f"{copy.name} differs from {own.name}, though the specification takes it "
-                    f"for a copy; map it to a module of its own, or list it under tensors.ignore "
-                    f"if it is not used",
+                    f"for a copy; map it to a module of its own, or list it under "
+                    f"{tensors.table}.ignore if it is not used",
                 )
 
 

@@ -71,7 +71,7 @@ def test_old_pickle_and_llama2c_that_begin_alike(tmp_path: Path) -> None:
     ("data", "reason"),
     [
         (b"", "none of their marks"),
-        (b"hello, world", "none of their marks"),
+        (b"hello, world", "none of their marks; it is a text that begins 'hello, world'"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"tjgg" + bytes(60), "older than GGUF"),
     ],
@@ -222,11 +222,76 @@ def test_index_that_is_not_json(tmp_path: Path, text: str) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_tensor_in_two_shards_of_an_index(tmp_path: Path) -> None:
-    put(tmp_path / "a.safetensors", "x")
-    put(tmp_path / "b.safetensors", "x", "y")
+def test_the_index_decides(tmp_path: Path) -> None:
+    """Older copies in other shards, and tensors that it does not list, are left out."""
+    put(tmp_path / "a.safetensors", "x", "junk", value=1.0)
+    put(tmp_path / "b.safetensors", "x", "y", value=2.0)
+    put_index(tmp_path, {"x": "b.safetensors", "y": "b.safetensors"})
+    assert names(open_checkpoint(tmp_path)) == ["x", "y"]
     put_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
-    with pytest.raises(CheckpointError, match=r"'x' is also in a\.safetensors"):
+    checkpoint = open_checkpoint(tmp_path)
+    assert names(checkpoint) == ["x", "y"]
+    np.testing.assert_array_equal(checkpoint.tensors["x"].read(), [1, 1])
+    np.testing.assert_array_equal(checkpoint.tensors["y"].read(), [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("stored", "plain"),
+    [
+        (["module.x", "module.y.z"], ["x", "y.z"]),
+        (["_orig_mod.x", "_orig_mod.y.z"], ["x", "y.z"]),
+        (["module._orig_mod.x", "_orig_mod.module.y.z"], ["x", "y.z"]),
+        (["x", "layers.0._orig_mod._checkpoint_wrapped_module.y"], ["layers.0.y", "x"]),
+        (["module.x", "y"], ["module.x", "y"]),  # a name of its own
+        (["_orig_mod.x", "x"], ["_orig_mod.x", "x"]),  # two of one name
+        (["my_orig_mod.x"], ["my_orig_mod.x"]),
+    ],
+)
+def test_names_of_wrapped_models(tmp_path: Path, stored: list[str], plain: list[str]) -> None:
+    put(tmp_path / "model.safetensors", *stored)
+    checkpoint = open_checkpoint(tmp_path)
+    assert names(checkpoint) == plain
+    assert [tensor.name for tensor in checkpoint.tensors.values()] == list(checkpoint.tensors)
+
+
+FAILED = [
+    (b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer.*git lfs pull"),
+    (b"<!DOCTYPE html>\n<html class=''>" + b"x" * 9000, "an HTML page, not the file itself"),
+    (b"Entry not found", "a server's answer, 'Entry not found'"),
+    (b'{"error":"Repository not found"}', "a server's answer, 'Repository not found'"),
+]
+
+
+@pytest.mark.parametrize(("data", "reason"), FAILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "pytorch_model.bin",
+        "model.pth",
+        "model.gguf",
+        "model.safetensors.index.json",
+        "model-00002-of-00002.safetensors",
+    ],
+)
+def test_failed_downloads_in_a_folder(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    if "-of-" in name:
+        put(tmp_path / "model-00001-of-00002.safetensors", "x")
+    with pytest.raises(CheckpointError, match=f"{name}.*: is {reason}"):
+        open_checkpoint(tmp_path)
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    link = tmp_path / "model-00002-of-00002.safetensors"
+    link.symlink_to("../blobs/gone")
+    for names_ in ([], ["model-00001-of-00002.safetensors"]):
+        for name in names_:
+            put(tmp_path / name, "x")
+        with pytest.raises(CheckpointError, match=f"{link.name}: is a link to ../blobs/gone"):
+            open_checkpoint(tmp_path)
+    put_index(tmp_path, {"x": "model-00001-of-00002.safetensors", "y": link.name})
+    with pytest.raises(CheckpointError, match=r"'model-00002-.*, which is a link to ../blobs/gone"):
         open_checkpoint(tmp_path)
 
 

@@ -1,8 +1,13 @@
 """PyTorch files that torch wrote, against the values that torch gave, and rarer layouts by hand."""
 
+import argparse
+import collections
+import datetime
 import io
 import json
+import pickle
 import struct
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ from .pickles import (
     REDUCE,
     dict_of,
     integer,
+    ints,
     legacy_file,
     name,
     storage,
@@ -112,6 +118,50 @@ def test_training_file_gives_the_model() -> None:
     checkpoint = open_checkpoint(DATA / "trained.pt")
     assert_same(checkpoint, expected("trained."))
     assert checkpoint.metadata == {"epoch": 3, "loss": 0.25, "name": "tiny", "best": None}
+
+
+@pytest.mark.parametrize("kind", ["Float8_e5m2", "Float8_e4m3fn", "bfloat16", "complex128"])
+def test_transposed(tmp_path: Path, kind: str) -> None:
+    """Also of types that NumPy knows no name of."""
+    label, dtype = {
+        "Float8_e5m2": ("float8_e5m2", ml_dtypes.float8_e5m2),
+        "Float8_e4m3fn": ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
+        "bfloat16": ("bfloat16", ml_dtypes.bfloat16),
+        "complex128": ("complex128", np.complex128),
+    }[kind]
+    values = np.arange(16).reshape(4, 4).astype(dtype)
+    source = storage(count=values.nbytes, kind="UntypedStorage", module="torch.storage")
+    args = source, integer(0), ints(4, 4), ints(1, 4), b"\x89", b"}", name("torch", label)
+    body = name("torch._utils", "_rebuild_tensor_v3") + tuple_of(*args) + REDUCE
+    found = open_bytes(tmp_path, zip_file(dict_of(x=body), {"0": values.tobytes()})).tensors["x"]
+    assert found.read().dtype == dtype
+    assert found.raw().tobytes() == np.ascontiguousarray(values.T).tobytes()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(lr=0.1, nested=argparse.Namespace(layers=2)),
+        types.SimpleNamespace(a=1),
+        np.float64(0.5),
+        np.int64(7),
+        np.arange(3),
+        np.random.RandomState(0).get_state(),
+        Path("a/b"),
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+        collections.defaultdict(dict, a={}),
+        {"nested": [np.float32(1.0)]},
+    ],
+    ids=repr,
+)
+def test_what_training_keeps_beside_weights(tmp_path: Path, protocol: int, value: object) -> None:
+    """Read past, and never made."""
+    beside = pickle.dumps(value, protocol)[2:-1]
+    body = dict_of(args=beside, model=dict_of(w=tensor(storage())))
+    found = open_bytes(tmp_path, zip_file(body, {"0": SIX.tobytes()}))
+    assert list(found.tensors) == ["w"]
+    np.testing.assert_array_equal(found.tensors["w"].read(), SIX.reshape(2, 3))
 
 
 def test_compressed_archive(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ HEADERS = {
     "more": ({"x": entry() | {"stride": [1]}}, bytes(4), "exactly dtype"),
     "dtype": ({"x": entry("Q8")}, bytes(4), "unknown dtype 'Q8'"),
     "dtype list": ({"x": entry(["U8"])}, bytes(4), "bad dtype"),
-    "F4": ({"x": entry("F4")}, bytes(4), "F4 packs several values a byte"),
-    "F6": ({"x": entry("F6_E2M3")}, bytes(4), "F6_E2M3 packs several"),
+    "F4": ({"x": entry("F4")}, bytes(4), "takes 2 bytes, data_offsets give 4"),
+    "F6": ({"x": entry("F6_E2M3", [8])}, bytes(4), "takes 6 bytes, data_offsets give 4"),
     "negative": ({"x": entry("U8", [-4])}, bytes(4), "non-negative"),
     "bool": ({"x": entry("U8", [True], 0, 1)}, bytes(1), "non-negative"),
     "float": ({"x": entry("U8", [4.0])}, bytes(4), "non-negative"),
@@ -171,6 +171,21 @@ def test_header_that_lies(tmp_path: Path, header: Any, data: bytes, reason: str)
 def test_header_length_that_lies(tmp_path: Path, length: int, reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         open_safetensors(save(tmp_path, b"{}", length=length))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("F4", 8), ("I4", 7), ("U4", 8), ("F6_E2M3", 5), ("F6_E3M2", 5)]
+)
+def test_several_values_a_byte_refuse_themselves_alone(
+    tmp_path: Path, kind: str, count: int
+) -> None:
+    path = save(tmp_path, {"x": entry(kind, [count]), "y": entry("U8", [4], 4, 8)}, bytes(8))
+    tensors = open_safetensors(path).tensors
+    assert tensors["y"].read().tolist() == [0, 0, 0, 0]
+    assert (tensors["x"].type, tensors["x"].shape, tensors["x"].nbytes) == (kind, (count,), 4)
+    assert f"{kind} packs several values a byte" in tensors["x"].unreadable
+    with pytest.raises(CheckpointError, match=f"'x': dtype {kind} packs several"):
+        tensors["x"].read()
 
 
 def test_bool_must_be_0_or_1(tmp_path: Path) -> None:

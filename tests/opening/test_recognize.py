@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import gguf
 import pytest
 
 from jinfer.checkpoint import CheckpointError
@@ -21,6 +22,41 @@ def test_a_family_is_found(name: str) -> None:
     found = recognize(GOLDENS / name, {})
     assert found.spec.dims["hidden"] == 64
     assert found.spec.tensors.place("decoder.2.ffn.up.weight") is not None
+
+
+def test_a_big_endian_gguf_file(tmp_path: Path) -> None:
+    """With the family of its architecture, and the metadata that the same file has elsewhere."""
+    path = tmp_path / "model.gguf"
+    source = gguf.GGUFReader(GOLDENS / "gguf_llama2" / "model.gguf")
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    for key, field in source.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], kind)
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, little = recognize(path, {}), recognize(GOLDENS / "gguf_llama2" / "model.gguf", {})
+    assert dict(found.config) == dict(little.config)
+    assert found.spec.dims == little.spec.dims
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("<html><body>Sign in</body></html>", "is an HTML page"),
+        ('{"error":"Invalid credentials in Authorization header"}', "'Invalid credentials in Au"),
+    ],
+)
+def test_a_config_that_is_a_failed_download(tmp_path: Path, text: str, reason: str) -> None:
+    shutil.copytree(GOLDENS / "llama2", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(text)
+    with pytest.raises(SourceError, match=f"config.json: is .*{reason.removeprefix('is ')}"):
+        recognize(tmp_path / "model", {})
 
 
 def test_single_file_of_a_folder() -> None:

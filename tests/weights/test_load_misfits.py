@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
-from jinfer.spec.tensors import TensorMap
+from jinfer.records import replace
+from jinfer.spec.tensors import TensorMap, read_tensor_map
+from jinfer.spec.values import Values
 from jinfer.weights.load import LoadError
 
 from .loading import GROUPED, checkpoint, error_of, good, lazy, load_file, model
@@ -44,6 +46,29 @@ def test_a_tensor_without_a_parameter(name: str) -> None:
 def test_many_tensors_without_a_parameter_are_counted() -> None:
     text = error_of(good() | {f"other.{i}": np.zeros(3) for i in range(9)})
     assert "no place for other.0, other.1, other.2, other.3, other.4 and 4 more;" in text
+
+
+def test_a_tensor_of_a_gguf_file_is_ignored_in_its_own_table() -> None:
+    names = read_tensor_map([{"gguf": {}}], "gguf", Values("", {}, {}.__getitem__, bool))
+    abstract, own = model()
+    extra = checkpoint(good() | {"rotary": np.zeros(3)})
+    with pytest.raises(LoadError, match=r"in \[tensors.gguf\], or .* under tensors.gguf.ignore$"):
+        load_file(abstract, extra, replace(own, table=names.table))
+
+
+def test_a_tensor_that_cannot_be_read_matters_where_it_is_used() -> None:
+    def packed(name: str) -> Checkpoint:
+        file = checkpoint(good() | {"scales": np.zeros(3)})
+        tensors = {
+            key: replace(each, unreadable="dtype F4 packs several" if key == name else "")
+            for key, each in file.tensors.items()
+        }
+        return replace(file, tensors=tensors)
+
+    abstract, names = model()
+    load_file(abstract, packed("scales"), replace(names, ignore=(*names.ignore, "scales")))
+    with pytest.raises(LoadError, match=r"norm\.weight, which decoder.norm.weight is to be loaded"):
+        load_file(abstract, packed("norm.weight"), replace(names, ignore=("scales",)))
 
 
 def test_a_tied_head_stored_under_an_unknown_name() -> None:
