@@ -27,7 +27,7 @@ from jinfer.engine.thread import EngineThread
 from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
 from jinfer.model import build
 from jinfer.opening.conversation import Message
-from jinfer.opening.naming import family, stored_as
+from jinfer.opening.naming import family, stored_as, title
 from jinfer.opening.settings import Opened, open_model, sampling_params
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.kernels import asked_for
@@ -142,8 +142,7 @@ class Frontend:
     def described(self) -> str:
         """A few words: name, family, size, how weights are stored, context."""
         spec, model = self.opened.spec, self.engine.model
-        path = Path(spec.path)
-        words = [path.stem if path.suffix == ".toml" else path.name]
+        words = [title(self.opened)]
         if self._family:
             words.append(self._family)
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from jinfer.opening.hub import repository
 from jinfer.opening.settings import Opened
 from jinfer.spec.files import read_toml
+
+
+def title(opened: Opened) -> str:
+    """A model's name: its repository's, its specification's or its file's."""
+    path = Path(opened.spec.path)
+    return repository(path) or (path.stem if path.suffix == ".toml" else path.name)
 
 
 def family(opened: Opened) -> str:

@@ -6,18 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from jinfer.guard.lines import shown
-from jinfer.spec.errors import nearest
-
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
-HUB_WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]
-
-
-class SourceError(ValueError):
-    """A source that leads nowhere: says what was looked for, and what to do."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(shown(text))
+from jinfer.guard.files import dangling
+from jinfer.opening.errors import SourceError as SourceError
+from jinfer.opening.hub import fetched, snapshot
 
 
 def locate(source: str, beside: Path) -> Path:
@@ -26,7 +17,8 @@ def locate(source: str, beside: Path) -> Path:
     Args:
         source: a path, `package://module/file` (a file that an installed package carries; the
             package is found without running any of its code), or `hf://owner/name`, of which
-            `hf://owner/name/file` fetches one file of weights only.
+            `hf://owner/name/file` fetches one file of weights only. A repository's folder in the
+            hub's cache stands for its snapshot.
         beside: the folder that a relative path is relative to.
 
     Raises:
@@ -54,8 +46,8 @@ def _locate(source: str, beside: Path) -> Path:
     path = Path(source).expanduser()
     path = path if path.is_absolute() else beside / path
     if not path.exists():
-        raise SourceError(f"{path}: there is no such file or folder")
-    return path
+        raise SourceError(f"{path}: {dangling(path) or 'there is no such file or folder'}")
+    return snapshot(path)
 
 
 def _in_package(rest: str, source: str) -> Path:
@@ -85,23 +77,4 @@ def _on_hub(rest: str, source: str) -> Path:
         raise SourceError(
             f"{source}: write hf://owner/name, hf://owner/name/file or hf://owner/name@revision"
         )
-    name, file = "/".join(parts[:2]), "/".join(parts[2:])
-    try:
-        from huggingface_hub import list_repo_files, snapshot_download
-    except ImportError as error:
-        raise SourceError(
-            f"{source}: needs the package huggingface_hub; run: "
-            f"{sys.executable} -m pip install 'jinfer[hub]'"
-        ) from error
-    try:
-        files = list_repo_files(name, revision=revision or None)
-        # The same weights often lie there in several formats: only the safest is fetched.
-        weights = next((w for w in HUB_WEIGHTS if any(Path(f).match(w) for f in files)), "*.bin")
-        if file and file not in files:
-            raise SourceError(f"there is no {file} in {name}; {nearest(file, files)}")
-        patterns = [*(p for p in HUB_FILES if p not in HUB_WEIGHTS), file or weights]
-        folder = snapshot_download(name, revision=revision or None, allow_patterns=patterns)
-        return Path(folder) / file
-    except Exception as error:  # the hub's library raises its own, its HTTP library's and OSError
-        reason = str(error).strip() or type(error).__name__
-        raise SourceError(f"{source}: {reason.splitlines()[0]}") from error
+    return fetched(source, "/".join(parts[:2]), "/".join(parts[2:]), revision or None)

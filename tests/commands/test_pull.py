@@ -1,8 +1,9 @@
 """`jinfer pull`: what is fetched, what is printed, and what is said where nothing can be."""
 
+import socket
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return str(folder)
 
     module: Any = ModuleType("huggingface_hub")
-    module.list_repo_files = lambda name, **_: ["config.json", "model.safetensors"]
+    files = [SimpleNamespace(rfilename=name) for name in ("config.json", "model.safetensors")]
+    module.model_info = lambda name, **_: SimpleNamespace(siblings=files)
+    module.constants = SimpleNamespace(HF_HUB_OFFLINE=False, ENDPOINT="https://hub.test")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     module.snapshot_download = snapshot_download
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return asked

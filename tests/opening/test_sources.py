@@ -1,10 +1,7 @@
 """Sources: paths, files of packages that are never imported, and a hub that is made up here."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -121,105 +118,8 @@ def test_a_module_without_a_place_on_disk() -> None:
     assert "there is no model.gguf" in error_of("package://sys/model.gguf")
 
 
-# The hub.
-
-
-class Hub:
-    """Stands for huggingface_hub: says what it was asked, and what the repository has."""
-
-    def __init__(self, files: list[str], folder: Path) -> None:
-        self.files, self.folder = files, folder
-        self.asked: list[tuple[str, str | None]] = []
-        self.patterns: list[str] = []
-
-    def list_repo_files(self, name: str, *, revision: str | None) -> list[str]:
-        self.asked.append((name, revision))
-        return self.files
-
-    def snapshot_download(
-        self, name: str, *, revision: str | None, allow_patterns: list[str]
-    ) -> str:
-        self.asked.append((name, revision))
-        self.patterns = allow_patterns
-        return str(self.folder)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Makes functions importable as `huggingface_hub`."""
-
-    def install(hub: Any) -> None:
-        module: Any = ModuleType("huggingface_hub")
-        module.list_repo_files = hub.list_repo_files
-        module.snapshot_download = hub.snapshot_download
-        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-
-    return install
-
-
-@pytest.mark.parametrize(
-    ("files", "weights"),
-    [
-        (["a.safetensors", "pytorch_model.bin", "m.gguf"], "*.safetensors"),
-        (["pytorch_model.bin", "m.gguf"], "*.bin"),
-        (["README.md", "m.gguf"], "*.gguf"),
-    ],
-)
-def test_one_format_of_a_repository_is_fetched(
-    install: Callable[[Any], None], tmp_path: Path, files: list[str], weights: str
-) -> None:
-    hub = Hub(files, tmp_path)
-    install(hub)
-    assert locate("hf://owner/name", Path()) == tmp_path
-    assert hub.asked == [("owner/name", None)] * 2
-    assert [p for p in hub.patterns if p in ("*.safetensors", "*.bin", "*.gguf")][-1] == weights
-    assert {"*.json", "*.model", "*.txt"} <= set(hub.patterns)
-
-
-def test_a_revision(install: Callable[[Any], None], tmp_path: Path) -> None:
-    hub = Hub(["a.safetensors"], tmp_path)
-    install(hub)
-    locate("hf://owner/name@v2", Path())
-    assert hub.asked == [("owner/name", "v2")] * 2
-
-
-def test_one_file_of_a_repository(install: Callable[[Any], None], tmp_path: Path) -> None:
-    hub = Hub(["a.safetensors", "tiny/m.bin", "tokenizer.json"], tmp_path)
-    install(hub)
-    assert locate("hf://owner/name/tiny/m.bin@v2", Path()) == tmp_path / "tiny/m.bin"
-    assert hub.asked == [("owner/name", "v2")] * 2
-    assert {"tiny/m.bin", "*.json"} <= set(hub.patterns)
-    assert "*.safetensors" not in hub.patterns
-    text = error_of("hf://owner/name/tiny/n.bin")
-    assert "there is no tiny/n.bin in owner/name; did you mean 'tiny/m.bin'?" in text
-
-
-@pytest.mark.parametrize("rest", ["", "name", "owner/", "/name", "a/b/", "a//c"])
-def test_a_hub_source_that_is_not_one(rest: str) -> None:
-    assert "write hf://owner/name" in error_of(f"hf://{rest}")
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (OSError("no route\nto anywhere"), "no route"),
-        (RuntimeError("\n 404 Client Error: not found.\n\nPlease"), "404 Client Error: not found."),
-        (KeyError(), "KeyError"),
-    ],
-    ids=["lines", "blank lines", "no text"],
-)
-def test_an_error_of_the_hub_becomes_one_line(
-    install: Callable[[Any], None], tmp_path: Path, error: Exception, reason: str
-) -> None:
-    class Broken(Hub):
-        def list_repo_files(self, name: str, *, revision: str | None) -> list[str]:
-            raise error
-
-    install(Broken([], tmp_path))
-    assert error_of("hf://owner/name") == f"hf://owner/name: {reason}"
-
-
-def test_without_the_hub_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    text = error_of("hf://owner/name")
-    assert f"{sys.executable} -m pip install 'jinfer[hub]'" in text
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to("gone")
+    assert error_of("model.gguf", tmp_path).endswith(
+        "is a link to gone, which is not there: fetch it again"
+    )
