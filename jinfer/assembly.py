@@ -18,7 +18,7 @@ from jinfer.engine.scheduler import Scheduler
 from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel
 from jinfer.opening.settings import Opened
-from jinfer.ops.cache import ENCODER
+from jinfer.ops.cache import BLOCK, ENCODER
 from jinfer.sampling.order import stage_sets
 from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
@@ -71,6 +71,13 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
 
 def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
     """The programs, for a cache of the size there is room for, and how many lanes they have."""
+    asked = opened.spec.engine.kv_tokens
+    if asked is not None and asked < BLOCK:
+        reason = (
+            f"{asked} is less than a block of the cache, {BLOCK} tokens: a sequence needs room "
+        )
+        reason += "for its prompt and its answer"
+        raise SpecError(opened.spec.path, "engine.kv_tokens", reason)
     if (group := current()) is not None:
         from jinfer.distributed.assembling import hosted_programs
 

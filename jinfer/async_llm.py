@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jinfer.engine.answers import best
+from jinfer.engine.answers import Completions, best
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage, completion
 from jinfer.engine.requests import RequestError
-from jinfer.engine.stats import Stats
 from jinfer.frontend import Prepared
-from jinfer.inputs import Params, Prompt
+from jinfer.inputs import Ids, Params, Prompt
 from jinfer.llm import LLM, Prompts
+from jinfer.loaded import Loaded
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling
-from jinfer.sampling.keywords import ChatKeywords, Sampling
+from jinfer.requested import requested, streamed
+from jinfer.sampling.keywords import ChatKeywords, Sampling, completing
 from jinfer.shapes import Float
 
 Types = Sequence[Sequence[int]]
 
 
-class AsyncLLM:
+class AsyncLLM(Loaded):
     """A model for an event loop. Closing an iterator, or cancelling a task, ends its request.
+
+    It has all of `LLM`'s methods, with the same parameters: what computes is a coroutine, `stream`
+    an async iterator, and what only looks at texts, tokens and figures is called as there.
 
     Attributes:
         llm: the same model for threads.
@@ -34,49 +39,67 @@ class AsyncLLM:
     def __init__(self, source: str | Path | LLM, **arguments: Any) -> None:
         """Opens and loads a model, as `LLM`, or takes one that is open."""
         self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
+        self.frontend = self.llm.frontend
 
+    @completing(Sampling)
     async def generate(
         self,
         prompts: Prompts,
         params: Params | Sequence[Params] | None = None,
         *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[Completion]:
-        """As `LLM.generate`.
-
-        Args:
-            priority: lower ones go first.
-            timeout: seconds after which it is given up with a `DeadlineError`.
-        """
-        listed = self.llm.listed(prompts, params, **sampling)
-        frontend = self.llm.frontend
-        groups = [
-            frontend.prepare(self.llm.encode(prompt), one, priority=priority, timeout=timeout)
-            for prompt, one in listed
-        ]
-        answers = await asyncio.gather(
-            *(asyncio.gather(*(self._whole(one) for one in group)) for group in groups)
+        """As `LLM.generate`."""
+        asked = requested(
+            self.frontend,
+            prompts,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
         )
-        return [
+        answers = await asyncio.gather(
+            *(asyncio.gather(*(self._whole(one) for one in group)) for group, _ in asked)
+        )
+        return Completions(
             answer
-            for group, (_, chosen) in zip(answers, listed, strict=True)
+            for group, (_, chosen) in zip(answers, asked, strict=True)
             for answer in best(list(group), chosen)
-        ]
+        )
 
+    @completing(Sampling)
     async def stream(
         self,
         prompt: Prompt,
         params: Params | None = None,
         *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Chunk]:
-        """As `LLM.stream`; arguments as `generate`."""
-        chosen = self.llm.frontend.sampling(params, sampling)
-        prepared = self.llm.streamed(prompt, chosen, priority=priority, timeout=timeout)
+        """As `LLM.stream`."""
+        prepared = streamed(
+            self.frontend,
+            prompt,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
         pieces = self._pieces(prepared)
         try:
             async for piece in pieces:
@@ -85,15 +108,19 @@ class AsyncLLM:
         finally:
             await pieces.aclose()
 
+    @completing(ChatKeywords)
     async def chat(
         self,
         messages: str | Sequence[Message],
         params: Params | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        ids, chosen = self.llm.frontend.chat(messages, params, keywords)
-        return (await self.generate(ids, chosen))[0]
+        ids, chosen = self.frontend.chat(messages, params, keywords)
+        return (await self.generate(ids, chosen, priority=priority, timeout=timeout))[0]
 
     async def logits(
         self,
@@ -101,15 +128,20 @@ class AsyncLLM:
         *,
         encoder_ids: Prompts | None = None,
         token_type_ids: Types | None = None,
-    ) -> list[Float[np.ndarray, "tokens vocab"]]:
+        last: bool = False,
+    ) -> list[Float[NDArray[np.float32], "*tokens vocab"]]:
         """As `LLM.logits`."""
         return await asyncio.to_thread(
-            self.llm.logits, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+            self.llm.logits,
+            prompts,
+            encoder_ids=encoder_ids,
+            token_type_ids=token_type_ids,
+            last=last,
         )
 
     async def score(
         self, prompts: Prompts, *, encoder_ids: Prompts | None = None
-    ) -> list[Float[np.ndarray, " tokens-1"]]:
+    ) -> list[Float[NDArray[np.float32], " tokens-1"]]:
         """As `LLM.score`."""
         return await asyncio.to_thread(self.llm.score, prompts, encoder_ids=encoder_ids)
 
@@ -119,11 +151,17 @@ class AsyncLLM:
         *,
         encoder_ids: Prompts | None = None,
         token_type_ids: Types | None = None,
-    ) -> list[Float[np.ndarray, "tokens hidden"]]:
+    ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
         """As `LLM.hidden`."""
         return await asyncio.to_thread(
             self.llm.hidden, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
         )
+
+    async def pooled(
+        self, prompts: Prompts, *, token_type_ids: Types | None = None
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """As `LLM.pooled`."""
+        return await asyncio.to_thread(self.llm.pooled, prompts, token_type_ids=token_type_ids)
 
     async def embed(
         self,
@@ -132,7 +170,7 @@ class AsyncLLM:
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         token_type_ids: Types | None = None,
-    ) -> Float[np.ndarray, "texts hidden"]:
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
         """As `LLM.embed`."""
         return await asyncio.to_thread(
             self.llm.embed,
@@ -146,10 +184,6 @@ class AsyncLLM:
         """As `LLM.fill_mask`."""
         return await asyncio.to_thread(self.llm.fill_mask, text, top=top)
 
-    def stats(self) -> Stats:
-        """As `LLM.stats`."""
-        return self.llm.stats()
-
     async def close(self) -> None:
         """As `LLM.close`."""
         await asyncio.to_thread(self.llm.close)
@@ -159,9 +193,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"Async{self.llm!r}"
 
     async def _whole(self, prepared: Prepared) -> Completion:
         chunks: list[Chunk] = []
@@ -174,8 +205,7 @@ class AsyncLLM:
     async def _pieces(self, prepared: Prepared) -> AsyncGenerator[Chunk | Usage]:
         """The pieces of an answer, its usage last; the request ends with the iterator."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        frontend = self.llm.frontend
-        frontend.submit(prepared, _sink(loop, pieces))
+        self.frontend.submit(prepared, _sink(loop, pieces))
         try:
             while not isinstance(piece := await pieces.get(), Usage):
                 if isinstance(piece, BaseException):
@@ -183,7 +213,7 @@ class AsyncLLM:
                 yield piece
             yield piece
         finally:
-            frontend.thread.cancel(prepared.request.id)
+            self.frontend.thread.cancel(prepared.request.id)
 
 
 def _sink(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Any]) -> Callable[[Any], None]:

@@ -28,14 +28,15 @@ from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parame
 from jinfer.model import build
 from jinfer.opening.conversation import Message
 from jinfer.opening.naming import family, stored_as, title
-from jinfer.opening.settings import Opened, open_model, sampling_params
+from jinfer.opening.settings import Opened, open_model
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.kernels import asked_for
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
 from jinfer.records import dataclass, replace
 from jinfer.sampling.beam import Beams
-from jinfer.sampling.keywords import FIELDS, is_parameter, over_defaults
+from jinfer.sampling.foreign import ABSENT
+from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
 from jinfer.tokenizer import Tokenizer
@@ -67,7 +68,10 @@ class Frontend:
             let go of once they are.
         thread: runs its engine.
         load_seconds: time the weights took.
+        closed: whether it was closed.
     """
+
+    closed = False
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class Frontend:
 
     def close(self) -> None:
         """As `LLM.close`."""
+        self.closed = True
         self.thread.close()
         self._lift()
 
@@ -146,7 +151,8 @@ class Frontend:
         if self._family:
             words.append(self._family)
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
-        return ", ".join([*words, self._stored, f"context {self.opened.context}"])
+        words += [self._stored, f"context {self.opened.context}"]
+        return ", ".join([*words, "closed"] if self.closed else words)
 
     def cache_report(self) -> str:
         """One line: room in the cache, and its size."""
@@ -207,10 +213,9 @@ class Frontend:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
             elif not conversation.reads(name):
-                allowed = (*FIELDS, "special", "variables")
+                hint = ABSENT.get(name) or nearest(name, (*FIELDS, "special", "variables"))
                 raise RequestError(
-                    f"neither sampling nor the model's chat template knows {show(name)}; "
-                    f"{nearest(name, allowed)}"
+                    f"neither sampling nor the model's chat template knows {show(name)}; {hint}"
                 )
         return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
 
@@ -220,8 +225,7 @@ class Frontend:
 
     def params(self, **changes: Any) -> SamplingParams:
         """As `LLM.params`."""
-        given = over_defaults(self.opened.defaults, changes)
-        return sampling_params(given, self.opened.spec.path)
+        return self.sampling(None, changes)
 
     def prefix(self, given: Ids, language: str | None) -> list[int]:
         """What the answer of an encoder-decoder starts from."""

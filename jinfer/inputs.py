@@ -9,9 +9,10 @@ import numpy as np
 
 from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
+from jinfer.sampling.foreign import no_parameter
 from jinfer.sampling.keywords import FIELDS, Sampling, is_parameter, laid_over
 from jinfer.sampling.params import SamplingParams
-from jinfer.spec.errors import nearest, show
+from jinfer.spec.errors import show
 
 if TYPE_CHECKING:  # what talks to a server asks in the same way, and need not wait for JAX
     import jax
@@ -42,7 +43,15 @@ def prompts(given: object) -> list[str | list[int] | list[Message]]:
 
 def prompt(given: object) -> str | list[int] | list[Message]:
     """One prompt. Raises `RequestError` for what is none."""
-    return given if isinstance(given, str) else _one(_listed(given))
+    if isinstance(given, str):
+        return given
+    listed = _listed(given)
+    if listed and isinstance(listed[0], str | list | tuple):
+        raise RequestError(
+            f"a list of {len(listed)} prompts is given where one belongs; generate, logits, embed "
+            "and the like take several"
+        )
+    return _one(listed)
 
 
 def messages(given: object) -> list[Message]:
@@ -85,7 +94,7 @@ def parameters(
     given = params if isinstance(params, Mapping) else {}
     for name in (*given, *changes):
         if not is_parameter(name):
-            raise RequestError(f"there is no parameter {show(name)}; {nearest(name, FIELDS)}")
+            raise RequestError(no_parameter(name, FIELDS))
     try:
         return laid_over(defaults, params, changes)
     except (TypeError, ValueError) as error:

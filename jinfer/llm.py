@@ -10,32 +10,29 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
-from jinfer.engine.answers import best, taken, whole
+from jinfer.engine.answers import Completions, best, taken, whole
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
-from jinfer.engine.stats import Stats
 from jinfer.frontend import Frontend, Prepared
 from jinfer.inputs import Ids, Params, Prompt, prompts
+from jinfer.loaded import Loaded
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling, cut, pool
+from jinfer.requested import requested, streamed
 from jinfer.results import Result, results
-from jinfer.sampling.keywords import ChatKeywords, Sampling
-from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.keywords import ChatKeywords, Sampling, completing
 from jinfer.shapes import Float
 from jinfer.xla.undisturbed import paused
 
 Prompts = Prompt | Sequence[Prompt]
 
 
-class LLM:
+class LLM(Loaded):
     """A model, loaded and ready. Any number of threads may use it at a time.
 
     Attributes:
-        spec: the resolved specification.
-        tokenizer: None where the checkpoint has none; token ids are served all the same.
-        context: tokens a sequence may have, prompt included.
-        load_seconds: time the weights took.
         frontend: what `AsyncLLM` shares with it.
     """
 
@@ -69,12 +66,9 @@ class LLM:
         """
         start = None if first is None else lambda frontend: first(self._with(frontend))
         self._with(Frontend(source, overrides, progress=progress, threads=threads, first=start))
-        self.load_seconds = self.frontend.load_seconds
 
     def _with(self, frontend: Frontend) -> LLM:
-        opened = frontend.opened
-        self.frontend, self._engine = frontend, frontend.engine
-        self.spec, self.tokenizer, self.context = opened.spec, opened.tokenizer, opened.context
+        self.frontend = frontend
         return self
 
     def close(self) -> None:
@@ -90,25 +84,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def compile_seconds(self) -> float:
-        """Time that requests have waited for programs to be compiled."""
-        return self._engine.programs.waited
-
-    @property
-    def last_usage(self) -> Usage:
-        """Tokens and seconds of the request that ended last."""
-        return self.frontend.thread.last_usage
-
-    @property
-    def compilations(self) -> int:
-        """Programs compiled, or taken from the persistent cache, so far."""
-        return self._engine.programs.compilations
-
-    def stats(self) -> Stats:
-        """What the engine does at the moment, and what it has done so far."""
-        return self.frontend.thread.stats()
-
+    @completing(Sampling)
     def generate(
         self,
         prompts: Prompts,
@@ -117,9 +93,14 @@ class LLM:
         decoder_prefix: Ids = (),
         language: str | None = None,
         special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[Completion]:
         """Continues prompts, several at a time; of an encoder-decoder, answers them.
+
+        An interrupt (Ctrl-C, a notebook's stop) ends all answers and gives none of them; `stream`
+        leaves what has come.
 
         Args:
             prompts: texts, lists or arrays of token ids, or conversations, which are answered; a
@@ -130,72 +111,79 @@ class LLM:
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
             language: of the answer, for a model that translates; its token joins the prefix.
             special: as `encode`.
+            priority: lower ones go first.
+            timeout: seconds after which it is given up with a `DeadlineError`.
             **sampling: fields of `SamplingParams`, over `params`: `max_tokens=50`.
 
         Returns:
             `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
-            order; of several, the likeliest first where `best_of` had more computed.
+            order; of several, the likeliest first where `best_of` had more computed. The list is
+            one that a notebook shows.
 
         Raises:
+            DeadlineError: it took longer than `timeout`.
             RequestError: a prompt is empty or too long, or there is no tokenizer for a text, or
                 a parameter is wrong.
         """
-        listed = self.listed(prompts, params, **sampling)
-        prefix = self.frontend.prefix(decoder_prefix, language)
-        prepared = [
-            self.frontend.prepare(self.encode(prompt, special=special), chosen, prefix)
-            for prompt, chosen in listed
-        ]
+        asked = requested(
+            self.frontend,
+            prompts,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
         with contextlib.ExitStack() as running:
             answers = [
-                [running.enter_context(self._answer(one)) for one in group] for group in prepared
+                [running.enter_context(self._answer(one)) for one in group] for group, _ in asked
             ]
-            return [
+            return Completions(
                 answer
-                for group, (_, chosen) in zip(answers, listed, strict=True)
+                for group, (_, chosen) in zip(answers, asked, strict=True)
                 for answer in best(list(map(whole, group)), chosen)
-            ]
+            )
 
-    def listed(
-        self,
-        given: Prompts,
-        params: Params | Sequence[Params] | None,
-        **sampling: Unpack[Sampling],
-    ) -> list[tuple[Prompt, SamplingParams]]:
-        """Each prompt with its parameters. Raises `RequestError` where their numbers differ."""
-        every = prompts(given)
-        each: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
-        if len(each) != len(every):
-            raise RequestError(f"{len(every)} prompts, but {len(each)} sampling parameters")
-        chosen = [self.frontend.sampling(one, sampling) for one in each]
-        return list(zip(every, chosen, strict=True))
-
+    @completing(Sampling)
     def stream(
-        self, prompt: Prompt, params: Params | None = None, **sampling: Unpack[Sampling]
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
     ) -> Generator[Chunk]:
         """Continues a prompt, or answers a conversation, piece by piece; arguments as `generate`.
 
         Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
         """
-        return self._stream(self.streamed(prompt, self.frontend.sampling(params, sampling)))
+        prepared = streamed(
+            self.frontend,
+            prompt,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
+        return self._stream(prepared)
 
-    def streamed(self, prompt: Prompt, params: SamplingParams | None, **more: Any) -> Prepared:
-        """A request whose answer is one that comes in pieces.
-
-        Args:
-            **more: as `Frontend.prepare`.
-        """
-        prepared = self.frontend.prepare(self.encode(prompt), params, **more)
-        if prepared[0].request.sampling.strategy == "beam":
-            raise RequestError("a beam search knows its answer only at the end; use generate")
-        if len(prepared) > 1:
-            raise RequestError("one answer is streamed at a time; use generate for n or best_of")
-        return prepared[0]
-
+    @completing(ChatKeywords)
     def chat(
         self,
         messages: str | Sequence[Message],
         params: Params | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """Answers a conversation.
@@ -203,7 +191,7 @@ class LLM:
         Args:
             messages: `{"role": "user", "content": "..."}` and so on; content may be a list of
                 parts `{"type": "text", "text": "..."}`. A text is a message of the user.
-            params: as `generate`.
+            params, priority, timeout: as `generate`.
             **keywords: fields of `SamplingParams`; variables of the chat template, such as
                 `tools`, or all of them in `variables`; and `special=True`: special tokens that are
                 written in messages count, which else are text.
@@ -213,7 +201,7 @@ class LLM:
             TemplateError: there is no chat template, or it refuses the conversation.
         """
         ids, chosen = self.frontend.chat(messages, params, keywords)
-        return self.generate(ids, chosen)[0]
+        return self.generate(ids, chosen, priority=priority, timeout=timeout)[0]
 
     def logits(
         self,
@@ -221,22 +209,26 @@ class LLM:
         *,
         encoder_ids: Prompts | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[Float[np.ndarray, "tokens vocab"]]:
+        last: bool = False,
+    ) -> list[Float[NDArray[np.float32], "*tokens vocab"]]:
         """The logits after every token of each prompt, float32; of a masked model, at each token.
 
         Args:
             prompts: texts or token ids; of an encoder-decoder, the decoder's.
             encoder_ids: what the encoder of an encoder-decoder reads, one for each prompt.
             token_type_ids: for an encoder that has them: which of two texts a token belongs to.
+            last: only those after the last token of each prompt, [vocab]. All are computed, and
+                in each call anew; `generate(..., max_tokens=1, logprobs=20)` finds what prompts
+                begin with in the cache.
 
         Raises:
             RequestError: a prompt that cannot be computed, or a model without such a head.
         """
-        return self._forward(prompts, "logits", encoder_ids, token_type_ids)
+        return self._forward(prompts, "logits", encoder_ids, token_type_ids, last)
 
     def score(
         self, prompts: Prompts, *, encoder_ids: Prompts | None = None
-    ) -> list[Float[np.ndarray, " tokens-1"]]:
+    ) -> list[Float[NDArray[np.float32], " tokens-1"]]:
         """The log-probability of every token of each prompt given those before it, float32.
 
         Args:
@@ -256,7 +248,7 @@ class LLM:
         *,
         encoder_ids: Prompts | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[Float[np.ndarray, "tokens hidden"]]:
+    ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
         """The last hidden state of every token of each prompt, float32; arguments as `logits`."""
         return self._forward(prompts, "hidden", encoder_ids, token_type_ids)
 
@@ -265,8 +257,8 @@ class LLM:
         prompts: Prompts,
         *,
         token_type_ids: Sequence[Sequence[int]] | None = None,
-    ) -> Float[np.ndarray, "texts hidden"]:
-        """What an encoder's own pooler makes of each text, float32."""
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """What an encoder's own pooler makes of each text, float32: [1, hidden] of a single one."""
         return np.stack(self._forward(prompts, "pooled", None, token_type_ids))
 
     def embed(
@@ -276,8 +268,8 @@ class LLM:
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
-    ) -> Float[np.ndarray, "texts hidden"]:
-        """One vector per text, float32.
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """One vector per text, float32: [1, hidden] of a single text.
 
         Args:
             texts: texts or lists of token ids; longer ones than the model reads are cut.
@@ -316,43 +308,6 @@ class LLM:
         text = self.frontend.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
-    def encode(self, prompt: Prompt, *, special: bool | None = None) -> list[int]:
-        """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
-
-        Args:
-            special: special tokens written in a text count as such; None: in a text they do, in
-                the messages of a conversation they are text.
-
-        Raises:
-            RequestError: there is no tokenizer, or an id is outside the vocabulary.
-        """
-        return self.frontend.encode(prompt, special=special)
-
-    def encode_chat(self, messages: str | Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
-
-        Args:
-            messages: as `chat`.
-            **variables: for the chat template; and `special`.
-        """
-        return self.frontend.encode_chat(messages, **variables)
-
-    @property
-    def can_chat(self) -> bool:
-        """Whether there is a tokenizer and a chat template."""
-        return self.tokenizer is not None and self.frontend.opened.conversation.has_template
-
-    def params(self, **changes: Any) -> SamplingParams:
-        """The specification's `[generation]` with changes. Raises `SpecError`, `ValueError`."""
-        return self.frontend.params(**changes)
-
-    def __repr__(self) -> str:
-        return f"LLM({self.frontend.described()})"
-
-    def _repr_html_(self) -> str:
-        """The model as a notebook shows it: its wiring and sizes."""
-        return self.spec._repr_html_()
-
     @contextlib.contextmanager
     def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
         """What comes of a request, which ends with the context."""
@@ -375,5 +330,6 @@ class LLM:
         want: Result,
         encoder_ids: Prompts | None,
         token_type_ids: Sequence[Sequence[int]] | None,
+        last: bool = False,
     ) -> list[np.ndarray]:
-        return results(self.frontend, prompts, want, encoder_ids, token_type_ids)
+        return results(self.frontend, prompts, want, encoder_ids, token_type_ids, last)

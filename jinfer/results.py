@@ -24,6 +24,7 @@ def results(
     want: Result,
     encoder_given: object | None,
     token_type_ids: Sequence[Sequence[int]] | None,
+    last: bool = False,
 ) -> list[np.ndarray]:
     """A result of each prompt; arguments as `LLM.logits`. Raises `RequestError`."""
     spec = frontend.opened.spec
@@ -35,7 +36,8 @@ def results(
         if [len(row) for row in types] != [len(ids) for ids in texts]:
             raise RequestError("token_type_ids must be as long as the texts")
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
-        return frontend.thread.run(job)
+        found = frontend.thread.run(job)
+        return [each[-1] for each in found] if last else found
     if want == "pooled":
         raise RequestError("the model has no pooler; use embed")
     encoders: list[list[int]] = [[]] * len(texts)
@@ -46,7 +48,7 @@ def results(
     pairs = list(zip(texts, encoders, strict=True))
     if want == "score" and any(len(ids) < 2 for ids in texts):
         raise RequestError("a prompt to be scored needs at least two tokens")
-    return [frontend.thread.run(partial(_forward, pair, want)) for pair in pairs]
+    return [frontend.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
 
 
 def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
@@ -56,5 +58,7 @@ def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
     return encoded
 
 
-def _forward(pair: tuple[list[int], list[int]], want: Any, engine: Engine) -> Passes[np.ndarray]:
-    return forward(engine, pair[0], want, pair[1])
+def _forward(
+    pair: tuple[list[int], list[int]], want: Any, last: bool, engine: Engine
+) -> Passes[np.ndarray]:
+    return forward(engine, pair[0], want, pair[1], last=last)

@@ -1,9 +1,14 @@
 """What users ask with: every form is taken, or refused in one line that says what to give."""
 
 import asyncio
+import inspect
+import math
+import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer import LLM, AsyncLLM, RequestError, SamplingParams
+from jinfer import LLM, AsyncLLM, RequestError, SamplingParams, TokenLogprob
 from jinfer.inputs import Prompt, messages, parameters, prompt, prompts
-from jinfer.sampling.keywords import Sampling
+from jinfer.sampling.keywords import FIELDS, Sampling
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
@@ -76,6 +81,7 @@ def test_one_or_several() -> None:
         ([1, None], "None is no token id"),
         ([1, "a"], "'a' is no token id"),
         (["a", 1], "a prompt is 1; give a text"),
+        ([["a", "b"]], "a list of 2 prompts is given where one belongs; generate, logits, embed"),
         (np.array([IDS, IDS]), "an array of token ids has 2 dimensions, where a prompt has one"),
         (jnp.array([IDS]), "an array of token ids has 2 dimensions"),
         (np.array(5), "a prompt is .*5"),
@@ -222,6 +228,93 @@ def test_the_asynchronous_model_takes_the_same(llm: LLM) -> None:
     asyncio.run(run())
 
 
+def public(kind: type) -> dict[str, Any]:
+    return {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_asynchronous_model_has_every_method_with_every_parameter() -> None:
+    plain, other = public(LLM), public(AsyncLLM)
+    assert plain.keys() == other.keys()
+    for name in (name for name, method in plain.items() if callable(method)):
+        wanted, found = (inspect.signature(each[name]).parameters for each in (plain, other))
+        for one, same in zip(wanted.values(), found.values(), strict=True):
+            assert (one.name, one.kind, one.default) == (same.name, same.kind, same.default), name
+
+
+def test_priority_and_timeout(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="deadline has passed"):
+        llm.generate(IDS, timeout=0.0)
+    with pytest.raises(RequestError, match="deadline has passed"):
+        llm.chat("Hello", timeout=0.0)
+    with pytest.raises(RequestError, match="deadline has passed"):
+        next(llm.stream(IDS, timeout=0.0))
+    assert len(llm.generate(IDS, max_tokens=2, timeout=100, priority=-1)[0].token_ids) == 2
+    for given in ({"timeout": "x"}, {"timeout": -1}, {"priority": 0.5}):
+        with pytest.raises(RequestError, match=f"{next(iter(given))} is"):
+            llm.generate(IDS, **given)
+
+
+def test_several_prompts_are_no_stream(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 prompts is given where one belongs; generate"):
+        llm.stream(["a", "b"])  # type: ignore[arg-type]
+
+
+def test_text_of_tokens_and_tokens_of_text(llm: LLM) -> None:
+    ids = llm.encode("The capital 😀")
+    assert llm.decode(ids) == "The capital 😀"
+    assert llm.decode(np.array(ids[:2])) == "The capital"
+    found = llm.tokens("The capital 😀")
+    assert found[:2] == ["The", " capital"]
+    assert len(found) == len(ids)
+    assert not any("\ufffd" in text for text in found)
+    assert llm.tokens([HELLO])[0] == "<|im_start|>"
+    assert llm.decode(llm.encode([HELLO])[:1]) == ""
+    assert llm.decode(llm.encode([HELLO])[:1], skip_special=False) == "<|im_start|>"
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.decode([-1])
+    assert "49152 tokens, " in repr(llm.tokenizer)
+    assert "eos 2 '<|im_end|>'" in repr(llm.tokenizer)
+
+
+def test_the_last_logits(llm: LLM) -> None:
+    texts = ["The capital", "Hello"]
+    whole, last = llm.logits(texts), llm.logits(texts, last=True)
+    for one, other in zip(whole, last, strict=True):
+        np.testing.assert_array_equal(one[-1], other)
+
+
+def test_answers_in_a_notebook(llm: LLM) -> None:
+    answers = llm.generate(IDS, max_tokens=3, logprobs=2)
+    shown = answers._repr_html_()  # type: ignore[attr-defined]
+    assert shown == f"<div>{answers[0]._repr_html_()[5:-6]}</div>"
+    assert shown.count("<span") == 3
+    assert all(f"{math.exp(e.logprob):6.1%}" in shown for e in answers[0].logprobs or ())
+    entry = TokenLogprob(1, "<b>", math.log(0.25), (TokenLogprob(2, "x", math.log(0.5)),))
+    made = replace(answers[0], logprobs=[entry], text="<b>", token_ids=[1])
+    (span,) = re.findall(r'<span style="([^"]*)" title="([^"]*)">([^<]*)<', made._repr_html_())
+    assert span == (
+        "background:rgba(217,95,2,0.56);border-radius:3px",
+        " 25.0%  &#x27;&lt;b&gt;&#x27;  1\n 50.0%  &#x27;x&#x27;  2",
+        "&lt;b&gt;",
+    )
+    plain = replace(made, logprobs=None)._repr_html_()
+    assert "&lt;b&gt;<div" in plain
+    assert "1 token, length; logprobs=5 shades its tokens" in plain
+    assert "1, 2, 3" in replace(made, logprobs=None, text="", token_ids=[1, 2, 3])._repr_html_()
+
+
+def test_tab_completes_sampling() -> None:
+    for function in (LLM.generate, LLM.stream, AsyncLLM.generate, AsyncLLM.stream):
+        assert set(FIELDS) < inspect.signature(function).parameters.keys()
+    assert {*FIELDS, "tools", "special"} < inspect.signature(LLM.chat).parameters.keys()
+
+
+def test_a_model_stays_in_its_process(llm: LLM) -> None:
+    for each in (llm, AsyncLLM(llm)):
+        with pytest.raises(TypeError, match=r"LLM\(smollm2_135m_instruct, .* cannot be pickled"):
+            pickle.dumps(each)
+
+
 def test_keywords_are_the_fields() -> None:
     """One definition for mypy, one for Python: names, types and order are the same."""
     assert list(get_type_hints(Sampling).items()) == list(get_type_hints(SamplingParams).items())
@@ -229,7 +322,7 @@ def test_keywords_are_the_fields() -> None:
 
 PLANTED = """
 import numpy as np
-from jinfer import LLM, SamplingParams
+from jinfer import LLM, AsyncLLM, SamplingParams
 
 llm = LLM("x")
 llm.generate("Hello", max_tokens=5)
@@ -244,6 +337,15 @@ llm.generate("Hello", {"top_j": 5})  # wrong
 llm.stream("Hello", temprature=1)  # wrong
 llm.chat("Hello", temprature=1)  # wrong
 llm.generate("Hello")[0].txt  # wrong
+llm.tokens("Hello")[0].upper()
+llm.logits("Hello")[0].argmax(-1).tolist()
+llm.logits("Hello")[0].argmx()  # wrong
+llm.embed("Hello").spahe  # wrong
+text: str = llm.score("Hello")[0]  # wrong
+model = AsyncLLM(llm)
+model.encode("Hello")[0].bit_length()
+model.encode("Hello")[0].bits()  # wrong
+model.genrate("Hello")  # wrong
 """
 
 

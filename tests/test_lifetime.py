@@ -214,6 +214,7 @@ def test_reprs_are_short(ids: list[int]) -> None:
         assert repr(answer) == "Completion(' Paris.', 2 tokens, 'length')"
     with LLM(LLAMA2) as llm:
         assert repr(llm) == "LLM(llama2, 155K parameters, f16, context 256)"
+    assert repr(llm) == "LLM(llama2, 155K parameters, f16, context 256, closed)"
 
 
 def limit() -> int:

@@ -10,6 +10,15 @@ from jinfer.engine.generation import Chunk, Completion, Usage, completion
 from jinfer.sampling.params import SamplingParams
 
 
+class Completions(list[Completion]):
+    """Answers, as a notebook shows them."""
+
+    def _repr_html_(self) -> str:
+        from jinfer.engine.answers_html import completions_html
+
+        return completions_html(self)
+
+
 def taken(pieces: SimpleQueue[Any]) -> Chunk | Usage:
     """The next piece of an answer. Raises what ended it."""
     piece = pieces.get()

@@ -50,11 +50,16 @@ def forward(
     prompt: Sequence[int],
     want: Literal["logits", "hidden", "score", "ranked"],
     encoder: Sequence[int] = (),
+    *,
+    last: bool = False,
 ) -> Passes[Any]:
     """Logits or last hidden states of every token of a decoder's prompt, or its scores.
 
     A score is the log-probability of a token given those before it; the first has none. "ranked"
     are the scores, and the likeliest ids at each place and theirs.
+
+    Args:
+        last: only what the last token has, without an axis of tokens.
     """
     scores = want in ("score", "ranked")
     computed = len(prompt) - scores
@@ -91,9 +96,12 @@ def forward(
             )
             engine.keep_cache(cache)
             out = out[0] if want == "score" else out
-            parts.append(trees.map(lambda part, count=count: np.asarray(part)[:count], out))
+            if last:
+                parts = [trees.map(lambda part, at=count - 1: np.asarray(part)[at].copy(), out)]
+            else:
+                parts.append(trees.map(lambda part, count=count: np.asarray(part)[:count], out))
             engine.scheduler.blocks.slide(held, start + count)
-    return trees.map(lambda *each: np.concatenate(each), *parts)
+    return parts[0] if last else trees.map(lambda *each: np.concatenate(each), *parts)
 
 
 def _program(engine: Engine, shape: Shape) -> Passes[Program]:

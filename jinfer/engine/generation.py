@@ -112,6 +112,12 @@ class Completion:
         """The trees of drafted tokens, call by call; None where nothing was drafted."""
         return self.usage.speculation
 
+    def _repr_html_(self) -> str:
+        """The text as a notebook shows it, its tokens shaded where log-probabilities are there."""
+        from jinfer.engine.answers_html import completions_html
+
+        return completions_html([self])
+
     def __repr__(self) -> str:
         text = reprlib.repr(self.text)
         return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"

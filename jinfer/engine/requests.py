@@ -7,14 +7,11 @@ from typing import Literal
 import numpy as np
 
 from jinfer.records import dataclass
+from jinfer.sampling.errors import RequestError as RequestError
 from jinfer.sampling.params import SamplingParams
 
 # "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
 FinishReason = Literal["stop", "length"]
-
-
-class RequestError(ValueError):
-    """A request that cannot be run as it is: says why, and what to change."""
 
 
 class QueueFullError(RequestError):

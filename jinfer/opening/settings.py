@@ -13,6 +13,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint
 from jinfer.opening.conversation import Conversation
 from jinfer.opening.defaults import generation_config, generation_defaults, token_ids
+from jinfer.opening.keywords import check_keywords
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
 from jinfer.opening.sources import SourceError
@@ -73,8 +74,10 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         alone: it may not be a head, which only drafts for another model.
 
     Raises:
-        SourceError, SpecError, CheckpointError, TokenizerError, TemplateError: one line each.
+        SourceError, SpecError, CheckpointError, TokenizerError, TemplateError, RequestError: one
+            line each.
     """
+    check_keywords(overrides)
     tables: dict[str, Any] = {}
     for key, value in overrides.items():
         tables = merge(tables, nested(key, value))

@@ -1,6 +1,10 @@
-"""The error of a constraint that cannot be compiled, or not be followed to its end."""
+"""Errors of requests: parameters that are wrong, constraints that cannot be compiled."""
 
 from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """A request that cannot be run as it is: says why, and what to change."""
 
 
 class ConstraintError(ValueError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict
 
 from jinfer.sampling.names import PARAMETERS, Strategy, own_names
@@ -88,6 +89,32 @@ class ChatKeywords(Sampling, total=False):
     variables: Mapping[str, Any]
 
 
+def completing[F: Callable[..., Any]](names: type) -> Callable[[F], F]:
+    """Gives a function's `**keywords` the names that they may have, which Tab then completes.
+
+    Args:
+        names: the `TypedDict` of its keywords.
+    """
+    known = {name: hint for each in names.__mro__ for name, hint in _hints(each)}
+
+    def completed(function: F) -> F:
+        own = signature(function)
+        *first, rest = own.parameters.values()
+        more = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+            for name, hint in known.items()
+        ]
+        function.__signature__ = own.replace(parameters=[*first, *more, rest])  # type: ignore[attr-defined]
+        return function
+
+    return completed
+
+
+def _hints(table: type) -> Iterator[tuple[str, Any]]:
+    for name, hint in getattr(table, "__annotations__", {}).items():
+        yield name, getattr(hint, "__forward_arg__", hint)
+
+
 FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -110,7 +137,7 @@ def laid_over(
         changes: over them.
 
     Raises:
-        ValueError: as `SamplingParams`.
+        RequestError: as `SamplingParams`.
     """
     if isinstance(params, SamplingParams):
         return replace(params, **own_names(changes)) if changes else params

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jinfer.sampling.errors import RequestError
+
 Strategy = Literal[
     "auto",
     "greedy",
@@ -147,7 +149,7 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     are its parameters.
 
     Raises:
-        ValueError: one parameter is given by two names.
+        RequestError: one parameter is given by two names.
     """
     named: dict[str, Any] = {}
     for name, value in values.items():
@@ -158,6 +160,6 @@ def own_names(values: Mapping[str, Any]) -> dict[str, Any]:
             given = {"strategy": value.get("name", ""), **inner}
         for key, one in given.items():
             if key in named:
-                raise ValueError(f"{name}: {key} is given twice; leave one out")
+                raise RequestError(f"{name}: {key} is given twice; leave one out")
             named[key] = one
     return named

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import wraps
 from typing import Any, Literal, cast, get_args
 
 from jinfer.records import dataclass
+from jinfer.sampling.errors import RequestError
+from jinfer.sampling.foreign import no_parameter
 from jinfer.sampling.names import DEFAULTS, SAMPLERS, STRATEGIES, Strategy, own_names, own_sampler
 from jinfer.sampling.ranges import (
     MAX_BAD_LENGTH,
@@ -17,6 +21,7 @@ from jinfer.sampling.ranges import (
     RANGES,
     is_id,
 )
+from jinfer.spec.errors import show
 
 # Strategies that choose without chance.
 _SURE = ("greedy", "fsd", "contrastive", "beam")
@@ -39,6 +44,25 @@ _ABSENT = ("samplers", "allowed_token_ids", "choice")  # of these, which may be 
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # at most one of them is given
 
 
+def _by_name[T](cls: type[T]) -> type[T]:
+    """A record whose wrong names are a `RequestError`, in one line, as its wrong values are."""
+    names = frozenset(field.name for field in fields(cast("Any", cls)))
+    init: Any = cls.__init__
+
+    @wraps(init)
+    def checked(self: T, *args: object, **values: object) -> None:
+        if args:
+            raise RequestError(f"give parameters by name: {cls.__name__}(max_tokens=50)")
+        if not names >= values.keys():
+            wrong = next(name for name in values if name not in names)
+            raise RequestError(no_parameter(wrong, names))
+        init(self, **values)
+
+    cast("Any", cls).__init__ = checked
+    return cls
+
+
+@_by_name
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What a request asks of the choice of tokens; docs/sampling.md says more of each.
@@ -103,7 +127,8 @@ class SamplingParams:
         json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
 
     Raises:
-        ValueError: for a value outside its range; the message begins with the parameter's name.
+        RequestError: for a value outside its range, where the message begins with the parameter's
+            name; for a name that is no parameter's.
     """
 
     strategy: Strategy = "auto"
@@ -176,15 +201,14 @@ class SamplingParams:
                 set_(self, name, value)
         for name, right, expected in (*self._ranges(), *self._rules()):
             if not right:
-                raise ValueError(f"{name} must be {expected}, not {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be {expected}, not {show(getattr(self, name))}")
 
     @classmethod
     def from_names(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Parameters under jinfer's names or other engines' (`names.PARAMETERS`).
 
         Raises:
-            ValueError: as the class does, or one parameter is given by two names.
-            TypeError: a name that nobody knows.
+            RequestError: as the class does, or one parameter is given by two names.
         """
         return cls(**own_names(values))
 
@@ -198,7 +222,7 @@ class SamplingParams:
             elif isinstance(value, Iterable) and not isinstance(value, str):
                 plain[name] = tuple(value)
             elif not isinstance(value, str) and (value is not None or name not in _ABSENT):
-                raise ValueError(f"{name} must be a list, not {value!r}")
+                raise RequestError(f"{name} must be a list, not {show(value)}")
         if self.samplers is not None:
             plain["samplers"] = tuple(map(own_sampler, plain.get("samplers", ())))
         plain["bad_words_ids"] = _each(
@@ -319,7 +343,7 @@ def _each(name: str, expected: str, make: Callable[[Any], Any], values: Any) -> 
     try:
         return tuple(make(value) for value in values)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be {expected}, not {values!r}") from None
+        raise RequestError(f"{name} must be {expected}, not {show(values)}") from None
 
 
 def _pair(pair: Any) -> tuple[Any, Any]:

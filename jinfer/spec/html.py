@@ -19,14 +19,31 @@ def spec_html(spec: ModelSpec) -> str:
     return f"<div>{heading}{table(('size', 'value'), sizes)}{draw(spec)}</div>"
 
 
+def _written(cell: Any) -> str:
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def folded(heading: str, title: str, content: str) -> str:
+    """A heading, and below it something that is shown when its title is clicked.
+
+    Args:
+        heading, title: texts.
+        content: HTML.
+    """
+    return (
+        f"<div><p><b>{escape(heading)}</b></p><details><summary>{escape(title)}</summary>"
+        f"{content}</details></div>"
+    )
+
+
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; numbers stand at the right."""
+    """A table; numbers stand at the right, and as they were meant: 1e-05, not 9.99999975e-06."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
+        sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]
         return "".join(
-            f'<{tag} style="padding:2px 10px;text-align:'
-            f'{"right" if isinstance(cell, int | float) else "left"}">{escape(str(cell))}</{tag}>'
-            for cell in row
+            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(_written(cell))}</{tag}>'
+            for cell, side in zip(row, sides, strict=True)
         )
 
     lines = [f"<tr>{cells(heads, 'th')}</tr>", *(f"<tr>{cells(row, 'td')}</tr>" for row in rows)]

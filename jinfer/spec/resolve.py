@@ -34,7 +34,7 @@ STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
-_TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
 def _check_shape(table: Mapping[str, Any], path: str) -> None:
     """Checks the keys and types of a specification's tables, whatever they are resolved for."""
     check_plain(table, path)
-    check_keys(table, _TOP, path, "")
+    check_keys(table, TOP, path, "")
     check_match(table.get("match", {}), path)
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)

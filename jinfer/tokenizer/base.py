@@ -256,6 +256,22 @@ class Tokenizer(ABC):
             return surface.plain(name)
         return self._surface.to_bytes(name) if name else b""
 
+    def shown(self, id: int) -> str:
+        """A token as a text of its own; as the vocabulary writes it where it is no whole text."""
+        try:
+            return self.spelled(id).decode("utf-8") or self.token(id)
+        except UnicodeDecodeError:
+            return self.token(id)
+
+    def __repr__(self) -> str:
+        named = {"bos": self.bos_id, "pad": self.pad_id, "unk": self.unk_id, "mask": self.mask_id}
+        words = [f"{name} {id} {self.token(id)!r}" for name, id in named.items() if id is not None]
+        ends = ", ".join(f"{id} {self.token(id)!r}" for id in self.eos_ids[:4])
+        more = f" and {len(self.eos_ids) - 4} more" if len(self.eos_ids) > 4 else ""
+        words += [f"eos {ends}{more}"] if ends else []
+        special = f"{len(self.special.control)} special"
+        return f"{type(self).__name__}({self.vocab_size} tokens, {special}, {', '.join(words)})"
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids: their joined bytes, with U+FFFD for what is not UTF-8.
 

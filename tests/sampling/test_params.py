@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jinfer.sampling.errors import RequestError
 from jinfer.sampling.names import PARAMETERS, SAMPLERS, STAGES, own_names
 from jinfer.sampling.order import chain
 from jinfer.sampling.params import SamplingParams
@@ -231,8 +232,33 @@ def test_names_of_other_engines() -> None:
     assert SamplingParams.from_names(inferflow) == wanted
     with pytest.raises(ValueError, match=r"^max_new_tokens: max_tokens is given twice"):
         own_names({"max_tokens": 4, "max_new_tokens": 5})
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
         SamplingParams.from_names({"temprature": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temprature", "there is no parameter 'temprature'; did you mean 'temperature'?"),
+        ("max_new_tokens", "there is no parameter 'max_new_tokens'; here it is max_tokens: Sampli"),
+        ("logits_processor", "there is no parameter 'logits_processor': no function of yours sees"),
+        ("lora_request", "there is no parameter 'lora_request': there are no adapters"),
+        ("guided_json", "there is no parameter 'guided_json': json_schema, regex, choice or"),
+    ],
+)
+def test_a_wrong_name_is_a_line(name: str, message: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_go_by_name() -> None:
+    with pytest.raises(RequestError, match="give parameters by name: SamplingParams"):
+        SamplingParams("greedy")  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="temperature must be from 0"):
+        SamplingParams(temperature=-1)
 
 
 def test_lists_and_mappings_are_kept_as_tuples() -> None:

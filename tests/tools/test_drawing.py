@@ -10,6 +10,7 @@ import pytest
 from jinfer import LLM
 from jinfer.opening.recognize import recognize
 from jinfer.spec.drawing import CHARACTER, draw
+from jinfer.spec.html import table
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.wiring import graph_of
 from tests.spec.helpers import model, resolved
@@ -116,8 +117,13 @@ def test_the_residual_stream_is_the_main_line(layer: str, main: list[str], lanes
 def test_notebooks_show_the_drawing_and_the_sizes() -> None:
     llm = LLM(GOLDENS / "llama2")
     shown = llm._repr_html_()
-    assert shown == llm.spec._repr_html_()
+    assert shown.startswith(f"<div><p><b>{llm!r}</b></p><details><summary>wiring and sizes</summar")
+    assert llm.spec._repr_html_() in shown
     assert draw(llm.spec) in shown
     assert "decoder-only" in shown
     assert ">intermediate</td>" in shown
     assert ">112</td>" in shown
+
+
+def test_numbers_of_32_bits_are_shown_as_they_were_meant() -> None:
+    assert ">1e-05</td>" in table(("eps",), [(9.999999747378752e-06,)])

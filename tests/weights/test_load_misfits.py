@@ -49,7 +49,7 @@ def test_many_tensors_without_a_parameter_are_counted() -> None:
 
 
 def test_a_tensor_of_a_gguf_file_is_ignored_in_its_own_table() -> None:
-    names = read_tensor_map([{"gguf": {}}], "gguf", Values("", {}, {}.__getitem__, bool))
+    names = read_tensor_map([{"gguf": {}}], "gguf", Values("", {}, str, bool))
     abstract, own = model()
     extra = checkpoint(good() | {"rotary": np.zeros(3)})
     with pytest.raises(LoadError, match=r"in \[tensors.gguf\], or .* under tensors.gguf.ignore$"):
