@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from inspect import Parameter, signature
-from typing import Any, Literal, TypedDict
+from functools import cached_property
+from inspect import Parameter, Signature, signature
+from types import MappingProxyType
+from typing import Any, Literal, TypedDict, cast
 
 from jinfer.sampling.names import PARAMETERS, Strategy, own_names
 from jinfer.sampling.params import SamplingParams
@@ -95,19 +97,44 @@ def completing[F: Callable[..., Any]](names: type) -> Callable[[F], F]:
     Args:
         names: the `TypedDict` of its keywords.
     """
-    known = {name: hint for each in names.__mro__ for name, hint in _hints(each)}
 
     def completed(function: F) -> F:
+        function.__signature__ = _Completed(function, names)  # type: ignore[attr-defined]
+        return function
+
+    return completed
+
+
+class _Completed(Signature):
+    """A signature that is made when somebody looks at it: no start waits for six of 70 names."""
+
+    def __init__(self, function: Any, names: type) -> None:
+        self._function, self._names = function, names
+
+    @cached_property
+    def _whole(self) -> Signature:
+        function = self._function
+        del function.__signature__
         own = signature(function)
         *first, rest = own.parameters.values()
+        known = {name: hint for each in self._names.__mro__ for name, hint in _hints(each)}
         more = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
             for name, hint in known.items()
         ]
-        function.__signature__ = own.replace(parameters=[*first, *more, rest])  # type: ignore[attr-defined]
-        return function
+        function.__signature__ = own.replace(parameters=[*first, *more, rest])
+        return cast("Signature", function.__signature__)
 
-    return completed
+    @property
+    def parameters(self) -> MappingProxyType[str, Parameter]:
+        return self._whole.parameters
+
+    @property
+    def return_annotation(self) -> Any:
+        return self._whole.return_annotation
+
+    def replace(self, **changes: Any) -> Signature:  # type: ignore[override]
+        return self._whole.replace(**changes)
 
 
 def _hints(table: type) -> Iterator[tuple[str, Any]]:

@@ -55,5 +55,6 @@ def test_where_foreign_keys_lead_is_somewhere() -> None:
 
 
 def test_a_cache_of_less_than_a_block_is_refused() -> None:
+    keys: dict[str, Any] = {"engine.kv_tokens": 10}
     with pytest.raises(SpecError, match=r"engine.kv_tokens: 10 is less than a block .* 64 tokens"):
-        LLM(GOLDEN, **{"engine.kv_tokens": 10})
+        LLM(GOLDEN, **keys)
