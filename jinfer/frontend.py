@@ -24,7 +24,16 @@ from jinfer.engine.memory import block_bytes, free_memory
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
 from jinfer.engine.thread import EngineThread
-from jinfer.inputs import Ids, Params, Prompt, is_conversation, messages, parameters, prompt
+from jinfer.inputs import (
+    Ids,
+    Params,
+    Prompt,
+    is_conversation,
+    messages,
+    parameters,
+    prompt,
+    without_decoder,
+)
 from jinfer.model import build
 from jinfer.opening.conversation import Message
 from jinfer.opening.naming import family, stored_as, title
@@ -256,7 +265,7 @@ class Frontend:
         """
         sampling = params if params is not None else self.params()
         if self.opened.spec.decoder is None:
-            raise RequestError("the model has no decoder; use embed, fill_mask, logits or hidden")
+            raise RequestError(without_decoder(self.opened.spec))
         encoder: tuple[int, ...] = ()
         if self.engine.model.has_cross_attention:
             encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)

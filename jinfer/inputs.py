@@ -13,6 +13,7 @@ from jinfer.sampling.foreign import no_parameter
 from jinfer.sampling.keywords import FIELDS, Sampling, is_parameter, laid_over
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import show
+from jinfer.spec.model import ModelSpec
 
 if TYPE_CHECKING:  # what talks to a server asks in the same way, and need not wait for JAX
     import jax
@@ -73,6 +74,14 @@ def messages(given: object) -> list[Message]:
 def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]]:
     """Whether a prompt is one."""
     return bool(given) and isinstance(given[0], Mapping)
+
+
+def without_decoder(spec: ModelSpec) -> str:
+    """What to say where an encoder is asked to write: the methods that it has."""
+    results = spec.stacks[0].head.results
+    further = [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
+    uses = ["embed", "hidden", *(name for name, result in further if result in results)]
+    return f"the model has no decoder; use {', '.join(uses[:-1])} or {uses[-1]}"
 
 
 def parameters(

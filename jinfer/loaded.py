@@ -132,7 +132,10 @@ class Loaded:
         """The model as a notebook shows it: what it is, and folded its wiring and sizes."""
         from jinfer.spec.html import folded
 
-        return folded(repr(self), "wiring and sizes", self.spec._repr_html_())
+        title = "wiring and sizes"
+        if self.spec.decoder is not None:
+            title = f"{self.frontend.cache_report()}; {title}"
+        return folded(repr(self), title, self.spec._repr_html_())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -87,8 +87,12 @@ def test_results_that_a_model_does_not_give() -> None:
         model("minilm").logits([[1, 2]])
     with pytest.raises(RequestError, match="no head that gives pooled"):
         model("distilbert").pooled([[1, 2]])
-    with pytest.raises(RequestError, match="has no decoder; use embed, fill_mask"):
+    with pytest.raises(
+        RequestError, match="has no decoder; use embed, hidden, fill_mask, logits or pooled"
+    ):
         model("bert").generate([[1, 2]])
+    with pytest.raises(RequestError, match="has no decoder; use embed, hidden or pooled"):
+        model("minilm").generate([[1, 2]])
     with pytest.raises(RequestError, match="token_type_ids must be as long as the texts"):
         model("bert").hidden([[1, 2]], token_type_ids=[[0]])
     with pytest.raises(RequestError, match="a prompt has 129 tokens; from 1 to 128"):

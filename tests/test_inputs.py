@@ -241,6 +241,11 @@ def test_the_asynchronous_model_has_every_method_with_every_parameter() -> None:
             assert (one.name, one.kind, one.default) == (same.name, same.kind, same.default), name
 
 
+def test_the_page_names_every_method() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert [name for name in public(LLM) if not re.search(rf"`{name}\b", page)] == []
+
+
 def test_priority_and_timeout(llm: LLM) -> None:
     with pytest.raises(RequestError, match="deadline has passed"):
         llm.generate(IDS, timeout=0.0)
@@ -285,6 +290,7 @@ def test_the_last_logits(llm: LLM) -> None:
 
 def test_answers_in_a_notebook(llm: LLM) -> None:
     answers = llm.generate(IDS, max_tokens=3, logprobs=2)
+    assert pickle.loads(pickle.dumps(answers)) == answers
     shown = answers._repr_html_()  # type: ignore[attr-defined]
     assert shown == f"<div>{answers[0]._repr_html_()[5:-6]}</div>"
     assert shown.count("<span") == 3

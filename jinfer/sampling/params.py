@@ -257,7 +257,7 @@ class SamplingParams:
         low = float("-inf")
         numbers = all(v == low or RANGES["presence_penalty"].holds(v) for _, v in pairs)
         biased = [id for id, _ in pairs]
-        yield "logit_bias", _ids(biased) and numbers, "id -> -inf, or from -100 to 100"
+        yield "logit_bias", _ids(biased) and numbers, "token id -> -inf, or from -100 to 100"
         few = len({*biased, *self.banned_token_ids}) <= MAX_BIASED
         yield "logit_bias", few, f"at most {MAX_BIASED} ids, with the banned ones"
         yield "banned_token_ids", _ids(self.banned_token_ids), "token ids"
