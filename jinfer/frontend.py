@@ -16,10 +16,9 @@ import numpy as np
 from jinfer.assembly import all_shapes, assemble, first_shapes, load
 from jinfer.distributed.group import lead
 from jinfer.engine import forked
-from jinfer.engine.beam import BeamSearch
 from jinfer.engine.compilation import use_persistent_cache
-from jinfer.engine.contrastive import Contrastive
 from jinfer.engine.driver import Driver
+from jinfer.engine.drivers import driver_of
 from jinfer.engine.memory import block_bytes, free_memory
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.state import Choice
@@ -43,7 +42,6 @@ from jinfer.ops.kernels import asked_for
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
 from jinfer.records import dataclass, replace
-from jinfer.sampling.beam import Beams
 from jinfer.sampling.foreign import ABSENT
 from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
@@ -324,7 +322,7 @@ class Frontend:
             choice = Choice.of(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return Prepared(request, choice, _driver(request), self._matcher(request))
+        return Prepared(request, choice, driver_of(request), self._matcher(request))
 
     def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling
@@ -372,21 +370,6 @@ class Frontend:
         """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
-
-
-def _driver(request: Request) -> Driver | None:
-    """Who drives the strategies that are not a choice of one token after the other."""
-    sampling = request.sampling
-    if sampling.strategy == "contrastive":
-        return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
-    if sampling.strategy == "beam":
-        ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
-        every = ends | set(sampling.stop_token_ids)
-        most = request.limit - len(request.prompt)
-        early = sampling.early_stopping
-        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
-        return BeamSearch(start)
-    return None
 
 
 def _nothing() -> None:

@@ -1,0 +1,26 @@
+"""Which strategies are driven by something of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from jinfer.engine.beam import BeamSearch
+from jinfer.engine.contrastive import Contrastive
+from jinfer.engine.driver import Driver
+from jinfer.engine.requests import Request
+from jinfer.sampling.beam import Beams
+
+
+def driver_of(request: Request) -> Driver | None:
+    """Who drives the strategies that are not a choice of one token after the other."""
+    sampling = request.sampling
+    if sampling.strategy == "contrastive":
+        return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
+    if sampling.strategy == "beam":
+        ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
+        every = ends | set(sampling.stop_token_ids)
+        most = request.limit - len(request.prompt)
+        early = sampling.early_stopping
+        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+        return BeamSearch(start)
+    return None
