@@ -222,8 +222,11 @@ def test_the_asynchronous_model_takes_the_same(llm: LLM) -> None:
         assert len(answer.token_ids) == 3
         streamed = [id async for c in model.stream([HELLO], max_tokens=3) for id in c.token_ids]
         assert streamed == (await model.chat("Hello", max_tokens=3)).token_ids
+        assert (await model.chat("Hello", choice=["yes"])).text == "yes"
         with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
             await model.generate(IDS, max_tokns=5)  # type: ignore[call-arg]
+        with pytest.raises(RequestError, match="params is 'greedy'"):
+            await model.generate(IDS, "greedy")  # type: ignore[arg-type]
 
     asyncio.run(run())
 
