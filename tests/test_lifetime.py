@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,8 @@ def test_reprs_are_short(ids: list[int]) -> None:
         assert repr(AsyncLLM(llm)) == f"Async{llm!r}"
         (answer,) = llm.generate("The capital of France is", max_tokens=2)
         assert repr(answer) == "Completion(' Paris.', 2 tokens, 'length')"
+        bare = replace(answer, text="", token_ids=[5, 6, 7])
+        assert repr(bare) == "Completion([5, 6, 7], 3 tokens, 'length')"
     with LLM(LLAMA2) as llm:
         assert repr(llm) == "LLM(llama2, 155K parameters, f16, context 256)"
     assert repr(llm) == "LLM(llama2, 155K parameters, f16, context 256, closed)"

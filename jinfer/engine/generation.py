@@ -12,6 +12,8 @@ from jinfer.engine.stopping import StopTexts
 from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
+_SHORT = reprlib.Repr(maxstring=60, maxlist=8)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -119,7 +121,8 @@ class Completion:
         return completions_html([self])
 
     def __repr__(self) -> str:
-        text = reprlib.repr(self.text)
+        # Without a tokenizer there is no text, but there are ids.
+        text = _SHORT.repr(self.text if self.text or not self.token_ids else self.token_ids)
         return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
 
 
