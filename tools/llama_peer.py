@@ -146,6 +146,37 @@ def _score(request: dict[str, Any]) -> None:
              logits=np.concatenate(logits) if logits else empty)  # fmt: skip
 
 
+def _tokenize(request: dict[str, Any]) -> None:
+    """Writes the ids of texts, without special tokens in them and with, and the ends of text."""
+    import llama_cpp
+
+    silence(llama_cpp)
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(request["model"].encode(), parameters)
+    if not model:
+        raise OSError(f"{request['model']}: llama.cpp cannot load it")
+    vocab = llama_cpp.llama_model_get_vocab(model)
+
+    def ids(text: str, parse_special: bool) -> list[int]:
+        data = text.encode()
+        room = 4 * len(data) + 16
+        found = (llama_cpp.llama_token * room)()
+        size = llama_cpp.llama_tokenize(vocab, data, len(data), found, room, False, parse_special)
+        if size < 0:
+            raise OSError(f"{request['model']}: llama_tokenize failed on {text!r}")
+        return list(found[:size])
+
+    every = range(llama_cpp.llama_vocab_n_tokens(vocab))
+    answer = {
+        "plain": [ids(text, False) for text in request["texts"]],
+        "parsed": [ids(text, True) for text in request["texts"]],
+        "ends": [id for id in every if llama_cpp.llama_vocab_is_eog(vocab, id)],
+    }
+    with open(request["out"], "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+
+
 class Engine(Protocol):
     """What can be measured."""
 
@@ -221,7 +252,7 @@ class Peer:
 
 
 def main() -> int:
-    """Measures `MODEL THREADS`, or does what JSON asks: {"quantize": ...} or {"score": ...}."""
+    """Measures `MODEL THREADS`, or does what JSON asks, by its key: quantize, tokenize, score."""
     try:
         import llama_cpp
     except ImportError as error:
@@ -235,6 +266,8 @@ def main() -> int:
         if "quantize" in request:
             silence(llama_cpp)
             quantize(llama_cpp, *request["quantize"])
+        elif "tokenize" in request:
+            _tokenize(request["tokenize"])
         else:
             _score(request["score"])
     except OSError as error:

@@ -92,7 +92,6 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     defaults = generation_defaults(found.spec.generation, said, file, found.spec.path)
     sampling_params(defaults, found.spec.path)  # wrong ones show at once
     tokenizer = _tokenizer(found)
-    ends = tokenizer.eos_ids if tokenizer else ()
     return Opened(
         spec=found.spec,
         checkpoint=found.checkpoint,
@@ -104,8 +103,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         dtype=_dtype(found.spec.dtype),
         activations=_activations(found.spec),
         kv_cache=_kv_cache(found.spec),
-        end_ids=tuple(dict.fromkeys((*ends, *token_ids(said.get("eos_token_id")))))
-        or _ids(found, "eos_token_id"),
+        end_ids=_end_ids(found, tokenizer, said),
         decoder_prefix=tuple(
             id
             for key in ("decoder_start_token_id", "forced_bos_token_id")
@@ -173,6 +171,16 @@ def _context(spec: ModelSpec) -> int:
             f"if its positions allow more, set dims.context too",
         )
     return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+
+
+def _end_ids(
+    found: Recognized, tokenizer: Tokenizer | None, said: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The tokenizer's, and generation_config.json's, or config.json's where that gives none."""
+    key, vocab = "eos_token_id", found.spec.dims.get("vocab", MAX_TOKENS)
+    listed = token_ids(said.get(key)) or token_ids(found.config.get(key))
+    ends = dict.fromkeys((*(tokenizer.eos_ids if tokenizer else ()), *listed))
+    return tuple(id for id in ends if 0 <= id < vocab) or _ids(found, key)
 
 
 def _ids(found: Recognized, key: str) -> tuple[int, ...]:

@@ -74,6 +74,7 @@ class SpecialTokens:
         control: name -> id of the tokens that `encode` finds in a text when it may, and that
             `decode` leaves out.
         parsed: further names that are found in a text, but are text themselves when decoded.
+        lstrip, rstrip: names, found in a text, that take the white space before or after them away.
         prefix, suffix: ids that `encode` puts around a text.
         languages: a language's name -> id of its token. The default language's token is in
             `prefix` or `suffix`; `encode(..., language=...)` puts another one in its place.
@@ -88,6 +89,8 @@ class SpecialTokens:
     assistant: int | None = None
     control: Mapping[str, int] = field(default_factory=dict)
     parsed: Mapping[str, int] = field(default_factory=dict)
+    lstrip: frozenset[str] = frozenset()
+    rstrip: frozenset[str] = frozenset()
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -129,8 +132,9 @@ class Tokenizer(ABC):
         if len(found) > MAX_FOUND:
             reason = f"has {len(found)} special tokens; at most {MAX_FOUND} are looked for"
             raise TokenizerError(f"the vocabulary {reason}")
-        # "sop" is a control token of ChatGLM: a name that may be a word is never looked for.
-        self._found = {name: id for name, id in found.items() if not name.isalnum()}
+        # "sop" is a control token of ChatGLM: such a name that may be a word is never looked for.
+        words = {name for name, id in found.items() if name in special.control or id == special.unk}
+        self._found = {n: id for n, id in found.items() if not (n.isalnum() and n in words)}
         self._pattern = pattern_of(self._found)
         self._control = pattern_of(special.control)
 
@@ -218,18 +222,23 @@ class Tokenizer(ABC):
 
     def split_special(self, text: str) -> list[str | int]:
         """The text cut at the special tokens written in it: ids, and the texts between them."""
-        if self._pattern is None:
-            return [text] if text else []
+        return self._split(text, self._pattern)
+
+    def _split(self, text: str, pattern: re.Pattern[str] | None) -> list[str | int]:
+        """The text cut at the special tokens that a pattern finds."""
         parts: list[str | int] = []
-        place = 0
-        for match in self._pattern.finditer(text):
-            if match.start() > place:
-                parts.append(text[place : match.start()])
-            parts.append(self._found[match.group()])
-            place = match.end()
-        if place < len(text):
-            parts.append(text[place:])
-        return parts
+        place, bare = 0, False  # bare: white space at the place is not a part of the text
+        for match in pattern.finditer(text) if pattern is not None else ():
+            name = match[0]
+            parts.append(self._between(text[place : match.start()], bare, name))
+            parts.append(self._found[name])
+            place, bare = match.end(), name in self.special.rstrip
+        parts.append(self._between(text[place:], bare, ""))
+        return [part for part in parts if part != ""]
+
+    def _between(self, text: str, bare: bool, following: str) -> str:
+        text = text.lstrip() if bare else text
+        return text.rstrip() if following in self.special.lstrip else text
 
     def is_control(self, id: int) -> bool:
         """Whether `decode` leaves the token out."""

@@ -212,7 +212,7 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
     """bos, eos, pad, unk and mask, from the configuration or by their usual names.
 
     Every id of generation_config.json's eos_token_id ends a text, and so does eos_token;
-    config.json is asked only where neither says anything.
+    config.json's list counts where that file gives none, as transformers makes one of it.
     """
 
     def named(key: str) -> int | None:
@@ -223,7 +223,10 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
 
     eos = [named("eos_token"), *_ids(config, config.generation, "generation_config.json")]
     if not any(id is not None for id in eos):
-        eos = list(_ids(config, config.model, "config.json"))
+        eos = list(_ids(config, _text_model(config.model), "config.json"))
+    elif config.generation.get("eos_token_id") is None:
+        own = _text_model(config.model).get("eos_token_id")
+        eos += [id for id in (own if isinstance(own, list) else [own]) if _is_id(id)]
     return SpecialTokens(
         bos=named("bos_token"),
         eos=tuple(dict.fromkeys(id for id in eos if id is not None)),
@@ -233,6 +236,12 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
         user=_id(config, "user_token_id"),
         assistant=_id(config, "assistant_token_id"),
     )
+
+
+def _text_model(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the model of text, beside one of images where it is not alone."""
+    inner = model.get("text_config")
+    return model if "eos_token_id" in model or not isinstance(inner, Mapping) else inner
 
 
 def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | None]) -> int | None:

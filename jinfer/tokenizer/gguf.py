@@ -6,7 +6,7 @@ llama.cpp, which writes and reads most of these files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -18,6 +18,7 @@ from tokenizers import decoders, models, normalizers
 
 from jinfer.tokenizer.base import SpecialTokens, Tokenizer, TokenizerError
 from jinfer.tokenizer.config import MAX_TOKENS, shown
+from jinfer.tokenizer.gguf_special import END_KEYS, control_ids, end_names, goes_on, stripping
 from jinfer.tokenizer.huggingface import HuggingFaceTokenizer, frame_like_bert, word_piece
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
 from jinfer.tokenizer.sentencepiece_model import PieceType, SentencePieceModel, build
@@ -27,16 +28,6 @@ _KEY = "tokenizer.ggml."
 _NONE = ("none", "no_vocab")
 _KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
 _TYPES = {0, *map(int, PieceType)}  # 0: undefined, in some files
-
-# Names of tokens that end a turn. Files often give only one of several in eos_token_id.
-_ENDS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-)
 
 
 def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
@@ -77,13 +68,16 @@ class _Vocabulary:
         if not 0 < len(self.tokens) <= MAX_TOKENS:
             raise self.error("tokens", f"has {len(self.tokens)} tokens")
         normal = [int(PieceType.NORMAL)] * len(self.tokens)
-        self.types: list[int] = self.array("token_type", int, normal)
-        if len(self.types) != len(self.tokens):
+        types = self.array("token_type", int, normal)
+        if len(types) != len(self.tokens):
             raise self.error(
-                "token_type", f"has {len(self.types)} entries for {len(self.tokens)} tokens"
+                "token_type", f"has {len(types)} entries for {len(self.tokens)} tokens"
             )
-        if wrong := set(self.types) - _TYPES:
+        if wrong := set(types) - _TYPES:
             raise self.error("token_type", f"has {min(wrong)}, which is no type of a token")
+        self.types: list[int] = list(types)
+        for id in control_ids(metadata, self.tokens, types):
+            self.types[id] = int(PieceType.CONTROL)
         self._kinds = np.array(self.types, np.int8)
         self.damaged: dict[int, bytes] = {}
         if not _is_utf8("".join(self.tokens)):
@@ -135,27 +129,29 @@ class _Vocabulary:
         ids: list[int] = np.flatnonzero(np.isin(self._kinds, kinds)).tolist()
         return {self.tokens[id]: id for id in ids if self.tokens[id] and id not in self.damaged}
 
-    def ends(self) -> Iterator[int]:
-        for key in ("eos", "eot", "eom"):
-            id = self.id(key)
-            if id is not None:
-                yield id
+    def ends(self) -> tuple[int, ...]:
         control = self.of_type(PieceType.CONTROL)
-        for name in _ENDS:
-            if name in control:
-                yield control[name]
+        ids = [self.id(key) for key in END_KEYS]
+        ids += [control[name] for name in end_names(self.metadata, control)]
+        goes_on_after = control.get(goes_on(control) or "")
+        return tuple(dict.fromkeys(id for id in ids if id not in (None, goes_on_after)))
 
     def special(
         self, prefix: tuple[int | None, ...], suffix: tuple[int | None, ...]
     ) -> SpecialTokens:
+        control = self.of_type(PieceType.CONTROL)
+        parsed = self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN)
+        lstrip, rstrip = stripping(self.metadata, {*control, *parsed})
         return SpecialTokens(
             bos=self.id("bos"),
-            eos=tuple(dict.fromkeys(self.ends())),
+            eos=self.ends(),
             pad=self.id("padding"),
             unk=self.id("unknown"),
             mask=self.id("mask"),
-            control=self.of_type(PieceType.CONTROL),
-            parsed=self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN),
+            control=control,
+            parsed=parsed,
+            lstrip=lstrip,
+            rstrip=rstrip,
             prefix=tuple(id for id in prefix if id is not None),
             suffix=tuple(id for id in suffix if id is not None),
         )
@@ -236,14 +232,18 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 def _finish(
     vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, special: SpecialTokens
 ) -> Tokenizer:
-    backend.add_special_tokens(_added(special.control, special=True))
-    backend.add_tokens(_added(vocabulary.of_type(PieceType.USER_DEFINED), special=False))
+    defined = vocabulary.of_type(PieceType.USER_DEFINED)
+    backend.add_special_tokens([_added(name, special, True) for name in special.control])
+    backend.add_tokens([_added(name, special, False) for name in defined])
     size = len(vocabulary.tokens)
     return HuggingFaceTokenizer(vocabulary.source, backend, special, size, vocabulary.damaged)
 
 
-def _added(names: Mapping[str, int], special: bool) -> list[tokenizers.AddedToken]:
-    return [tokenizers.AddedToken(name, normalized=False, special=special) for name in names]
+def _added(name: str, tokens: SpecialTokens, special: bool) -> tokenizers.AddedToken:
+    lstrip, rstrip = name in tokens.lstrip, name in tokens.rstrip
+    return tokenizers.AddedToken(
+        name, lstrip=lstrip, rstrip=rstrip, normalized=False, special=special
+    )
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
@@ -301,7 +301,11 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
     from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer  # others need no such library
 
     frame = _frame(vocabulary, not unigram, unigram)
-    # sentencepiece finds user-defined pieces itself
-    special = replace(frame, parsed=vocabulary.of_type(PieceType.UNKNOWN))
+    # With a mark in them, they stand for spaces of a text, where sentencepiece finds them itself.
+    defined = vocabulary.of_type(PieceType.USER_DEFINED)
+    added = {name: id for name, id in defined.items() if SPACE_MARK not in name}
+    special = replace(frame, parsed={**vocabulary.of_type(PieceType.UNKNOWN), **added})
     processor = build(model, vocabulary.source)
-    return SentencePieceTokenizer(vocabulary.source, processor, special, vocabulary.tokens)
+    return SentencePieceTokenizer(
+        vocabulary.source, processor, special, vocabulary.tokens, always=added
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from codecs import BOM_UTF8
@@ -35,8 +36,9 @@ from jinfer.tokenizer.config import (
 from jinfer.tokenizer.languages import languages
 from jinfer.tokenizer.pipeline import check_merges, check_pipeline
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter
-from jinfer.tokenizer.surface import from_decoder
+from jinfer.tokenizer.surface import from_decoder, plain
 
+_log = logging.getLogger("jinfer")
 _LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
 _LONG = 1 << 14  # characters that take the time of a few tokens
 _PROBE = "a"  # any text that no normalizer empties
@@ -68,6 +70,8 @@ class HuggingFaceTokenizer(Tokenizer):
         except (KeyError, TypeError, ValueError) as error:
             raise TokenizerError(f"{path}: decoder: {error}") from None
         super().__init__(vocab_size, special, surface)
+        if surface.added_as_text:
+            self._bytes.update({id: plain(name) for name, id in special.parsed.items()})
         self._bytes.update(spelled or {})
         self.backend = backend
         self._path = path
@@ -301,6 +305,8 @@ def _finish(
         bos=bos,
         control={token.content: id for id, token in added.items() if token.special},
         parsed={token.content: id for id, token in added.items() if not token.special},
+        lstrip=frozenset(token.content for token in added.values() if token.lstrip),
+        rstrip=frozenset(token.content for token in added.values() if token.rstrip),
         prefix=prefix,
         suffix=suffix,
         languages=languages(config, backend.token_to_id),
@@ -321,21 +327,25 @@ def _highest_id(backend: tokenizers.Tokenizer) -> int:
 
 
 def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for token in config.added if token.content and token.content not in known]
+    known = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
     new: list[AddedToken] = []
-    for token in sorted(missing, key=lambda token: token.id if token.id is not None else -1):
-        id = backend.token_to_id(token.content)
-        if id is None and token.id is None:
+    for token in sorted(config.added, key=lambda token: token.id if token.id is not None else -1):
+        id = known.get(token.content, backend.token_to_id(token.content) if token.content else None)
+        if not token.content or (id is None and token.id is None):
             continue  # a name only: the model has no row for it
-        _check_id(path, config, token, id)
-        new.append(token)
+        if None not in (id, token.id) and id != token.id:
+            if path.name != "tokenizer.json":
+                raise _other_id(path, config, token, id)
+            _log.warning("%s; the former is used", _other_id(path, config, token, id))
+        if token.content not in known:
+            new.append(token if id is None else replace(token, id=id))
     # Together, because the library looks at all of its tokens each time that some are added.
     for special, tokens in groupby(new, key=lambda token: token.special):
         made = [_made(token) for token in tokens]
         (backend.add_special_tokens if special else backend.add_tokens)(made)
     for token in new:
-        _check_id(path, config, token, backend.token_to_id(token.content))
+        if (id := backend.token_to_id(token.content)) != token.id:
+            raise _other_id(path, config, token, id)
 
 
 def _made(token: AddedToken) -> tokenizers.AddedToken:
@@ -349,10 +359,11 @@ def _made(token: AddedToken) -> tokenizers.AddedToken:
     )
 
 
-def _check_id(path: Path, config: TokenizerConfig, token: AddedToken, id: int | None) -> None:
-    if None not in (id, token.id) and id != token.id:
-        said = f"{config.path.name} says {token.id}"
-        raise TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
+def _other_id(
+    path: Path, config: TokenizerConfig, token: AddedToken, id: int | None
+) -> TokenizerError:
+    said = f"{config.path.name} says {token.id}"
+    return TokenizerError(f"{path}: token {token.content!r} has id {id}, but {said}")
 
 
 def _frame(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
 
-from jinfer.tokenizer.base import SpecialTokens, Tokenizer, valid_text
+from jinfer.tokenizer.base import SpecialTokens, Tokenizer, pattern_of, valid_text
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.surface import SPACE_MARK, marked_spaces
 
@@ -30,6 +30,7 @@ class SentencePieceTokenizer(Tokenizer):
         names: Sequence[str] | None = None,
         to_token: Sequence[int] | None = None,
         spaced_parts: bool = True,
+        always: Collection[str] = (),
     ) -> None:
         """Wraps a processor.
 
@@ -38,6 +39,7 @@ class SentencePieceTokenizer(Tokenizer):
             to_token: the id of every piece of the processor; its own numbers if not given.
             spaced_parts: the text after a special token gets the same space before it that a
                 text's beginning gets (Llama's "legacy" behaviour, and llama.cpp's).
+            always: of `special.parsed` the names that are tokens in any text, a stranger's too.
         """
         if names is None:
             names = processor.id_to_piece(list(range(processor.vocab_size())))
@@ -55,6 +57,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._continues = load(without_dummy_prefix(processor.serialized_model_proto()), path)
         self._names = names
         self._to_token = to_token
+        self._always = pattern_of(name for name in always if name in self._found)
 
     def token(self, id: int) -> str:
         return self._names[id] if 0 <= id < len(self._names) else ""
@@ -70,6 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_parts(self.split_special(text) if parse_special else [text])
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        if self._always is not None:
+            parts = [piece for part in parts for piece in self._cut(part)]
         ids: list[int] = []
         for place, part in enumerate(parts):
             if isinstance(part, int):
@@ -78,6 +83,9 @@ class SentencePieceTokenizer(Tokenizer):
                 processor = self._continues if place else self._processor
                 ids += self._pieces(processor, valid_text(part))
         return ids
+
+    def _cut(self, part: int | str) -> list[int | str]:
+        return [part] if isinstance(part, int) else self._split(part, self._always)
 
     def _pieces(self, processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
         pieces: list[int] = processor.encode(text)

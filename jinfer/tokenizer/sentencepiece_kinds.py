@@ -18,7 +18,7 @@ from jinfer.tokenizer.base import Tokenizer, TokenizerError
 from jinfer.tokenizer.config import TokenizerConfig, read_file, read_vocabulary, special_ids
 from jinfer.tokenizer.languages import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
-from jinfer.tokenizer.sentencepiece_model import load
+from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -40,7 +40,9 @@ class _Layout:
 
 def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
     """Reads a .model (or .spm) file and the JSON files beside it. Raises: TokenizerError."""
-    processor = load(read_file(file), file)
+    data = read_file(file)
+    spaced = config.flag("add_prefix_space") is not False
+    processor = load(data if spaced else without_dummy_prefix(data), file)
     pieces: list[str] = processor.id_to_piece(list(range(processor.vocab_size())))
     layout = _with_added(_layout(file, pieces, processor, config), config)
     ids = {name: id for id, name in reversed(list(enumerate(layout.names))) if name}
@@ -51,20 +53,24 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
         raise TokenizerError(f"{file}: has no token {missing[0]!r}, which starts or ends a text")
     control = {piece for id, piece in enumerate(pieces) if processor.is_control(id)}
     control |= layout.control
+    words = {token.content for token in config.added if not token.special}
+    added = {name: ids[name] for name in sorted(words - control) if name in ids}
     special = replace(
         special,
         bos=special.bos if special.bos is not None else _piece(processor.bos_id(), pieces, ids),
         eos=special.eos or tuple(_present(_piece(processor.eos_id(), pieces, ids))),
         unk=unk,
         control={name: ids[name] for name in sorted(control) if name in ids},
-        parsed={name: id for name, id in ids.items() if id == unk},
+        parsed={**{name: id for name, id in ids.items() if id == unk}, **added},
+        lstrip=frozenset(token.content for token in config.added if token.lstrip),
+        rstrip=frozenset(token.content for token in config.added if token.rstrip),
         prefix=tuple(ids[name] for name in layout.prefix),
         suffix=tuple(ids[name] for name in layout.suffix),
         languages=languages(config, ids.get),
     )
     legacy = config.flag("legacy") is not False
     return SentencePieceTokenizer(
-        file, processor, special, layout.names, layout.to_token, spaced_parts=legacy
+        file, processor, special, layout.names, layout.to_token, spaced_parts=legacy, always=added
     )
 
 

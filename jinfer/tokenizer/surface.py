@@ -26,10 +26,13 @@ class Surface:
     Attributes:
         to_bytes: a token's name -> the bytes it adds. They may be a part of a character.
         strip_space: a space that starts a text was put there by the encoder and is not shown.
+        added_as_text: names of tokens beside the vocabulary are text, also where their letters
+            stand for bytes in names of the vocabulary: "maçã".
     """
 
     to_bytes: Callable[[str], bytes]
     strip_space: bool = False
+    added_as_text: bool = False
 
 
 def plain(name: str) -> bytes:
@@ -66,7 +69,7 @@ def byte_level() -> Surface:
         except KeyError:
             return plain(name)
 
-    return Surface(to_bytes)
+    return Surface(to_bytes, added_as_text=True)
 
 
 def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:

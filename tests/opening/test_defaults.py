@@ -84,6 +84,21 @@ def test_ends_of_sequence(eos: Any, wanted: tuple[int, ...], tmp_path: Path) -> 
     assert opened(tmp_path, {"eos_token_id": eos}).end_ids == wanted
 
 
+def test_ends_of_config_beside_a_tokenizers(tmp_path: Path) -> None:
+    """A list in config.json counts where no generation_config.json speaks, without its nonsense."""
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama2", folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = [2, 5, config["vocab_size"]]
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / "tok_spm_bpe" / file, folder)
+    found = open_model(folder, {})
+    assert found.tokenizer is not None
+    assert found.end_ids == (2, 5)
+
+
 def test_an_end_of_sequence_ends_an_answer(tmp_path: Path) -> None:
     ids, greedy = [5, 9, 2, 40], SamplingParams(max_tokens=6)
     tokens = LLM(GOLDENS / "llama2", dtype="float32").generate(ids, greedy)[0].token_ids

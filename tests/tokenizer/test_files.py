@@ -98,6 +98,82 @@ def test_eos_ids_of_generation_config(tmp_path: Path) -> None:
     assert found.special.user == 2
 
 
+def test_eos_ids_of_config_where_generation_config_has_none(tmp_path: Path) -> None:
+    """transformers makes a generation configuration of config.json where there is no file."""
+    files = {"tokenizer.json": "tok_llama3/tokenizer.json"}
+    own = {"eos_token": "<|end_of_text|>"}
+    name_id = build(tmp_path, files, tokenizer_config=own).eos_ids
+    assert len(name_id) == 1
+    found = build(tmp_path, files, tokenizer_config=own, config={"eos_token_id": [7, 9, -1]})
+    assert found.eos_ids == (*name_id, 7, 9)
+    inner = {"text_config": {"eos_token_id": 8}}
+    assert build(tmp_path, files, tokenizer_config=own, config=inner).eos_ids == (*name_id, 8)
+    said = {"eos_token_id": [5]}
+    found = build(tmp_path, files, config={"eos_token_id": [7]}, generation_config=said)
+    assert found.eos_ids == (*name_id, 5)
+
+
+def test_no_space_before_a_text(tmp_path: Path) -> None:
+    """As transformers 4.57's and 5.18's LlamaTokenizer have it; the former's slow one without
+    `legacy` reads no add_prefix_space."""
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
+    config |= {"eos_token": "</s>", "add_prefix_space": False}
+    wanted = {
+        "Hello": ["H", "e", "ll", "o"],
+        "  Hello": ["▁▁", "H", "e", "ll", "o"],
+        "<s>Hello</s> world": ["<s>", "H", "e", "ll", "o", "</s>", "▁w", "or", "ld"],
+        "\nHello": ["<0x0A>", "H", "e", "ll", "o"],
+    }
+    for legacy in (None, False, True):
+        config["legacy"] = legacy
+        found = build(tmp_path, {"tokenizer.model": SPM}, tokenizer_config=config)
+        for text, names in wanted.items():
+            ids = found.encode(text, special=False)
+            assert [found.token(id) for id in ids] == names
+            assert found.decode(ids, skip_special=False) == text
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_beside_sentencepiece(special: bool, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
+    entry = {"content": "<|user|>", "special": special, "rstrip": True}
+    word = {"content": "maçã", "special": False, "lstrip": True}
+    config["added_tokens_decoder"] = {"800": entry, "801": word}
+    found = build(tmp_path, {"tokenizer.model": SPM}, tokenizer_config=config)
+    hello = found.encode("Hello", special=False)
+    assert found.encode("<|user|>\n Hello maçã", special=False) == [800, *hello, 801]
+    plain = found.encode("<|user|>\n Hello", special=False, parse_special=False)
+    assert (plain == [800, *hello]) is not special
+
+
+def test_an_added_word_is_its_letters(tmp_path: Path) -> None:
+    """In byte-level names ç and ã stand for bytes, in an added token for themselves."""
+    entries = {str(600 + special): {"content": f"maçã{special}", "special": bool(special)}
+               for special in (0, 1)}  # fmt: skip
+    found = build(
+        tmp_path,
+        {"tokenizer.json": "tok_llama3/tokenizer.json"},
+        tokenizer_config={"added_tokens_decoder": entries},
+    )
+    text = "a maçã0 maçã1"
+    ids = found.encode(text, special=False)
+    assert {600, 601} < set(ids)
+    assert found.decode(ids, skip_special=False) == text
+
+
+def test_an_id_of_a_token_that_the_vocabulary_contradicts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The vocabulary's counts, as in transformers."""
+    files = {"tokenizer.json": "tok_llama3/tokenizer.json"}
+    id = build(tmp_path, files).id("ll")
+    entry = {"content": "ll", "special": False}
+    config = {"added_tokens_decoder": {"599": entry}}
+    found = build(tmp_path, files, tokenizer_config=config)
+    assert found.encode("xllx", special=False)[1] == id
+    assert f"token 'll' has id {id}, but tokenizer_config.json says 599" in caplog.text
+
+
 def test_added_tokens(tmp_path: Path) -> None:
     found = build(
         tmp_path,

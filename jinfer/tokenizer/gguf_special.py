@@ -1,0 +1,115 @@
+"""What llama.cpp knows of special tokens by name, where a GGUF file's keys and types do not say it.
+
+Converters gave wrong types, gave one end of several, and GGUF has no place for `lstrip` and
+`rstrip`. Tables and rules: `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinfer.tokenizer.sentencepiece_model import PieceType
+
+# Names that end a turn or a text. Files often give only one of several in eos_token_id.
+ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
+    "<end_of_utterance>",
+    "<\uff5cend▁of▁sentence\uff5c>",
+    "</s>",
+    "<eos>",
+)
+# Parts of a prompt for filling in the middle (FIM), by the key that may name them instead.
+_FILLING = {
+    "fim_pre": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>"),
+        *("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suf": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim▁hole\uff5c>"),
+        *("<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_mid": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim▁end\uff5c>"),
+        *("<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # a file that goes on with the next one has ended
+END_KEYS = ("eos", "eot", "eom", *_FILLING_ENDS)  # of `tokenizer.ggml.<key>_token_id`
+# A tag of HTML: Qwen's vocabularies have it as an ordinary entry, which a type can tell.
+_ALSO_TEXT = frozenset({"</s>"})
+_KEY = "tokenizer.ggml."
+_BARE = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of Phi-3: white space after them stays
+
+
+def control_ids(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> Iterator[int]:
+    """Ids of tokens that are control tokens by their names, whatever their types."""
+    groups = [names for key, names in _FILLING.items() if not _has(metadata, key)]
+    wanted = dict.fromkeys(name for names in (ENDS, *groups) for name in names)
+    there = wanted.keys() & set(tokens)
+    for name in wanted:
+        if name in there:
+            id = tokens.index(name)
+            if name not in _ALSO_TEXT or types[id] != PieceType.NORMAL:
+                yield id
+
+
+def end_names(metadata: Mapping[str, Any], control: Collection[str]) -> list[str]:
+    """The names of control tokens that end a text."""
+    groups = [_FILLING[key] for key in _FILLING_ENDS if not _has(metadata, key)]
+    return [name for names in (ENDS, *groups) for name in names if name in control]
+
+
+def goes_on(control: Collection[str]) -> str | None:
+    """The name that ends a message but not the answer, in the formats of gpt-oss and Solar."""
+    calls = "<|call|>" in control or "<|calls|>" in control
+    harmony = calls and ("<|return|>" in control or "<|flush|>" in control)
+    return "<|end|>" if harmony else None
+
+
+def stripping(
+    metadata: Mapping[str, Any], special: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The special tokens that take white space before them away, and those that do so after them.
+
+    As the models' original tokenizers (transformers' `lstrip` and `rstrip`) do.
+    """
+    name, architecture = (
+        str(metadata.get(f"general.{key}", "")).lower() for key in ("name", "architecture")
+    )
+    pre = str(metadata.get(_KEY + "pre", ""))
+    if "modern-bert" in name or "modern-bert" in architecture:
+        return frozenset({"[MASK]"}), frozenset()
+    if "bert" in architecture or "jina-v2-" in pre:  # [MASK] of BERT itself takes nothing
+        return frozenset({"<mask>"}), frozenset()
+    if "phi-3" in name or "phi3" in name:
+        return frozenset(), frozenset(special) - _BARE
+    return frozenset(), frozenset()
+
+
+def _has(metadata: Mapping[str, Any], key: str) -> bool:
+    keys = (key, _OLD_KEYS.get(key, key))
+    return any(metadata.get(f"{_KEY}{each}_token_id") is not None for each in keys)
