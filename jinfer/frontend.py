@@ -34,7 +34,7 @@ from jinfer.inputs import (
     without_decoder,
 )
 from jinfer.model import build
-from jinfer.opening.conversation import Message
+from jinfer.opening.conversation import CONTINUE, Message
 from jinfer.opening.naming import family, stored_as, title
 from jinfer.opening.settings import Opened, open_model
 from jinfer.ops.cache import BLOCK
@@ -216,10 +216,12 @@ class Frontend:
         if not isinstance(named, Mapping) or named.keys() & {"messages", "tokenizer", "special"}:
             raise RequestError(f"variables is {show(named)}; give the chat template's own, by name")
         conversation = self.opened.conversation
+        if variables.get("tools") or named.get("tools"):
+            conversation = conversation.for_tools()
         for name in keywords.keys() - {"variables", "special"}:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
-            elif not conversation.reads(name):
+            elif name != CONTINUE and not conversation.reads(name):
                 hint = ABSENT.get(name) or nearest(name, (*FIELDS, "special", "variables"))
                 raise RequestError(
                     f"neither sampling nor the model's chat template knows {show(name)}; {hint}"

@@ -213,6 +213,12 @@ def test_keywords_of_chat(llm: LLM) -> None:
         llm.chat("Hello", variables=5)  # type: ignore[arg-type]
     short = llm.chat("Hello", max_tokens=2, add_generation_prompt=True, variables={"tools": []})
     assert len(short.token_ids) == 2
+    begun = [HELLO, {"role": "assistant", "content": "Well, "}]
+    going_on = llm.chat(begun, max_tokens=2, continue_final_message=True)
+    ids = llm.encode_chat(begun, continue_final_message=True)
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.decode(ids).endswith("Well, ")
+    assert going_on.token_ids == llm.generate([ids], max_tokens=2)[0].token_ids
 
 
 def test_the_asynchronous_model_takes_the_same(llm: LLM) -> None:

@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.records import dataclass
+from jinfer.records import dataclass, replace
 from jinfer.spec.errors import SpecError
 from jinfer.spec.model import ModelSpec, PromptSpec
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
+from jinfer.template.content import Render, rendered
 from jinfer.template.prompt import Slot
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.base import MARK
 
 Message = Mapping[str, Any]
-CONTINUE = "continue_final"
+CONTINUE = "continue_final_message"
 # That all templates are told of; others are known to the template that names them.
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _STRANGERS = ("tools", "documents")  # variables whose words may be a stranger's, as messages' are
-_WORDS = "jinferasksforthis"  # what a user could say, and no template changes but to capitals
+_GOES_ON = MARK[::-1]  # where an answer goes on
 _LOST = "what the user says would be lost"
+_SPLIT_ROLE = re.compile(r"\brole['\"\]]*\s*\.\s*split\(")  # "document 1", by the first word
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Conversation:
     Attributes:
         prompt: the specification's `[prompt]`.
         jinja: the Jinja template that counts; None where there is none, or `prompt.template` does.
+        tool_use: the checkpoint's own for conversations with tools, where it has two.
     """
 
     prompt: PromptSpec
     jinja: str | None
+    tool_use: str | None = None
 
     @classmethod
     def of(cls, spec: ModelSpec, source: Path, config: Mapping[str, Any]) -> Conversation:
@@ -55,8 +59,10 @@ class Conversation:
         if prompt.template or prompt.chat_template:
             return cls(prompt, None if prompt.template else prompt.chat_template)
         is_gguf = "general.architecture" in config
-        own = find_chat_template(config if is_gguf else source)
-        return cls(prompt, own or prompt.fallback)
+        own, tool_use = (
+            find_chat_template(config if is_gguf else source, name) for name in (None, "tool_use")
+        )
+        return cls(prompt, own or prompt.fallback, tool_use)
 
     @property
     def has_template(self) -> bool:
@@ -80,24 +86,24 @@ class Conversation:
         Args:
             special: special tokens that are written in the messages count as such; else they are
                 text, as far as the template leaves the messages' words as they are.
-            **variables: for a Jinja template, such as `tools`; and `continue_final=True`: the
-                answer goes on with the last message instead of beginning one.
+            **variables: for a Jinja template, such as `tools`; and `continue_final_message=True`:
+                the answer goes on with the last message instead of beginning one.
 
         Raises:
             TemplateError: there is no template, it refuses the conversation, or it leaves out what
                 the user says.
         """
-        messages = self._checked(messages)
-        if self.prompt.template:
-            return PromptTemplate.parse(self.prompt.template).encode_chat(
+        own = self._chosen(variables)
+        messages = own._checked(messages)
+        if own.prompt.template:
+            return PromptTemplate.parse(own.prompt.template).encode_chat(
                 tokenizer, messages, special=special
             )
-        text = self._render(tokenizer, messages, variables)
+        messages, text = own._rendered(tokenizer, messages, variables)
         given = {"messages": messages} | {k: variables[k] for k in _STRANGERS if k in variables}
         if not special and (hidden := _hidden(given, tokenizer)) != given:
-            rest = {k: v for k, v in variables.items() if k not in hidden}
-            told = {k: v for k, v in hidden.items() if k != "messages"}
-            marked = self._render(tokenizer, hidden["messages"], {**rest, **told})
+            told = {**variables, **{k: v for k, v in hidden.items() if k != "messages"}}
+            marked = own._renderer(tokenizer, told)(hidden["messages"])
             # A template that looks at such words, or cuts them, would say something else of them.
             if marked.replace(MARK, "") == text.replace(MARK, ""):
                 return tokenizer.encode_marked(marked)
@@ -105,29 +111,69 @@ class Conversation:
 
     def text(self, tokenizer: Tokenizer, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt that a conversation becomes, as a text. Raises as `encode`."""
-        if self.prompt.template:
-            ids = self.encode(tokenizer, messages, **variables)
+        own = self._chosen(variables)
+        if own.prompt.template:
+            ids = own.encode(tokenizer, messages, **variables)
             return tokenizer.decode(ids, skip_special=False)
-        return self._render(tokenizer, self._checked(messages), variables)
+        return own._rendered(tokenizer, own._checked(messages), variables)[1]
+
+    def for_tools(self) -> Conversation:
+        """With the template for conversations with tools, where that is another."""
+        return replace(self, jinja=self.tool_use, tool_use=None) if self.tool_use else self
+
+    def _chosen(self, variables: Mapping[str, Any]) -> Conversation:
+        """The format for a conversation with these variables.
+
+        Raises:
+            TemplateError: tools or documents that it has no place for.
+        """
+        own = self.for_tools() if variables.get("tools") else self
+        for name in _STRANGERS:
+            if variables.get(name) and (own.prompt.template or not own.reads(name)):
+                raise TemplateError(f"the model's chat template has no place for {name}")
+        return own
 
     def _checked(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """With the system message. Templates write any role into a prompt, a misspelled one too."""
+        """With the system message. Templates write any role into a prompt, a misspelled one too.
+
+        A developer's message is a system message where the template does not know the role.
+        """
         for number, message in enumerate(messages):
             role = message.get("role")
-            if role not in _ROLES and not (isinstance(role, str) and self.reads(role)):
+            if role not in _ROLES and not self._has_role(role):
                 raise TemplateError(
                     f"message {number} has the role {role!r}, which is none of "
                     f"{', '.join(_ROLES)}, nor named by the chat template"
                 )
+        if not self.reads("developer"):
+            messages = [
+                {**each, "role": "system"} if each["role"] == "developer" else each
+                for each in messages
+            ]
         system = self.prompt.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
             return [{"role": "system", "content": system}, *messages]
         return messages
 
-    def _render(
+    def _has_role(self, role: Any) -> bool:
+        """Whether the template names it: "document 1" too, where it looks at the first word."""
+        if not isinstance(role, str) or not role.strip():
+            return False
+        first = role.split(" ")[0]
+        return self.reads(role) or (
+            bool(_SPLIT_ROLE.search(self.jinja or "")) and self.reads(first)
+        )
+
+    def _rendered(
         self, tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
-    ) -> str:
-        """What the Jinja template makes of it."""
+    ) -> tuple[Sequence[Message], str]:
+        render = self._renderer(tokenizer, variables)
+        answered = bool(messages) and messages[-1].get("role") == "assistant"
+        answered = answered and not variables.get(CONTINUE, False)
+        return rendered(render, messages, self.jinja or "", answered=answered)
+
+    def _renderer(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Render:
+        """What the Jinja template makes of messages."""
         if not self.jinja:
             raise TemplateError(
                 "the model has no chat template; set prompt.template or prompt.chat_template"
@@ -137,70 +183,33 @@ class Conversation:
         template = ChatTemplate(self.jinja, variables=named)
         given = dict(variables)
         if not given.pop(CONTINUE, False):
-            text = template.render(messages, **given)
-            _check_said(template, messages, given, text)
-            return text
-        text = template.render(messages, **{**given, "add_generation_prompt": False})
-        said = str(messages[-1]["content"]).strip()
-        at = text.rfind(said)
-        if not said or at < 0:
-            raise TemplateError("the chat template does not show the last message as it is")
-        return text[: at + len(said)]
+            return lambda messages: template.render(messages, **given)
+        given["add_generation_prompt"] = False
+
+        def begun(messages: Sequence[Message]) -> str:
+            text = template.render([*messages[:-1], _going_on(messages[-1])], **given)
+            before, mark, _ = text.rpartition(_GOES_ON)
+            if not mark:
+                raise TemplateError("the chat template does not show the last message as it is")
+            return before
+
+        return begun
+
+
+def _going_on(message: Message) -> Message:
+    """A message with a mark where its answer goes on: a template may trim, but not beyond that."""
+    content = message.get("content")
+    if isinstance(content, list | tuple) and content:
+        *parts, last = content
+        if isinstance(last, Mapping) and isinstance(last.get("text"), str):
+            return {**message, "content": [*parts, {**last, "text": last["text"] + _GOES_ON}]}
+        return {**message, "content": [*content, {"type": "text", "text": _GOES_ON}]}
+    return {**message, "content": (content or "") + _GOES_ON}
 
 
 def _asks(template: PromptTemplate) -> bool:
     """Whether a template has a place for what the user says, in each turn."""
     return any(Slot(name) in template.parts for name in ("query", "_query"))
-
-
-def _check_said(
-    template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any], text: str
-) -> None:
-    """Raises `TemplateError` if a template drops what the last user says.
-
-    A template may trim, quote or cut words. So where they are not found as they are, another word
-    in their place tells.
-    """
-    users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
-    if not users:
-        return
-    said = messages[users[-1]].get("content")
-    words = _texts(said)
-    if not words or any(each in text for each in words):
-        return
-    other = dict(messages[users[-1]]) | {"content": _saying(said)}
-    try:
-        probed = template.render(
-            [*messages[: users[-1]], other, *messages[users[-1] + 1 :]], **variables
-        )
-    except TemplateError:  # it wants other words
-        return
-    if _WORDS not in probed.casefold():
-        form = "a text" if isinstance(said, str) else "a list"
-        raise TemplateError(
-            f"the chat template leaves out a user's content that is {form}: {_LOST}; "
-            f"set prompt.template or prompt.chat_template"
-        )
-
-
-def _texts(content: Any) -> list[str]:
-    """What a message says, in one text or several parts."""
-    if isinstance(content, str):
-        return [content] if content.strip() else []
-    if not isinstance(content, list | tuple):
-        return []
-    texts = (part.get("text") for part in content if isinstance(part, Mapping))
-    return [text for text in texts if isinstance(text, str) and text.strip()]
-
-
-def _saying(content: Any) -> Any:
-    """A content of the same form that says `_WORDS`."""
-    if isinstance(content, str):
-        return _WORDS
-    return [
-        {**part, "text": _WORDS} if isinstance(part, Mapping) and "text" in part else part
-        for part in content
-    ]
 
 
 def _hidden(value: Any, tokenizer: Tokenizer) -> Any:

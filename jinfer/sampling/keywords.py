@@ -86,6 +86,7 @@ class ChatKeywords(Sampling, total=False):
     tools: list[Any] | tuple[Any, ...] | None
     documents: list[Any] | tuple[Any, ...] | None
     add_generation_prompt: bool
+    continue_final_message: bool
     enable_thinking: bool
     reasoning_effort: str
     variables: Mapping[str, Any]

@@ -38,7 +38,9 @@ def conversation_of(
         if not settings.request_templates:
             raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
         prompt = replace(conversation.prompt, template="")
-        conversation = replace(conversation, prompt=prompt, jinja=body.chat_template)
+        conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
+    if body.tools and body.tool_choice != "none":
+        conversation = conversation.for_tools()
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort

@@ -37,6 +37,8 @@ def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[in
     """
     tools = tools_of(body)
     conversation, tokenizer = frontend.opened.conversation, frontend.opened.tokenizer
+    if body.tools and body.tool_choice != "none":
+        conversation = conversation.for_tools()
     if tokenizer is None:
         return Tooling()
     template = body.chat_template or conversation.jinja or ""

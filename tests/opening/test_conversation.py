@@ -85,7 +85,7 @@ CAPITALS = "{{ messages[-1].content | upper | replace('HI ', 'HO ') }}"
         ("chatml", "Hi", False),
         ("{{ messages | length }}", "Hi", False),
         ("{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}", "Hi", False),
-        (PARTS, "Hi", False),
+        (PARTS, "Hi", True),
         (PARTS, [{"type": "text", "text": "Hi"}], True),
         ("{{ messages[0].content }}", [{"type": "image"}, {"type": "text", "text": "Hi"}], True),
         ("{{ messages[0].role }}", [{"type": "image"}, {"type": "text", "text": "Hi"}], False),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,32 @@ def test_templates_of_requests() -> None:
         assert post(running, inferflow, "/").status_code == 200
         kept = post(running, {**body, "chat_template": "{% while %}"}, "/tokenize")
         assert kept.status_code == 400
+        parts = (
+            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+        )
+        listed = post(running, {**body, "chat_template": parts}, "/apply-template")
+        assert listed.json() == {"prompt": "Hello"}
+        for said in ("i", "<", "end", "The answer is ", ""):
+            answer = {"role": "assistant", "content": said}
+            going_on = {"messages": [*messages, answer], "continue_final_message": True}
+            prompt = post(running, going_on, "/apply-template").json()["prompt"]
+            assert prompt.endswith(f"Hello<|im_end|>\n<|im_start|>assistant\n{said}")
+
+
+def test_the_template_for_conversations_with_tools(
+    smol: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend = smol.hosted().frontend
+    tool_use = "{{ tools[0].function.name }}: {{ messages[0].content }}"
+    conversation = replace(frontend.opened.conversation, tool_use=tool_use)
+    monkeypatch.setattr(frontend, "opened", replace(frontend.opened, conversation=conversation))
+    messages = [{"role": "user", "content": "Hello"}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    body: dict[str, Any] = {"messages": messages, "tools": tools}
+    assert post(smol, body, "/apply-template").json() == {"prompt": "weather: Hello"}
+    none: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": []}]
+    for without in none:
+        assert "im_start" in post(smol, body | without, "/apply-template").json()["prompt"]
 
 
 def test_long_texts_do_not_block_the_event_loop(smol: Running) -> None:

@@ -18,6 +18,18 @@ from jinfer.template import ChatTemplate, TemplateError
 
 _WORD, _KEY = "zweiundvierzig", "wieviel"
 _ID = "a1b2c3d4e"  # as Mistral's templates demand
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
+    },
+}
 _SEEN = (f'"{_KEY}": "{_WORD}"', f'"{_KEY}":"{_WORD}"')
 
 
@@ -55,11 +67,13 @@ def _tried(template: str, way: Shape) -> str:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": _ID, "name": "f", "content": "!"},
     ]
-    variables = {"bos_token": "", "eos_token": ""}
-    try:
-        return ChatTemplate(template, variables=variables).render(shaped(messages, way))
-    except TemplateError:
-        return ""
+    ready = ChatTemplate(template, variables={"bos_token": "", "eos_token": ""})
+    for tools in (None, [_TOOL]):  # templates for conversations with tools may want some
+        try:
+            return ready.render(shaped(messages, way), tools=tools)
+        except TemplateError:
+            pass
+    return ""
 
 
 def shaped(
