@@ -132,6 +132,8 @@ def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
 
 def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
     """The programs that a request needs if it comes alone, and asks for nothing unusual."""
+    if not engine.model.modules.spec.generates:
+        return []
     scheduler, shapes = engine.scheduler, [Shape("admit")]
     while prompt > 1:
         count = scheduler.filling(min(scheduler.chunk, prompt))
@@ -144,7 +146,7 @@ def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
 
 def all_shapes(engine: Engine) -> list[Shape]:
     """The programs that requests of every kind but beam and contrastive search may need."""
-    if not engine.model.caches:
+    if not engine.model.modules.spec.generates:
         return []
     slots = engine.programs.sizes.slots
     counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})

@@ -51,6 +51,7 @@ from jinfer.weights.find import find_weights
 from jinfer.weights.sizes import count_text, sizes_of
 
 MAX_THREADS = 4096
+NO_HEAD = "the checkpoint has no vocabulary head, so the model gives no logits"
 
 if TYPE_CHECKING:
     from jinfer.drafting.find import OpenedDrafts
@@ -266,6 +267,8 @@ class Frontend:
         sampling = params if params is not None else self.params()
         if self.opened.spec.decoder is None:
             raise RequestError(without_decoder(self.opened.spec))
+        if not self.opened.spec.generates:
+            raise RequestError(f"{NO_HEAD}; use embed or hidden")
         encoder: tuple[int, ...] = ()
         if self.engine.model.has_cross_attention:
             encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)

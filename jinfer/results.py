@@ -11,7 +11,7 @@ import numpy as np
 from jinfer.engine.engine import Engine
 from jinfer.engine.forward import Passes, encode, forward
 from jinfer.engine.requests import RequestError
-from jinfer.frontend import Frontend
+from jinfer.frontend import NO_HEAD, Frontend
 from jinfer.inputs import prompts
 from jinfer.model import Want
 
@@ -40,6 +40,8 @@ def results(
         return [each[-1] for each in found] if last else found
     if want == "pooled":
         raise RequestError("the model has no pooler; use embed")
+    if want != "hidden" and not spec.generates:
+        raise RequestError(f"{NO_HEAD}; use embed or hidden")
     encoders: list[list[int]] = [[]] * len(texts)
     if frontend.engine.model.has_cross_attention:
         encoders = [] if encoder_given is None else _encoded(frontend, encoder_given)

@@ -12,8 +12,10 @@ from jinfer import LLM, RequestError, SamplingParams
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
-ENCODERS = {name: name for name in ("bert", "roberta", "distilbert", "minilm")}
-ENCODERS["gguf_minilm"] = "minilm"
+ENCODERS = {
+    name: name for name in ("bert", "roberta", "distilbert", "minilm", "mpnet", "nomic_bert")
+}
+ENCODERS |= {f"gguf_{name}": name for name in ("minilm", "roberta", "nomic_bert")}
 TRANSLATORS = ("t5", "flan_t5", "bart", "m2m100", "pegasus")
 
 
@@ -59,7 +61,7 @@ def test_hidden_states(name: str, of: str) -> None:
     compare([long[0][3::4]], values["long_last_hidden_state"])
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet"])
 def test_masked_logits(name: str) -> None:
     values = expected(name)
     compare(model(name).logits(texts(values), token_type_ids=types(values)), values["logits"])
@@ -82,9 +84,26 @@ def test_embeddings(name: str, of: str) -> None:
     np.testing.assert_allclose(first, values["cls_l2"], rtol=0, atol=TOLERANCE)
 
 
+def test_a_decoder_stored_without_its_head() -> None:
+    """An embedder: the names have no "model.", and no tensor is the vocabulary head's."""
+    values, llm = expected("qwen3_embedding"), model("qwen3_embedding")
+    asked = texts(values)
+    hidden = llm.hidden([*asked, values["long_input_ids"][0].tolist()])
+    compare(hidden[:2], values["last_hidden_state"])
+    compare([hidden[2][3::4]], values["long_last_hidden_state"])
+    last = np.stack([values["last_hidden_state"][i, len(ids) - 1] for i, ids in enumerate(asked)])
+    last /= np.linalg.norm(last, axis=1, keepdims=True)
+    np.testing.assert_allclose(llm.embed(asked), last, rtol=0, atol=TOLERANCE)
+    for ask in (llm.generate, llm.logits, llm.score):
+        with pytest.raises(RequestError, match=r"no vocabulary head, so .* use embed or hidden"):
+            ask(asked)
+
+
 def test_results_that_a_model_does_not_give() -> None:
     with pytest.raises(RequestError, match="no head that gives logits"):
         model("minilm").logits([[1, 2]])
+    with pytest.raises(RequestError, match="no head that gives logits"):
+        model("nomic_bert").logits([[1, 2]])
     with pytest.raises(RequestError, match="no head that gives pooled"):
         model("distilbert").pooled([[1, 2]])
     with pytest.raises(

@@ -28,7 +28,7 @@ CAUSAL = {
         *("gpt_bigcode", "gpt_neox", "internlm", "minicpm", "openllama", "opt13b", "opt350m"),
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
         *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
-        *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3"),
+        *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3", "glm"),
     )
 }
 # The same models as converted to GGUF.
@@ -37,7 +37,16 @@ CAUSAL |= {
     for name in (
         *("baichuan2_7b", "bloom", "chatglm2", "falcon7b", "gemma", "gpt2", "llama2"),
         *("minicpm", "orion", "phi2", "qwen15", "xverse", "mixtral", "deepseek_moe"),
+        *("glm", "deepseek_v2"),
     )
+}
+# What a file does not say, or says otherwise than its checkpoint, by its converter's fault.
+UNSAID: dict[str, dict[str, Any]] = {
+    "gguf_deepseek_v2": {
+        "decoder.variants.sparse.modules.ffn.groups": 4,
+        "decoder.variants.sparse.modules.ffn.top_k_groups": 2,
+    },
+    "gguf_glm": {"dims.context": 256, "dims.eps": 1.5625e-07},
 }
 # Of each attention one (plain, with slopes, with soft-caps, with sinks in windows, latent), two of
 # them with experts. Their programs are optimized also where those of most tests are not, and their
@@ -50,7 +59,7 @@ NO_HIDDEN = ("opt350m",)
 def open_model(name: str) -> LLM:
     folder = GOLDENS / name
     file = folder / "model.bin"
-    return LLM(file if file.exists() else folder, dtype="float32")
+    return LLM(file if file.exists() else folder, dtype="float32", **UNSAID.get(name, {}))
 
 
 def expected(name: str) -> dict[str, np.ndarray]:

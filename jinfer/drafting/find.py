@@ -227,6 +227,8 @@ def _check(opened: Opened, draft: Opened, source: str) -> None:
     if draft.spec.decoder is None or draft.spec.type != opened.spec.type:
         reason = f"{source} is {draft.spec.type}, and the model is {opened.spec.type}"
         raise SpecError(path, _KEY, reason)
+    if not draft.spec.generates:
+        raise SpecError(path, _KEY, f"{source} has no vocabulary head, and so drafts no tokens")
     if opened.spec.type != "decoder-only":
         raise SpecError(
             path, _KEY, 'an encoder-decoder can only be drafted for by "ngram", "suffix"'

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jinfer.nn.linear import Linear
 from jinfer.nn.norm import RMSNorm
+from jinfer.nn.parameter import parameter
 from jinfer.nn.position import Rotary
 from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.dense import by_head
@@ -40,10 +41,14 @@ class LatentAttention(nnx.Module):
         latent = block.latent_rank + block.rope_dim
         self.kv_a = Linear(block.inputs, latent, block.bias, dtype, ("latent", "hidden"))
         self.kv_a_norm = _norm(block.latent_rank, block.eps)
-        unfolded = block.heads * (block.nope_dim + block.value_dim)
-        # Not only multiplied with, so it is never quantized.
-        axes = ("heads", "latent")
-        self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, axes, role="plain")
+        # Not only multiplied with, so they are never quantized.
+        if block.split:
+            self.k_b = _Unfold(block, block.nope_dim, dtype)
+            self.v_b = _Unfold(block, block.value_dim, dtype)
+        else:
+            unfolded = block.heads * (block.nope_dim + block.value_dim)
+            axes = ("heads", "latent")
+            self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, axes, role="plain")
         o_width = block.heads * block.value_dim
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
         self.rope = Rotary(block.position, dtype)
@@ -53,13 +58,10 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
         """The block's output, and the cache with the new tokens' latents in it."""
         block = self.block
-        unfold = self.kv_b.weight[...].reshape(
-            block.heads, block.nope_dim + block.value_dim, block.latent_rank
-        )
-        to_key, to_value = slice(block.nope_dim), slice(block.nope_dim, None)
+        (k_b, to_key), (v_b, to_value) = self._unfolding()
         q = split(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
-        in_latent = by_head(nope[0], unfold, to_key, transposed=True).astype(x.dtype)[None]
+        in_latent = by_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
         cos_sin = step.cos_sin_of(self.rope)
         flat = rotated.reshape(*x.shape[:2], -1)
         rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
@@ -69,8 +71,19 @@ class LatentAttention(nnx.Module):
         shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
         keys = jnp.concatenate([latent, shared_key], axis=-1)
         out, cache = step.extend(q[0], keys[0], None, cache, None, self._rules())
-        out = by_head(out[..., : block.latent_rank], unfold, to_value)
+        out = by_head(out[..., : block.latent_rank], v_b, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
+
+    def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
+        """What unfolds the latent into keys, and into values: matrices [heads, rows, latent_rank],
+        and the rows that count."""
+        block = self.block
+        if block.split:
+            whole = slice(None)
+            return (self.k_b.weight[...], whole), (self.v_b.weight[...], whole)
+        rows = block.nope_dim + block.value_dim
+        both = self.kv_b.weight[...].reshape(block.heads, rows, block.latent_rank)
+        return (both, slice(block.nope_dim)), (both, slice(block.nope_dim, None))
 
     def _query(self, x: Array) -> Array:
         if self.block.query_rank is None:
@@ -84,6 +97,14 @@ class LatentAttention(nnx.Module):
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
         return ScoreRules(scale)
+
+
+class _Unfold(nnx.Module):
+    """A matrix for each head."""
+
+    def __init__(self, block: blocks.LatentAttention, rows: int, dtype: DTypeLike) -> None:
+        shape = (block.heads, rows, block.latent_rank)
+        self.weight = parameter(shape, ("heads", "rows", "latent"), dtype)
 
 
 def _norm(size: int, eps: float) -> RMSNorm:

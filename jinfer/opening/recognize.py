@@ -23,7 +23,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
 from jinfer.spec.values import Missing, lookup_in, rows_in
-from jinfer.weights.settle import settle
+from jinfer.weights.settle import heads_left_out, settle
 
 MAX_CONFIG_BYTES = 64 << 20
 _PLACES = ("weights", "tokenizer")
@@ -102,7 +102,11 @@ class Located:
         tables = [*families, overrides]
         asked = set[str]()
         facts = _facts(self.checkpoint, self.config, self.weights, asked)
-        spec = resolve(tables, str(self.path), facts, format_table(self.checkpoint.format))
+        base = format_table(self.checkpoint.format)
+        spec = resolve(tables, str(self.path), facts, base)
+        if absent := heads_left_out(spec, self.checkpoint):
+            tables.append({"modules": {name: {"when": False} for name in absent}})
+            spec = resolve(tables, str(self.path), facts, base)
         self._check_layers(spec)
         return settle(spec, self.checkpoint), unread(self.config, asked)
 

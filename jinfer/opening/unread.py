@@ -163,6 +163,10 @@ def _sort(block: Block | None) -> str:
     return "feed" if feed else "attention" if isinstance(block, Attention) else ""
 
 
+def _is_causal(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    return value is not False or spec.decoder is None
+
+
 _WINDOW = ("attention reaches only so far back", _no_window)
 _EPS = ("the small number that norms add", _is_built("eps"))
 _THETA = ("how fast rotary positions turn", _turns)
@@ -224,4 +228,5 @@ _KNOWN: dict[str, tuple[str, _Rule]] = {
     "attn_temperature_tuning": ("scores depend on how long the text is", _usual()),
     **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input"), _SHARING),
     "use_bidirectional_attention": ("tokens see those after them", _usual()),
+    "is_causal": ("tokens see those after them", _is_causal),
 }

@@ -81,7 +81,7 @@ def capabilities(one: Hosted) -> list[str]:
     """What a model can be asked for."""
     spec = one.llm.spec
     found = ["embeddings"]
-    if spec.decoder is not None:
+    if spec.generates:
         found.append("completion")
         if one.llm.can_chat:
             found.append("chat")

@@ -267,7 +267,7 @@ async def props(call: Call[Any]) -> Reply:
                 "eos_token": "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1]),
             }
         )
-        params = frontend.params() if opened.spec.decoder is not None else None
+        params = frontend.params() if opened.spec.generates else None
         defaults = (
             {}
             if params is None

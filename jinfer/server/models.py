@@ -252,6 +252,6 @@ def _learn_words(llm: LLM) -> None:
     """Does what the first constraint does for a vocabulary, while nobody else can compute."""
     from jinfer.sampling.structured import compile_constraint  # not needed to be ready
 
-    if llm.tokenizer is not None and llm.spec.decoder is not None:
+    if llm.tokenizer is not None and llm.spec.generates:
         with contextlib.suppress(ConstraintError):
             compile_constraint(llm.tokenizer, json_schema=True)

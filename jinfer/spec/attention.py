@@ -111,6 +111,7 @@ class LatentAttention:
     value_dim: of each head's value.
     bias: whether the projections to the latents and the output have one.
     eps: of the norms of the latents.
+    split: whether what unfolds the latent is stored as two, keys and values apart, a matrix a head.
     """
 
     kind: Literal["latent_attention"]
@@ -124,6 +125,7 @@ class LatentAttention:
     value_dim: int = dim("value_dim")
     bias: bool = False
     eps: NotNegative = 1e-6
+    split: bool = False
 
     def check(self) -> tuple[str, str] | None:
         if self.position.dim != self.rope_dim:

@@ -111,13 +111,14 @@ def compile_formula(
         takes: what the arguments of a module hold.
         constant: the number a free name stands for, or None if there is none.
         absent: modules the model does not have; lines that call them are left out.
-        ends: names that the last line may assign, "" for none; None: whatever it does.
+        ends: names that the last line may assign, "" for none; None: whatever it does, as in a
+            head.
 
     Raises:
         SpecError: for anything outside the subset, an unknown name or module, a wrong number or
             sort of arguments, arithmetic without a value, or a formula that gives no vectors.
     """
-    text = _without(text, absent, path, key)
+    text = _without(text, absent, path, key, head=ends is None)
     names = called(text, path, key)
     scope = _Checking({n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant)
     try:
@@ -135,8 +136,12 @@ def compile_formula(
     return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
 
 
-def _without(text: str, absent: Collection[str], path: object, key: str) -> str:
-    """The lines that call none of the modules that are absent."""
+def _without(text: str, absent: Collection[str], path: object, key: str, head: bool) -> str:
+    """The lines that call none of the modules that are absent.
+
+    Of a head without such a line, what the absent module was to be given: a decoder stored without
+    its vocabulary head still has hidden states.
+    """
     if not absent or not set(called(text, path, key)) & set(absent):
         return text
     lines = [
@@ -144,6 +149,15 @@ def _without(text: str, absent: Collection[str], path: object, key: str) -> str:
         for target, expression in _statements(text)
         if not set(absent) & set(calls(expression))
     ]
+    given = [
+        call.args[0]
+        for _, expression in _statements(text)
+        for call in ast.walk(expression)
+        if isinstance(call, ast.Call) and call.args
+        if isinstance(call.func, ast.Name) and call.func.id in absent
+    ]
+    if not lines and head and given:
+        lines = [f"hidden = {ast.unparse(given[-1])}"]  # the walk comes to the innermost call last
     if not lines:
         raise SpecError(path, key, f"every line needs one of {', '.join(absent)}, left out by when")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from jinfer.records import dataclass, field
-from jinfer.spec.blocks import Block, Rope, Scaling
+from jinfer.spec.blocks import Block, Head, Rope, Scaling
 from jinfer.spec.bounds import Size
 from jinfer.spec.formula import Formula
 from jinfer.spec.partition import PartitionSpec
@@ -155,6 +155,13 @@ class ModelSpec:
     def follows(self) -> FollowSpec | None:
         """What it takes of the model that it drafts for; None: it stands alone."""
         return None if self.decoder is None else self.decoder.follows
+
+    @property
+    def generates(self) -> bool:
+        """Whether a decoder's head gives logits: embedders are often stored without one."""
+        called = self.decoder.head.calls if self.decoder else ()
+        blocks = (*self.shared, *(self.decoder.modules if self.decoder else ()))
+        return any(isinstance(block, Head) and name in called for name, block in blocks)
 
     @property
     def type(self) -> str:

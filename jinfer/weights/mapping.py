@@ -162,7 +162,7 @@ def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
     files = dict(checkpoint.tensors)
     for prefix, usual in tensors.prefixes:
         for name, tensor in checkpoint.tensors.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and (prefix or not name.startswith(usual)):
                 files.setdefault(usual + name.removeprefix(prefix), tensor)
     for suffix, usual in tensors.suffixes:
         for name, tensor in list(files.items()):

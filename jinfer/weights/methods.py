@@ -9,7 +9,6 @@ from math import prod
 
 from jinfer.model import AbstractModel
 from jinfer.ops.threads import cores
-from jinfer.spec.blocks import Head
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
@@ -57,16 +56,9 @@ def with_feedback(
     if method == "auto":
         shapes = parameter_shapes(model)
         count = sum(prod(shapes[name]) for name in fed_names(fed))
-        if count < _FEWEST or not writes(spec) or len(spec.stacks) != 1 or process_count() > 1:
+        if count < _FEWEST or not spec.generates or len(spec.stacks) != 1 or process_count() > 1:
             return dict(storages)
     return fed
-
-
-def writes(spec: ModelSpec) -> bool:
-    """Whether a model gives probabilities of next tokens."""
-    own = spec.decoder.modules if spec.decoder else ()
-    heads = [block for _, block in (*spec.shared, *own) if isinstance(block, Head)]
-    return spec.decoder is not None and bool(heads)
 
 
 def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:

@@ -1,4 +1,4 @@
-"""What only a checkpoint's numbers tell: whether a head is tied, whether positions are learned.
+"""What only a checkpoint's tensors tell: whether a head is there, or tied; learned positions.
 
 A specification says that a head is tied, or that positions are sinusoids, for all checkpoints of a
 family; one that stores a head or a table of its own means that one.
@@ -43,6 +43,17 @@ def settle(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 
     stacks = (replace(s, modules=settled(f"{s.name}.", s.modules)) for s in spec.stacks)
     return replace(spec, shared=settled("", spec.shared), stacks=tuple(stacks))
+
+
+def heads_left_out(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
+    """The shared vocabulary heads, not tied, of which the checkpoint has no tensor.
+
+    Embedders are published so: the model of transformers that has no head, whatever `architectures`
+    of config.json says.
+    """
+    stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
+    heads = (n for n, block in spec.shared if isinstance(block, Head) and not block.tied)
+    return [name for name in heads if stored.find(f"{name}.weight") is None]
 
 
 @dataclass(frozen=True)

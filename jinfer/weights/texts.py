@@ -26,7 +26,6 @@ from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import load
 from jinfer.weights.mapping import Origin
-from jinfer.weights.methods import writes
 from jinfer.weights.storage import Storage
 from jinfer.weights.walk import Texts
 
@@ -54,7 +53,7 @@ def usual_texts(
 ) -> list[Texts]:
     """What the model of a specification reads where it is given no text, in batches."""
     context = min(spec.dims.get("context", DEFAULT_CONTEXT), DEFAULT_CONTEXT)
-    if not writes(spec):
+    if not spec.generates:
         return chance_texts(model.vocab, context, tokens)
     return own_texts(model, origins, storages, context, tokens=tokens, progress=progress)
 

@@ -15,6 +15,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture)
     add: dict[type, Callable[[str, Any], None]] = {
         int: writer.add_uint32,
+        bool: writer.add_bool,
         str: writer.add_string,
         float: writer.add_float32,
     }

@@ -96,7 +96,8 @@ GGUF = {
 }  # fmt: skip
 GGUF_MOE = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
 GGUF_LATENT = {
-    "attention.kv_lora_rank": 16, "attention.key_length": 24, "rope.dimension_count": 8,
+    "attention.kv_lora_rank": 16, "attention.key_length": 24, "attention.value_length": 16,
+    "rope.dimension_count": 8,
 }  # fmt: skip
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
@@ -153,8 +154,10 @@ def gguf_cases() -> Iterator[Case]:
     for family, path in families().items():
         table = read_toml(path)
         for architecture in table.get("match", {}).get("gguf", []):
-            more = GGUF_MOE if "experts" in str(table.get("dims", {})) or "moe" in family else {}
-            more = more | (GGUF_LATENT if "latent_rank" in table.get("dims", {}) else {})
+            is_moe = "experts" in str(table.get("dims", {})) or "moe" in family
+            more = GGUF_MOE if is_moe or architecture == "deepseek2" else {}
+            more = more | (GGUF_LATENT if architecture in ("deepseek2", "minicpm3") else {})
+            more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
             known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))
 
