@@ -174,6 +174,7 @@ class AsyncLLM(Loaded):
         *,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
+        prompt_name: str | None = None,
         token_type_ids: Types | None = None,
     ) -> Float[NDArray[np.float32], "texts hidden"]:
         """As `LLM.embed`."""
@@ -182,6 +183,7 @@ class AsyncLLM(Loaded):
             texts,
             pooling=pooling,
             normalize=normalize,
+            prompt_name=prompt_name,
             token_type_ids=token_type_ids,
         )
 

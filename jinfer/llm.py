@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jinfer.embedding import tokens_of, vectors
 from jinfer.engine.answers import Completions, best, taken, whole
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
@@ -19,7 +20,7 @@ from jinfer.frontend import Frontend, Prepared
 from jinfer.inputs import Ids, Params, Prompt, prompts
 from jinfer.loaded import Loaded
 from jinfer.opening.conversation import Message
-from jinfer.opening.pooling import Pooling, cut, pool
+from jinfer.opening.pooling import Pooling
 from jinfer.requested import requested, streamed
 from jinfer.results import Result, results
 from jinfer.sampling.keywords import ChatKeywords, Sampling, completing
@@ -267,23 +268,30 @@ class LLM(Loaded):
         *,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
+        prompt_name: str | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> Float[NDArray[np.float32], "texts hidden"]:
         """One vector per text, float32: [1, hidden] of a single text.
 
         Args:
             texts: texts or lists of token ids; longer ones than the model reads are cut.
-            pooling: "mean", "first" (CLS) or "last" token; None: as the checkpoint says
-                (sentence-transformers' modules.json), else "mean" for an encoder, "last" for a
-                decoder.
+            pooling: "mean", "first" (CLS) or "last" token, "max", "mean_sqrt_len" or
+                "weighted_mean"; None: as the checkpoint says (sentence-transformers' modules.json,
+                GGUF's pooling_type), else "mean" for an encoder, "last" for a decoder.
             normalize: to length 1; None: as the checkpoint says, else yes.
+            prompt_name: which of the checkpoint's prompts stands before the texts
+                (config_sentence_transformers.json); None: its default one, if it has one.
+
+        Raises:
+            RequestError: there is no such prompt; the checkpoint gives no vectors of whole texts.
         """
-        limit = min(self.context, self.frontend.opened.pooling.max_tokens or self.context)
-        ids = [cut(self.encode(text), limit) for text in prompts(texts)]
-        hidden = self._forward(ids, "hidden", None, token_type_ids)
-        own = self.frontend.opened.pooling
-        unit = own.normalize if normalize is None else normalize
-        return pool(hidden, pooling or own.take, unit, own.projections)
+        return vectors(
+            self.frontend,
+            tokens_of(self.frontend, texts, prompt_name),
+            pooling=pooling,
+            normalize=normalize,
+            token_type_ids=token_type_ids,
+        )
 
     def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
         """The likeliest tokens at each mask of a text, likeliest first.

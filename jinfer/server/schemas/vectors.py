@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jinfer.opening.pooling import Pooling, Similarity
 from jinfer.server.schemas.base import Answer, Prompts, Strict
 
 
@@ -18,8 +19,9 @@ class EmbeddingRequest(Strict):
     dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
     user: str | None = Field(None, description="is logged")
     truncate_prompt_tokens: int | None = Field(None, description="keeps the first ones")
-    pooling: Literal["mean", "first", "last"] | None = None
+    pooling: Pooling | None = None
     normalize: bool | None = None
+    prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
 
 
 class EmbeddingUsage(Answer):
@@ -78,6 +80,7 @@ class RerankAnswer(Answer):
     id: str
     model: str
     usage: EmbeddingUsage
+    similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
     results: list[RankedDocument]
 
 
@@ -108,6 +111,7 @@ class ScoreAnswer(Answer):
     model: str
     data: list[Score]
     usage: EmbeddingUsage
+    similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
 
 
 class ClassifyRequest(Strict):
