@@ -13,7 +13,11 @@ from jinfer import LLM, RequestError, SamplingParams
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
 ENCODERS = {
-    name: name for name in ("bert", "roberta", "distilbert", "minilm", "mpnet", "nomic_bert")
+    name: name
+    for name in (
+        *("bert", "roberta", "distilbert", "minilm", "mpnet", "nomic_bert"),
+        *("eurobert", "jina_v3", "roformer"),
+    )
 }
 ENCODERS |= {f"gguf_{name}": name for name in ("minilm", "roberta", "nomic_bert")}
 TRANSLATORS = ("t5", "flan_t5", "bart", "m2m100", "pegasus")
@@ -61,13 +65,13 @@ def test_hidden_states(name: str, of: str) -> None:
     compare([long[0][3::4]], values["long_last_hidden_state"])
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "eurobert", "roformer"])
 def test_masked_logits(name: str) -> None:
     values = expected(name)
     compare(model(name).logits(texts(values), token_type_ids=types(values)), values["logits"])
 
 
-@pytest.mark.parametrize("name", ["bert", "minilm"])
+@pytest.mark.parametrize("name", ["bert", "minilm", "jina_v3"])
 def test_pooler(name: str) -> None:
     values = expected(name)
     got = model(name).pooled(texts(values), token_type_ids=types(values))

@@ -21,6 +21,7 @@ from tests.reference.numpy_blocks import (
 from tests.reference.numpy_positions import Floats, rope
 from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged
 
+from . import llama_line
 from .bert_line import BERT, EPS
 from .tiny import (
     DIM,
@@ -105,7 +106,9 @@ def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
         "activation_function": "swiglu",
     }  # fmt: skip
     config = {"vocab_size": VOCAB, "type_vocab_size": 2} | own if dialect == "gpt2" else BERT
-    llm, t = served(tmp_path, config | {"architectures": ["NomicBertModel"]}, shapes)
+    config |= {"architectures": ["NomicBertModel"]}
+    config |= {} if dialect == "gpt2" else {"hidden_act": "silu"}
+    llm, t = served(tmp_path, config, shapes)
     got = llm.hidden(TEXTS, token_type_ids=TYPES)
     for hidden, text, types in zip(got, TEXTS, TYPES, strict=True):
         at = np.arange(len(text))
@@ -118,6 +121,28 @@ def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
             inner = dense(x, layer, "mlp.fc11") * silu(dense(x, layer, "mlp.fc12"))
             x = centre(x + dense(inner, layer, "mlp.fc2"), layer, "norm2", EPS)
         close(hidden, x)
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_qwen_2_with_code_of_its_own_looks_both_ways(tmp_path: Path, prefix: str) -> None:
+    shapes = {
+        prefix + name.removeprefix("model."): shape
+        for name, shape in llama_line.llama_shapes(bias="qkv").items()
+    }
+    config = llama_line.LLAMA | {
+        "architectures": ["Qwen2Model"], "is_causal": False, "rms_norm_eps": 1e-6,
+        "auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"},
+    }  # fmt: skip
+    llm, t = served(tmp_path, config, shapes)
+    x = t[f"{prefix}embed_tokens.weight"][llama_line.TOKENS]
+    for layer in layers_of(t, f"{prefix}layers."):
+        n = rms_norm(x, layer["input_layernorm.weight"], 1e-6)
+        x = x + llama_line.attend(n, layer, llama_line.turn(), causal=False)
+        x = x + llama_line.swiglu(
+            rms_norm(x, layer["post_attention_layernorm.weight"], 1e-6), layer
+        )
+    x = rms_norm(x, t[f"{prefix}norm.weight"], 1e-6)
+    close(llm.hidden([llama_line.TOKENS.tolist()])[0], x)
 
 
 def test_embedding_gemma(tmp_path: Path) -> None:
