@@ -6,6 +6,7 @@ The files are sentence-transformers' (modules.json and those it names, old and n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
@@ -50,6 +51,7 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+_DENSE = re.compile(r"dense_(\d{1,3})\.weight")
 _MOST_TOKENS = 10**9  # tokenizers without a limit say a number of thirty digits
 
 
@@ -119,7 +121,7 @@ class PoolingSpec:
 
 
 def find_pooling(found: Recognized) -> PoolingSpec:
-    """Reads what stands in a GGUF file's metadata, and in modules.json beside the weights.
+    """Reads what stands in a GGUF file, and in modules.json beside the weights.
 
     Raises:
         SourceError: a file asks for something that is not known.
@@ -141,12 +143,25 @@ def _of_gguf(found: Recognized) -> PoolingSpec | None:
     number = found.config.get(key)
     if number is None:
         return None
-    if number in _GGUF_TYPES:
-        return PoolingSpec((_GGUF_TYPES[number],), declared=True)
-    reason = _GGUF_REFUSED.get(number, "which is not known")
+    known = type(number) is int
+    if known and number in _GGUF_TYPES:
+        layers = _of_dense_tensors(found)
+        return PoolingSpec((_GGUF_TYPES[number],), layers=layers, declared=True)
+    reason = _GGUF_REFUSED.get(number if known else -1, "which is not known")
     return PoolingSpec(
         (), refusal=f"{found.checkpoint.path.name}: {key} is {show(number)}, {reason}"
     )
+
+
+def _of_dense_tensors(found: Recognized) -> tuple[Projection, ...]:
+    """The dense layers that a GGUF file has of sentence-transformers' modules, in their order."""
+    tensors = found.checkpoint.tensors
+    numbers = sorted(int(n[1]) for name in tensors if (n := _DENSE.fullmatch(name)))
+    weights = [tensors[f"dense_{n}.weight"].read().astype(np.float32) for n in numbers]
+    layers = tuple(Projection(weight, None, _FUNCTIONS["Identity"]) for weight in weights)
+    hidden = found.spec.dims.get("hidden")
+    _check_widths(found.checkpoint.path, layers, hidden, "dense_*.weight")
+    return layers
 
 
 def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
@@ -156,18 +171,18 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
         own: of the checkpoint itself; what a GGUF file says of tokens that count is nearer to it.
     """
     take, include_prompt = own.take, True
-    layers = list[Callable[[Vectors], Vectors]]()
+    layers: list[Callable[[Vectors], Vectors]] = [*own.layers]
     for module in _modules(folder / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             file = _inside(folder, module) / "config.json"
             config = read_json(file)
             take, include_prompt = _modes(config, file), config.get("include_prompt") is not False
-        elif kind == "Dense":
+        elif kind == "Dense" and not own.layers:
             layers.append(_projection(_inside(folder, module)))
         elif kind == "Normalize":
             layers.append(to_length_1)
-        elif kind not in ("Transformer", "Dropout"):
+        elif kind not in ("Transformer", "Dense", "Dropout"):
             raise SourceError(f"{folder / 'modules.json'}: a module of kind {kind!r} is not known")
     if own.declared or own.refusal:
         take = own.take
@@ -231,18 +246,18 @@ def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
     return folder / path
 
 
-def _check_widths(folder: Path, layers: Sequence[Any], hidden: Any) -> None:
+def _check_widths(
+    path: Path, layers: Sequence[Any], hidden: Any, name: str = "linear.weight"
+) -> None:
     """Each layer must take what the one before gives, the first one what the pooling does."""
     for each in layers:
         if not isinstance(each, Projection):
             continue
         shape = each.weight.shape
         if len(shape) != 2 or shape[1] != (hidden or shape[1]) or not shape[0]:
-            raise SourceError(
-                f"{folder}: linear.weight {list(shape)} does not take {hidden} numbers"
-            )
+            raise SourceError(f"{path}: {name} {list(shape)} does not take {hidden} numbers")
         if each.bias is not None and each.bias.shape != shape[:1]:
-            raise SourceError(f"{folder}: linear.bias {list(each.bias.shape)} is not [{shape[0]}]")
+            raise SourceError(f"{path}: linear.bias {list(each.bias.shape)} is not [{shape[0]}]")
         hidden = shape[0]
 
 

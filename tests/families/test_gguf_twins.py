@@ -13,6 +13,8 @@ from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 
 from .gguf_files import write_gguf
+from .llama_line import KV_HEADS, LLAMA, affine, llama_shapes
+from .tiny import DIM, HEADS, HIDDEN, INNER, VOCAB, random_tensors, write
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TOKENS = [int(token) for token in np.random.default_rng(9).integers(0, 320, 30)]
@@ -177,3 +179,43 @@ def test_falcon_40b(tmp_path: Path) -> None:
     arrays = regrouped(renamed(GOLDENS / "falcon40b", "falcon"), 2, (4, 1, 1))
     write_gguf(tmp_path / "m.gguf", "falcon", known, arrays)
     check(tmp_path / "m.gguf", GOLDENS / "falcon40b")
+
+
+def test_glm4(tmp_path: Path) -> None:
+    """Neighbours are rotated on half of each head; a norm on both sides of each branch."""
+    norms = ("input", "post_attention", "post_self_attn", "post_mlp")
+    shapes = llama_shapes(
+        bias="qkv", norms={f"{n}_layernorm": False for n in norms}, mlp=False, head=True
+    )
+    for i in range(2):
+        shapes |= affine(f"model.layers.{i}.mlp.gate_up_proj", 2 * INNER, HIDDEN)
+    config = LLAMA | {
+        "architectures": ["Glm4ForCausalLM"], "attention_bias": True, "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5, "head_dim": DIM, "tie_word_embeddings": False,
+    }  # fmt: skip
+    tensors = random_tensors(shapes)
+    write(tmp_path, config, tensors)
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm", "mlp.gate_up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    file: Arrays = {}
+    for name, values in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        number, _, inner = module.removeprefix("model.layers.").partition(".")
+        new = whole[module] if module in whole else f"blk.{number}.{names[inner]}"
+        file[f"{new}.{leaf}"] = values
+    known = keys(
+        HEADS, KV_HEADS, layers=2, hidden=HIDDEN, feed_forward_length=INNER, vocab_size=VOCAB,
+        attention__layer_norm_rms_epsilon=1e-5, attention__key_length=DIM, context_length=128,
+        rope__freq_base=5000.0, rope__dimension_count=DIM // 2,
+    )  # fmt: skip
+    write_gguf(tmp_path / "m.gguf", "glm4", known, file)
+    tokens = [token % VOCAB for token in TOKENS]
+    wanted = LLM(tmp_path / "model.safetensors", dtype="float32").logits([tokens])[0]
+    got = LLM(tmp_path / "m.gguf", dtype="float32").logits([tokens])[0]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)

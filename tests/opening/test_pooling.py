@@ -238,23 +238,30 @@ def test_the_most_tokens(tmp_path: Path, files: dict[str, Any], most: int | None
     assert found(folder).max_tokens == most
 
 
-def gguf_with(path: Path, **more: Any) -> Path:
-    """The golden's GGUF with other keys."""
+def gguf_with(path: Path, tensors: dict[str, np.ndarray] | None = None, **more: Any) -> Path:
+    """The golden's GGUF with other keys, and further tensors."""
     checkpoint = open_checkpoint(GOLDENS / "gguf_minilm")
     keys = {
         key.removeprefix("bert."): value
         for key, value in checkpoint.metadata.items()
         if key.startswith("bert.")
     }
-    tensors = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
+    whole = {name: tensor.read() for name, tensor in checkpoint.tensors.items()} | (tensors or {})
     tokens = len(checkpoint.metadata["tokenizer.ggml.tokens"])
-    write_gguf(path, "bert", keys | {"vocab_size": tokens} | more, tensors)
+    write_gguf(path, "bert", keys | {"vocab_size": tokens} | more, whole)
     return path
 
 
 def expected(name: str) -> dict[str, np.ndarray]:
     with np.load(GOLDENS / name / "expected.npz") as arrays:
         return dict(arrays)
+
+
+def test_a_gguf_with_a_dense_layer_of_another_width(tmp_path: Path) -> None:
+    dense = {"dense_2.weight": np.zeros((8, 47), np.float32)}
+    path = gguf_with(tmp_path / "m.gguf", dense, pooling_type=1)
+    with pytest.raises(SourceError, match=r"m\.gguf: dense_\*\.weight \[8, 47\] does not take 48"):
+        found(path)
 
 
 @pytest.mark.parametrize(("number", "take"), [(1, "mean"), (2, "first"), (3, "last")])
