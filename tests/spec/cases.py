@@ -47,6 +47,10 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
         "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     },
+    "qwen2_encoder": LLAMA | {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}},
+    "t5_encoder": {
+        "vocab_size": 320, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 128,
+    },
     "eagle3": LLAMA | {"draft_vocab_size": 64, "norm_before_residual": True},
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
     "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
