@@ -17,7 +17,7 @@ from jinfer.engine.answers import Completions, best, taken, whole
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend, Prepared
-from jinfer.inputs import Ids, Params, Prompt, prompts
+from jinfer.inputs import Ids, Params, Prompt
 from jinfer.loaded import Loaded
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling
