@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"shapes", "xla"},
+    {"progress", "shapes", "xla"},
     KERNELS,
     {"guard", "precision", "records", "version"},
     {"spec", "checkpoint", "tokenizer", "template", "quant"},

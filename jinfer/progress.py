@@ -1,0 +1,278 @@
+"""Progress of what takes long: a line on a terminal, a bar in a notebook, records of the log.
+
+Nothing is shown of a task in its first half second, and what was shown is erased when it ends. Of
+several tasks the one that began last is shown. Nothing here takes time to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
+
+_AFTER, _LOGGED = 0.5, 1.0  # seconds after which a task is shown, and logged
+_EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
+_BAR, _LEAST = 20, 12  # columns of a bar; fewer than these are no room for words
+_ERASE = "\x1b[K"
+_log = logging.getLogger("jinfer.progress")
+_lock = threading.RLock()
+_tasks: list[Task] = []
+_thread: threading.Thread | None = None
+_shown: bool | None = None
+_column = 0  # of the terminal, where an answer is being written
+_drawn = False
+_bar: tuple[Task, Any] | None = None  # of a notebook
+
+
+class Task:
+    """Something that takes long; how far it is may be told from any thread.
+
+    Attributes:
+        what: is done, such as "loading".
+        total: steps; None where nobody knows how many there are.
+        unit: of the steps; "B" for bytes.
+        done: steps so far.
+    """
+
+    def __init__(
+        self, what: str, total: float | None, unit: str, shown: bool | None, level: int
+    ) -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0.0
+        self.begun, self.logged = time.monotonic(), False
+        self._shown, self.level = shown, level
+
+    def update(self, count: float = 1) -> None:
+        """Some steps more are done."""
+        with _lock:
+            self.done += count
+
+    def say(self, what: str) -> None:
+        """Changes what is shown."""
+        self.what = what
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether anybody is to see it, if anybody can."""
+        return watched() if self._shown is None else self._shown
+
+    def line(self, columns: int) -> str:
+        """What is shown on a terminal, on which there is some room."""
+        seconds = time.monotonic() - self.begun
+        elapsed = f"{seconds:.0f} s"
+        if not self.total:
+            return f"{self.what} ... {elapsed}"[:columns]
+        share = min(1.0, self.done / self.total)
+        filled = round(share * _BAR)
+        if share > 0.02 and seconds > 2:
+            elapsed += f", {seconds * (1 - share) / share:.0f} s left"
+        words = f"{self.what} {_steps(self.done, self.total, self.unit)}"
+        bar = f" |{'#' * filled}{'-' * (_BAR - filled)}| "
+        text = f"{words}{bar}{elapsed}"
+        return text if len(text) <= columns else f"{words} {elapsed}"[:columns]
+
+
+def _steps(done: float, total: float, unit: str) -> str:
+    if unit != "B":
+        return f"{done:.0f}/{total:.0f}{unit and f' {unit}s'}"
+    scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / scale:.1f}/{total / scale:.1f} {name}"
+
+
+@contextmanager
+def task(
+    what: str,
+    total: float | None = None,
+    *,
+    unit: str = "",
+    shown: bool | None = None,
+    level: int = logging.INFO,
+) -> Iterator[Task]:
+    """Shows what is done inside, should it take long.
+
+    Args:
+        what: is done, such as "loading".
+        total: steps, where there are some.
+        unit: of the steps; "B" for bytes.
+        shown: False: only in the log; None: where somebody watches, see `watched`.
+        level: of its records in the log.
+    """
+    one = Task(what, total, unit, shown, level)
+    _begin(one)
+    try:
+        yield one
+    finally:
+        _end(one)
+
+
+def each[T](
+    items: Iterable[T],
+    what: str,
+    *,
+    unit: str = "",
+    total: int | None = None,
+    shown: bool | None = None,
+) -> Iterator[T]:
+    """The items, of which each is a step of a task, done when the next is asked for."""
+    count = len(items) if total is None and isinstance(items, Sized) else total
+    with task(what, count, unit=unit, shown=shown) as one:
+        for item in items:
+            yield item
+            one.update()
+
+
+def show(on: bool | None) -> None:
+    """Whether tasks of this process are shown; None: where somebody watches."""
+    global _shown
+    _shown = on
+
+
+def watched() -> bool:
+    """Whether tasks are shown: in a notebook, and where standard error is a terminal."""
+    return _where() is not None if _shown is None else _shown
+
+
+def write(text: str, column: int = 0) -> None:
+    """Writes a piece of an answer to standard output, beside which a task may be shown.
+
+    Args:
+        column: where the terminal's cursor is afterwards.
+    """
+    global _column
+    with _lock:
+        _erase()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        _column = column
+
+
+def line(text: str) -> None:
+    """Writes a line to standard error that stays."""
+    with _lock:
+        _erase()
+        print(text, file=sys.stderr, flush=True)
+
+
+class Lines(logging.Handler):
+    """Writes records to standard error, without breaking the line of a task."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one."""
+        line(self.format(record))
+
+
+def _begin(one: Task) -> None:
+    global _thread
+    with _lock:
+        _tasks.append(one)
+        if _thread is None and (one.is_shown or _log.isEnabledFor(one.level)):
+            _thread = threading.Thread(target=_watch, name="progress", daemon=True)
+            _thread.start()
+
+
+def _end(one: Task) -> None:
+    with _lock:
+        _tasks.remove(one)
+        if not _tasks or _bar is not None:
+            _erase()
+        if one.logged:
+            seconds = round(time.monotonic() - one.begun, 1)
+            _log.log(one.level, "%s: done", one.what, extra={"seconds": seconds})
+
+
+def _watch() -> None:
+    """Shows and logs tasks until there are none."""
+    global _thread
+    while True:
+        where = _where() or "terminal"
+        with _lock:
+            if not _tasks:
+                _thread = None
+                return
+            now = time.monotonic()
+            for one in _tasks:
+                if not one.logged and now - one.begun > _LOGGED:
+                    one.logged = True
+                    _log.log(one.level, "%s", one.what)
+            shown = [one for one in _tasks if one.is_shown]
+            if shown and (_drawn or _bar is not None or now - shown[0].begun > _AFTER):
+                (_draw_bar if where == "notebook" else _draw)(shown[-1])
+        for _ in range(round(_EVERY[where] / 0.1)):
+            time.sleep(0.1)
+            if not _tasks:
+                break
+
+
+def _draw(one: Task) -> None:
+    global _drawn
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 80
+    room = columns - _column - 1
+    if _column:  # behind the beginning of an answer, which stays
+        text = f"\x1b7{_ERASE} [{one.line(room - 3)}]\x1b8" if room > _LEAST else ""
+    else:
+        # The cursor waits at the beginning, so that whatever else is printed comes over it.
+        text = f"\r{one.line(room)}{_ERASE}\r"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    _drawn = True
+
+
+def _draw_bar(one: Task) -> None:
+    global _bar
+    if _bar is None or _bar[0] is not one:
+        _erase()
+        import warnings
+
+        with warnings.catch_warnings(action="ignore"):  # that there are no widgets
+            from tqdm.auto import tqdm
+
+        form = {} if one.total else {"bar_format": "{desc} {elapsed}"}
+        scale = one.unit == "B"
+        _bar = (
+            one,
+            tqdm(
+                desc=one.what, total=one.total, unit=one.unit, unit_scale=scale, leave=False, **form
+            ),
+        )
+    bar = _bar[1]
+    bar.n = one.done
+    bar.set_description_str(one.what)
+
+
+def _erase() -> None:
+    global _drawn, _bar
+    if _drawn:
+        sys.stderr.write(_ERASE if _column else f"\r{_ERASE}")
+        sys.stderr.flush()
+        _drawn = False
+    if _bar is not None:
+        _bar[1].close()
+        _bar = None
+
+
+def _where() -> str | None:
+    """ "notebook", "terminal", or None: nobody watches."""
+    ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if ask is not None and hasattr(ask(), "kernel"):
+        return "notebook"
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    return "terminal"
+
+
+def _forked() -> None:
+    """In a child process nothing of the parent's goes on."""
+    global _lock, _thread, _drawn, _bar
+    _lock, _thread, _drawn, _bar = threading.RLock(), None, False, None
+    _tasks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
