@@ -28,15 +28,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
 from jaxlib.version import __version__ as jaxlib_version
 
+from jinfer import progress
 from jinfer.cpu import library_cache as cache
 from jinfer.cpu import prebuilt
-from jinfer.cpu.compilers import BuildError, run_all
+from jinfer.cpu.compilers import BuildError, compile_and_link
 from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.instructions import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.cpu.units import FLAGS as COMMON
@@ -135,16 +136,28 @@ def _build(only: Wanted) -> Path:
     seconds = f"some {max(5, 5 * round(_SECONDS[every] / cores / 5))} seconds"
     which = "for all instructions" if every else "for this machine"
 
-    def wait() -> None:
-        _log.warning("waiting for another process that compiles custom calls %s", which)
+    def waiting() -> AbstractContextManager[object]:
+        return _told(f"waiting for another process that compiles custom calls {which}")
 
-    with cache.alone(key(only), wait):
+    with cache.alone(key(only), waiting):
         if (found := cache.find(key(only))) is not None:
             return found
-        _log.warning("compiling custom calls %s, once: %s on %d cores", which, seconds, cores)
-        with cache.place(key(only)) as place:
-            _compile(compiler, place.library, cores, only, include_dir())
+        with (
+            _told(f"compiling custom calls {which}, once: {seconds} on {cores} cores") as step,
+            cache.place(key(only)) as place,
+        ):
+            _compile(compiler, place, cores, only, include_dir(), step=step)
         return place.kept
+
+
+@contextmanager
+def _told(what: str) -> Iterator[progress.Task]:
+    """Shows what takes long; a warning says it where nobody watches."""
+    if not progress.watched():
+        _log.warning("%s", what)
+    level = logging.INFO if progress.watched() else logging.DEBUG
+    with progress.task(what.partition(":")[0], unit="file", level=level) as step:
+        yield step
 
 
 def opened_already() -> ctypes.CDLL | None:
@@ -271,21 +284,27 @@ def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
     compiler, headers = _compiler(), headers or include_dir()
     made_for = prebuilt.interface(headers)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        library = Path(scratch) / cache.LIBRARY
-        _compile(compiler, library, usable_cores(), None, headers, _ALONE)
-        os.replace(library, folder / cache.LIBRARY)
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as scratch,
+        progress.task("compiling custom calls for all instructions", unit="file") as step,
+    ):
+        library, objects = Path(scratch) / cache.LIBRARY, Path(scratch) / "objects"
+        objects.mkdir()
+        place = cache.Place(library, folder / cache.LIBRARY, objects)
+        _compile(compiler, place, usable_cores(), None, headers, _ALONE, step=step)
+        os.replace(library, place.kept)
     prebuilt.seal(folder / cache.LIBRARY, own_key(), made_for)
     return folder / cache.LIBRARY
 
 
 def _compile(
     compiler: list[str],
-    library: Path,
+    place: cache.Place,
     cores: int,
     only: Wanted,
     headers: str,
     link: tuple[str, ...] = (),
+    step: progress.Task | None = None,
 ) -> None:
     common = _extra()
     lacking = _lacking() if only == TESTED else ()
@@ -305,16 +324,17 @@ def _compile(
 
     compiled, commands = list[tuple[int, str]](), list[list[str]]()
     for unit in units(sources):
-        source, output = unit.write(library.parent), str(library.with_name(f"{unit.name}.o"))
         unrun = ("-O0",) if unit.name.endswith(lacking) else ()
-        flags = (*COMMON, *unit.flags, *unrun, *common, *include)
-        commands.append([*compiler, *flags, "-c", str(source), "-o", output])
+        start = [*compiler, *COMMON, *unit.flags, *unrun, *common, *include]
+        digest = hashlib.sha256(repr(start).encode()).hexdigest()[:8]
+        output = str(place.library.with_name(f"{digest}-{unit.name}.o"))
+        commands.append([*start, "-c", str(unit.write(place.library.parent)), "-o", output])
         compiled.append((unit.needs, output))
-    run_all(commands, cores)
     # Of a function that several files have, the linker keeps the first: that for any processor.
     objects = [output for _, output in sorted(compiled)]
-    link_all = [*compiler, *_extra(), *link, "-shared", *objects, "-o", str(library), "-lpthread"]
-    run_all([link_all], 1)
+    shared = [*compiler, *_extra(), *link, "-shared", *objects]
+    library = ["-o", str(place.library), "-lpthread"]
+    compile_and_link(commands, [*shared, *library], place.objects, cores, step)
 
 
 def _lacking() -> tuple[str, ...]:

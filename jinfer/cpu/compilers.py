@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from jinfer.progress import Task
 
 
 class BuildError(Exception):
     """The custom calls cannot be compiled: one line that says why and what to do."""
 
 
-def run_all(commands: Sequence[list[str]], cores: int) -> None:
+def _nothing(command: list[str]) -> None:
+    pass
+
+
+def run_all(
+    commands: Sequence[list[str]], cores: int, done: Callable[[list[str]], None] = _nothing
+) -> None:
     """Runs commands, as many at a time as there are cores.
 
     Where one fails, or the caller is interrupted, nobody waits for the others. They stay in this
     process's group, so that a terminal's Ctrl-C ends also those that a helping thread waits for.
+
+    Args:
+        done: is given each command that has succeeded, by the thread that waited for it.
 
     Raises:
         BuildError: one fails.
@@ -34,6 +48,7 @@ def run_all(commands: Sequence[list[str]], cores: int) -> None:
             lines = complaints.read().strip().splitlines() or [f"exit status {status}"]
         if status:
             raise BuildError(f"{command[0]} fails: {reason(lines)}")
+        done(command)
 
     pool = ThreadPoolExecutor(cores)
     try:
@@ -45,6 +60,53 @@ def run_all(commands: Sequence[list[str]], cores: int) -> None:
             process.terminate()
         raise
     pool.shutdown()
+
+
+def compile_and_link(
+    commands: Sequence[list[str]],
+    link: list[str],
+    objects: Path,
+    cores: int,
+    step: Task | None = None,
+) -> None:
+    """Compiles what has not been compiled, and links all of it.
+
+    Args:
+        commands: of which the last word is the file that each makes.
+        objects: a folder that finished files are linked into; those that an interrupted build has
+            left there are not made again.
+        step: a task of which each command is a step.
+
+    Raises:
+        BuildError: a command fails.
+    """
+
+    def kept(command: list[str]) -> bool:
+        with suppress(OSError):
+            os.link(objects / Path(command[-1]).name, command[-1])
+            return True
+        return False
+
+    def done(command: list[str]) -> None:
+        with suppress(OSError):  # a file system without links: nothing is kept
+            os.link(command[-1], objects / Path(command[-1]).name)
+        if step is not None:
+            step.update()
+
+    left = [command for command in commands if not kept(command)]
+    if step is not None:
+        step.total, step.done = len(commands), len(commands) - len(left)
+    run_all(left, cores, done)
+    try:
+        run_all([link], 1)
+    except BuildError:
+        # One that was cut short, by a full disk or a machine that stopped, is not kept for ever.
+        for command in commands:
+            (objects / Path(command[-1]).name).unlink(missing_ok=True)
+            Path(command[-1]).unlink(missing_ok=True)
+        if len(left) == len(commands):
+            raise
+        compile_and_link(commands, link, objects, cores, step)
 
 
 def reason(lines: list[str]) -> str:

@@ -16,22 +16,27 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
 _BUILDING = "building-"  # begins the names of unfinished folders
 _private: list[Path] = []  # this process's folder, once there is one
-_STALE = 3600.0  # seconds after which one of these was left by a process that was killed
+_STALE = 24 * 3600.0  # seconds after which nobody comes back for what was left unfinished
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a library is built, and where it is once the build is done."""
+    """Where a library is built, and where it is once the build is done.
+
+    Attributes:
+        objects: a folder for what the compiler has finished, which outlives an interrupted build.
+    """
 
     library: Path
     kept: Path
+    objects: Path
 
 
 def find(key: str) -> Path | None:
@@ -44,11 +49,11 @@ def find(key: str) -> Path | None:
 
 
 @contextmanager
-def alone(key: str, wait: Callable[[], None]) -> Iterator[None]:
+def alone(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """No other process builds the library of this key meanwhile; one that did may have left it.
 
     Args:
-        wait: called where another one is building it, before it is waited for.
+        waiting: what another one that is building it is waited for inside of.
     """
     # Here: where the library is made already nobody needs it.
     from filelock import FileLock, Timeout
@@ -58,8 +63,8 @@ def alone(key: str, wait: Callable[[], None]) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        wait()
-        lock.acquire()
+        with waiting():
+            lock.acquire()
     except (OSError, NotImplementedError):  # a file system without locks: some build it twice
         pass
     try:
@@ -74,13 +79,14 @@ def alone(key: str, wait: Callable[[], None]) -> Iterator[None]:
 def place(key: str) -> Iterator[Place]:
     """A folder to build in; at the end its library is kept under the key, and the rest removed.
 
-    The library is there whole or not at all, though several processes may build at once.
+    The library is there whole or not at all, though several processes may build at once. Objects
+    stay where the build is interrupted, and the next one begins with them.
     """
     parent = _writable_folder()
     _remove_stale(parent)
     scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
     try:
-        place = Place(scratch / "build" / LIBRARY, parent / key / LIBRARY)
+        place = Place(scratch / "build" / LIBRARY, parent / key / LIBRARY, _objects(parent, key))
         place.library.parent.mkdir()
         yield place
         done = scratch / "done"
@@ -92,8 +98,22 @@ def place(key: str) -> Iterator[Place]:
             drop(place.kept)
         with suppress(OSError):  # another process was faster
             done.rename(place.kept.parent)
+        shutil.rmtree(place.objects, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # an empty one
+            (parent / f"{_BUILDING}{key}").rmdir()
+
+
+def _objects(parent: Path, key: str) -> Path:
+    """The folder of a key's objects; one that another user could have written to is not used."""
+    folder = parent / f"{_BUILDING}{key}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_safe(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    return folder
 
 
 def drop(path: Path) -> None:

@@ -91,13 +91,69 @@ def test_nobody_waits_for_compilers_when_interrupted(tmp_path: Path) -> None:
         assert process.wait(timeout=20) == -signal.SIGINT
 
 
+class Build:
+    """A library of three objects, in a folder as `library_cache.place` has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place, self.objects, self.made = folder / "place", folder / "objects", folder / "made"
+        self.objects.mkdir()
+        self.made.touch()
+        self.compiler = folder / "compiler"
+        self.compiler.write_text(
+            f'#!/bin/sh\necho "$1" >> {self.made}\n[ "$1" != "$FAILS" ] && echo "$1" > "$2"\n'
+        )
+        self.linker = folder / "linker"
+        self.linker.write_text('#!/bin/sh\n[ "$(cat "$@" | tr -d "\\n")" = abc ]\n')
+        for program in (self.compiler, self.linker):
+            program.chmod(0o700)
+
+    def run(self) -> str:
+        """Builds it, from the beginning; which objects were compiled."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir()
+        self.made.write_text("")
+        outputs = [str(self.place / f"{name}.o") for name in "abc"]
+        commands = [[str(self.compiler), Path(out).stem, out] for out in outputs]
+        compilers.compile_and_link(commands, [str(self.linker), *outputs], self.objects, 1)
+        return self.made.read_text().replace("\n", "")
+
+
+def test_finished_objects_are_kept_when_a_build_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that turns out to be damaged is made anew, with all others."""
+    build = Build(tmp_path)
+    monkeypatch.setenv("FAILS", "c")
+    with pytest.raises(compilers.BuildError):
+        build.run()
+    monkeypatch.setenv("FAILS", "none")
+    assert build.run() == "c"
+    (build.objects / "b.o").unlink()
+    (build.objects / "b.o").write_text("b cut")
+    assert build.run() == "abc"
+
+
+def test_what_another_user_could_write_is_no_object_of_a_build(tmp_path: Path) -> None:
+    (tmp_path / "building-key").mkdir()
+    (tmp_path / "building-key").chmod(0o777)
+    (tmp_path / "building-key/a.o").touch()
+    folder = library_cache._objects(tmp_path, "key")
+    assert not list(folder.iterdir())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 @pytest.mark.skipif(own_isa() is None, reason="nobody says what this CPU can do")
 def test_what_this_machine_lacks_is_not_optimized_and_linked_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = list[list[str]]()
-    monkeypatch.setattr(build, "run_all", lambda given, _: commands.extend(given))
-    build._compile(["c++"], tmp_path / "library.so", 2, build.TESTED, jax.ffi.include_dir())
+
+    def all_of(given: list[list[str]], link: list[str], *_: object) -> None:
+        commands.extend([*given, link])
+
+    monkeypatch.setattr(build, "compile_and_link", all_of)
+    place = library_cache.Place(tmp_path / "library.so", tmp_path, tmp_path)
+    build._compile(["c++"], place, 2, build.TESTED, jax.ffi.include_dir())
     *compiled, link = commands
     fast = {Path(command[-1]).stem for command in compiled if "-O0" not in command}
     linked = [Path(word).stem for word in link if word.endswith(".o")]
@@ -213,7 +269,7 @@ def test_folders_are_closed_to_others(
     left = folder / "building-left"
     left.mkdir(parents=True)
     folder.chmod(0o777)
-    os.utime(left, (time.time() - 7200, time.time() - 7200))
+    os.utime(left, (time.time() - 172800, time.time() - 172800))
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", copier)
     path = build.library_path()
