@@ -41,6 +41,7 @@ from jinfer.ops.cache import BLOCK
 from jinfer.ops.kernels import asked_for
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
+from jinfer.progress import each
 from jinfer.records import dataclass, replace
 from jinfer.sampling.foreign import ABSENT
 from jinfer.sampling.keywords import FIELDS, is_parameter
@@ -144,12 +145,10 @@ class Frontend:
 
     def warm_up(self, progress: bool = False) -> None:
         """Makes all programs that requests may need, behind one bar."""
-        from tqdm import tqdm
-
         futures = self.engine.programs.announce(all_shapes(self.engine))
         if self.engine.speculator is not None:
             futures += self.engine.speculator.announce(self.engine)
-        for future in tqdm(futures, "compiling", unit="program", leave=False, disable=not progress):
+        for future in each(futures, "compiling", unit="program", shown=progress):
             future.result()
 
     def described(self) -> str:

@@ -21,6 +21,7 @@ from jinfer.inputs import Ids, Params, Prompt
 from jinfer.loaded import Loaded
 from jinfer.opening.conversation import Message
 from jinfer.opening.pooling import Pooling
+from jinfer.progress import task, watched
 from jinfer.requested import requested, streamed
 from jinfer.results import Result, results
 from jinfer.sampling.keywords import ChatKeywords, Sampling, completing
@@ -42,7 +43,7 @@ class LLM(Loaded):
         self,
         source: str | Path,
         *,
-        progress: bool = False,
+        progress: bool | None = None,
         threads: int | None = None,
         first: Callable[[LLM], list[int]] | None = None,
         **overrides: Any,
@@ -52,7 +53,8 @@ class LLM(Loaded):
         Args:
             source: a specification, a checkpoint folder, a .gguf, a llama2.c .bin,
                 `package://module/file` or `hf://owner/name`.
-            progress: show a bar while weights load.
+            progress: show what is done and how far it is, for as long as it takes; None: on a
+                terminal and in a notebook.
             threads: cores of the CPU that may compute. The bound is the process's: of several
                 open models the least counts, and XLA's own pools keep the size that they had when
                 XLA started. None: all that the process may use.
@@ -66,7 +68,9 @@ class LLM(Loaded):
                 line that names the file, the key or tensor, and what to do.
         """
         start = None if first is None else lambda frontend: first(self._with(frontend))
-        self._with(Frontend(source, overrides, progress=progress, threads=threads, first=start))
+        shown = watched() if progress is None else progress
+        with task(f"opening {Path(source).name or source}", shown=shown):
+            self._with(Frontend(source, overrides, progress=shown, threads=threads, first=start))
 
     def _with(self, frontend: Frontend) -> LLM:
         self.frontend = frontend

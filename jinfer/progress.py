@@ -57,7 +57,7 @@ class Task:
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody is to see it, if anybody can."""
+        """Whether anybody is to see it."""
         return watched() if self._shown is None else self._shown
 
     def line(self, columns: int) -> str:
@@ -98,7 +98,7 @@ def task(
         what: is done, such as "loading".
         total: steps, where there are some.
         unit: of the steps; "B" for bytes.
-        shown: False: only in the log; None: where somebody watches, see `watched`.
+        shown: None: where somebody watches, see `watched`; False: only in the log.
         level: of its records in the log.
     """
     one = Task(what, total, unit, shown, level)
@@ -188,7 +188,7 @@ def _watch() -> None:
     """Shows and logs tasks until there are none."""
     global _thread
     while True:
-        where = _where() or "terminal"
+        where = _where() or "notebook"  # somebody who wants bars all the same
         with _lock:
             if not _tasks:
                 _thread = None
@@ -209,6 +209,8 @@ def _watch() -> None:
 
 def _draw(one: Task) -> None:
     global _drawn
+    if _others():
+        return
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError, AttributeError):
@@ -222,6 +224,12 @@ def _draw(one: Task) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
     _drawn = True
+
+
+def _others() -> bool:
+    """Whether a bar of tqdm's is on the terminal, such as that of a download."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return any(not bar.disable for bar in [*getattr(bars, "_instances", ())])
 
 
 def _draw_bar(one: Task) -> None:

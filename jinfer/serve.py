@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from jinfer.distributed.job import Job, find_job
 from jinfer.opening.sources import SourceError
+from jinfer.progress import task
 from jinfer.spec.errors import SpecError
 from jinfer.xla.later import imported
 
@@ -16,7 +17,7 @@ from jinfer.xla.later import imported
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop; returns the exit status. Errors are one line."""
     try:
-        with imported():
+        with task("starting"), imported():
             from jinfer.server.flags import options
             from jinfer.server.process import serve
     except ModuleNotFoundError as error:

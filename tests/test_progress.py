@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+from tqdm import tqdm
 
 from jinfer import progress
 
@@ -138,6 +139,12 @@ def test_a_notebook(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
         until(screen, r"loading: +30%")
     with progress.task("compiling"):
         until(screen, r"compiling 00:0")
+
+
+def test_bars_of_others_are_not_spoilt(screen: Screen) -> None:
+    with tqdm(total=3, file=io.StringIO()), progress.task("opening"):
+        time.sleep(0.25)
+    assert screen.getvalue() == ""
 
 
 def test_no_thread_is_left(screen: Screen) -> None:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from jinfer.commands.checkout import provide_tools
 from jinfer.commands.program import command, jinfer
 from jinfer.commands.table import COMMANDS, GROUPS, Command
+from jinfer.progress import task
 from jinfer.terminal.ending import leave, status_of
 from jinfer.xla.later import imported
 from jinfer.xla.undisturbed import paused
@@ -55,7 +56,7 @@ def _run(chosen: Command, words: Sequence[str]) -> int:
     provide_tools()
     with command(chosen.name):
         # Programs that answer import what they need themselves, once they know what is asked.
-        with imported() if chosen.module.startswith(_TOOLS) else paused():
+        with task("starting"), imported() if chosen.module.startswith(_TOOLS) else paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -28,6 +29,7 @@ from jinfer.model import AbstractModel, Want
 from jinfer.ops import addresses
 from jinfer.ops.backend import backend
 from jinfer.ops.cache import BLOCK, Cache, CacheShape, abstract, unwritten
+from jinfer.progress import task
 from jinfer.quant.kind import Kind
 from jinfer.records import dataclass, field
 from jinfer.sampling.rows import mask_words
@@ -75,6 +77,13 @@ class Shape:
     want: Want = "logits"
     stages: tuple[str, ...] = ()
     masked: bool = False
+
+    @property
+    def task(self) -> str:
+        """What somebody who waits for it is told."""
+        unit = "sequence" if self.kind in ("decode", "propose", "lead", "beam") else "token"
+        many = f" for {self.tokens} {unit}{'s' * (self.tokens != 1)}" if self.tokens else ""
+        return f"compiling{many}, once"
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,8 @@ class Programs:
         future = self._futures.get(shape) or self.announce([shape])[0]
         begun = 0.0 if future.done() else time.perf_counter()
         try:
-            program = future.result()
+            with task(shape.task) if begun else nullcontext():
+                program = future.result()
         except Exception:
             # What was in its way may be gone when it is asked for again.
             with self._lock:

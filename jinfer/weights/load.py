@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.checkpoint.mapped import release
 from jinfer.model import AbstractModel
+from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
 from jinfer.quant.tensor import in_large_pages
@@ -107,8 +106,7 @@ def load(
     wanted = [name for name in model.names if only is None or name in only]
     firsts = list(dict.fromkeys(same[name] for name in wanted))
     names = {first: [name for name in model.names if same[name] == first] for first in firsts}
-    bar = _bar(sum(origins[name].nbytes for name in firsts)) if progress else None
-    lock = threading.Lock()
+    total = sum(origins[name].nbytes for name in firsts)
     # A CPU takes arrays over where they are: that of all together is asked for in half the time.
     together = place is on_device and platform() == "cpu"
 
@@ -122,15 +120,14 @@ def load(
         placed = values if together else place(names[name], values)
         for file in origin.files:
             release(file.raw())
-        if bar is not None:
-            with lock:
-                bar.update(origins[name].nbytes)
+        bar.update(origins[name].nbytes)
         return placed
 
     # Tables first, of which what is made on the way is largest, as long as there is the most room.
     roles = dict(zip(model.names, model.roles, strict=True))
     order = sorted(firsts, key=lambda name: roles[name] not in ("table", "head"))
-    with bar or nullcontext(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    loading = task("loading", total, unit="B", shown=progress)
+    with loading as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(order, pool.map(one, order), strict=True))
     if together:
         arrays = on_device(order, arrays)
@@ -141,12 +138,6 @@ def _rows(names: Sequence[str], only: Wanted | None) -> range | None:
     """The rows that are enough for all parameters that are one array."""
     each = {(only or {}).get(name) for name in names if only is None or name in only}
     return each.pop() if len(each) == 1 else None
-
-
-def _bar(total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="loading", unit="B", unit_scale=True, leave=False)
 
 
 def same_arrays(

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jinfer import progress
 from jinfer.checkpoint import Checkpoint, Tensor
 
 from .loading import (
@@ -87,12 +88,15 @@ def test_types(source: Any, target: Any) -> None:
         assert np.array_equal(values, params[name].astype(wanted)), name
 
 
-def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_is_shown_when_asked(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, begin = list[progress.Task](), progress._begin
+    monkeypatch.setattr(progress, "_begin", lambda task: begun.append(task) or begin(task))
     abstract, names = model()
-    load_file(abstract, checkpoint(good()), names)
-    assert capsys.readouterr().err == ""
-    load_file(abstract, checkpoint(good()), names, progress=True)
-    assert "loading" in capsys.readouterr().err
+    load_file(abstract, checkpoint(good()), names, progress=shown)
+    (task,) = begun
+    assert (task.what, task.is_shown) == ("loading", shown)
+    assert task.done == task.total > 0
 
 
 @pytest.mark.parametrize(

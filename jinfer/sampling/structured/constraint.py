@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -10,6 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
+from jinfer.progress import task
 from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.messages import failure
@@ -165,10 +167,11 @@ def compile_constraint(
     }
     source = source_of(given)
     leading_space = at_text_start and tokenizer.strip_space
-    words = vocabulary(tokenizer)
-    key = (words, source, leading_space)
-    found = _KEPT.get(key)
-    if found is None:
-        found = Constraint(source, words, leading_space=leading_space)
-        _KEPT.put(key, found)
+    with task("compiling the grammar", level=logging.DEBUG):
+        words = vocabulary(tokenizer)
+        key = (words, source, leading_space)
+        found = _KEPT.get(key)
+        if found is None:
+            found = Constraint(source, words, leading_space=leading_space)
+            _KEPT.put(key, found)
     return found
