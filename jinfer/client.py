@@ -12,14 +12,17 @@ from typing import Any
 from jinfer.commands.program import program
 from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
+from jinfer.progress import task
 from jinfer.remote import flags
 from jinfer.remote.asking import CHAT, TEXT, body, raw, stream
-from jinfer.remote.chat import RemoteChat, show, think
+from jinfer.remote.chat import RemoteChat, think
 from jinfer.remote.connection import RemoteError, Server, objects
 from jinfer.terminal import INTERRUPTED
 from jinfer.terminal.conflicts import FlagError
+from jinfer.terminal.dialogue import STOPPED
 from jinfer.terminal.ending import leave, status_of
 from jinfer.terminal.flags import sampling
+from jinfer.terminal.screen import Screen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,12 +57,17 @@ def _run(options: argparse.Namespace) -> int:
         messages: list[Message] = [*system, {"role": "user", "content": question}]
         path, asked = CHAT, body(messages, sampling(options), model)
     if options.json:
-        print(json.dumps(server.whole(path, asked), ensure_ascii=False))
+        with task(f"waiting for {server.url}"):
+            whole = server.whole(path, asked)
+        print(json.dumps(whole, ensure_ascii=False))
         return 0
     if max(options.n or 1, options.best_of or 1) > 1:
-        return _several(server.whole(path, asked))
-    answer = stream(server, asked, show, think)
-    print()
+        with task(f"waiting for {server.url}"):
+            whole = server.whole(path, asked)
+        return _several(whole)
+    screen = Screen()
+    answer = stream(server, asked, screen, think)
+    screen.end(STOPPED if answer.interrupted and sys.stdout.isatty() else "")
     if sys.stderr.isatty():
         print(answer.rates(), file=sys.stderr)
     return INTERRUPTED if answer.interrupted else 0

@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
 _AFTER, _LOGGED = 0.5, 1.0  # seconds after which a task is shown, and logged
 _EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
 _BAR, _LEAST = 20, 12  # columns of a bar; fewer than these are no room for words
+NO_ROOM = sys.maxsize  # the column of a line beside which nothing is to be shown
 _ERASE = "\x1b[K"
 _log = logging.getLogger("jinfer.progress")
 _lock = threading.RLock()
@@ -36,20 +37,30 @@ class Task:
         what: is done, such as "loading".
         total: steps; None where nobody knows how many there are.
         unit: of the steps; "B" for bytes.
-        done: steps so far.
     """
 
     def __init__(
-        self, what: str, total: float | None, unit: str, shown: bool | None, level: int
+        self,
+        what: str,
+        total: float | None,
+        unit: str,
+        shown: bool | None,
+        level: int,
+        measure: Callable[[], float] | None = None,
     ) -> None:
-        self.what, self.total, self.unit, self.done = what, total, unit, 0.0
+        self.what, self.total, self.unit, self._done = what, total, unit, 0.0
         self.begun, self.logged = time.monotonic(), False
-        self._shown, self.level = shown, level
+        self._shown, self.level, self._measure = shown, level, measure
+
+    @property
+    def done(self) -> float:
+        """Steps so far."""
+        return self._done if self._measure is None else self._measure()
 
     def update(self, count: float = 1) -> None:
         """Some steps more are done."""
         with _lock:
-            self.done += count
+            self._done += count
 
     def say(self, what: str) -> None:
         """Changes what is shown."""
@@ -66,11 +77,12 @@ class Task:
         elapsed = f"{seconds:.0f} s"
         if not self.total:
             return f"{self.what} ... {elapsed}"[:columns]
-        share = min(1.0, self.done / self.total)
+        done = self.done
+        share = min(1.0, done / self.total)
         filled = round(share * _BAR)
         if share > 0.02 and seconds > 2:
             elapsed += f", {seconds * (1 - share) / share:.0f} s left"
-        words = f"{self.what} {_steps(self.done, self.total, self.unit)}"
+        words = f"{self.what} {_steps(done, self.total, self.unit)}"
         bar = f" |{'#' * filled}{'-' * (_BAR - filled)}| "
         text = f"{words}{bar}{elapsed}"
         return text if len(text) <= columns else f"{words} {elapsed}"[:columns]
@@ -91,6 +103,7 @@ def task(
     unit: str = "",
     shown: bool | None = None,
     level: int = logging.INFO,
+    measure: Callable[[], float] | None = None,
 ) -> Iterator[Task]:
     """Shows what is done inside, should it take long.
 
@@ -100,8 +113,9 @@ def task(
         unit: of the steps; "B" for bytes.
         shown: None: where somebody watches, see `watched`; False: only in the log.
         level: of its records in the log.
+        measure: how many steps are done, asked when that is shown; None: `Task.update` says it.
     """
-    one = Task(what, total, unit, shown, level)
+    one = Task(what, total, unit, shown, level, measure)
     _begin(one)
     try:
         yield one

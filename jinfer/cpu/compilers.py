@@ -95,7 +95,8 @@ def compile_and_link(
 
     left = [command for command in commands if not kept(command)]
     if step is not None:
-        step.total, step.done = len(commands), len(commands) - len(left)
+        step.total = len(commands)
+        step.update(len(commands) - len(left))
     run_all(left, cores, done)
     try:
         run_all([link], 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinfer.engine.requests import RequestError
 from jinfer.opening.conversation import Message
+from jinfer.progress import task
 from jinfer.records import dataclass, field
 from jinfer.remote.connection import Server, objects
 
@@ -51,7 +52,7 @@ class Answer:
             new = self.usage.get("completion_tokens")
             if new and self.seconds > self.first:
                 rate = (new - 1) / (self.seconds - self.first)
-                said.append(f"answer {new} tokens, {rate:.1f} tokens/s")
+                said.append(f"answer {new} tokens, {rate:.1f}/s")
         return " | ".join(said) or f"{self.seconds:.2f} s"
 
 
@@ -128,6 +129,9 @@ def stream(
     streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with contextlib.closing(server.events(path, streamed)) as events:
+            with task(f"waiting for {server.url}"):
+                while answer.first is None and (event := next(events, None)) is not None:
+                    _take(answer, event, begun, show, think)
             for event in events:
                 _take(answer, event, begun, show, think)
     except KeyboardInterrupt:

@@ -10,7 +10,15 @@ from jinfer.opening.conversation import Message
 from jinfer.remote.asking import Answer, body, stream
 from jinfer.remote.connection import RemoteError, Server
 from jinfer.sampling.params import SamplingParams
-from jinfer.terminal.dialogue import Dialogue, one_at_a_time
+from jinfer.terminal.dialogue import (
+    STOPPED,
+    UNANSWERED,
+    Dialogue,
+    count,
+    one_at_a_time,
+    say_rates,
+)
+from jinfer.terminal.screen import Screen
 
 
 class RemoteChat(Dialogue):
@@ -30,12 +38,12 @@ class RemoteChat(Dialogue):
 
     def answer(self, message: str) -> None:
         """Answers one message; where the context is full, the oldest turns are dropped."""
-        kept: list[Message] = [*self.messages, {"role": "user", "content": message}]
-        dropped = 0
+        kept: list[Message] = [*self.said(), {"role": "user", "content": message}]
+        dropped, screen = 0, Screen()
         while True:
             try:
                 asked = body(kept, self.sampling, self.model)
-                self.last = answer = stream(self.server, asked, show, think)
+                self.last = answer = stream(self.server, asked, screen, think)
                 break
             except RemoteError as error:
                 turn = _oldest(kept) if error.full else range(0)
@@ -43,11 +51,16 @@ class RemoteChat(Dialogue):
                     raise
                 del kept[turn.start : turn.stop]
                 dropped += len(turn)
-        if dropped:
-            print(f"\n(the {dropped} oldest messages were dropped: the context is full)", end="")
+        self.messages = kept
+        if answer.interrupted and not answer.text:
+            screen.end(UNANSWERED)
+            return
         self.messages = [*kept, {"role": "assistant", "content": answer.text}]
-        print(" [cut off: a limit of tokens]" if answer.reason == "length" else "")
-        print(answer.rates(), file=sys.stderr)
+        cut = " [cut off: a limit of tokens]" if answer.reason == "length" else ""
+        screen.end(STOPPED if answer.interrupted else cut)
+        if dropped:
+            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
+        say_rates(answer.rates())
         self._asked += answer.usage.get("prompt_tokens") or 0
         self._answered += answer.usage.get("completion_tokens") or 0
 
@@ -61,15 +74,9 @@ class RemoteChat(Dialogue):
     def stats(self) -> list[str]:
         """Tokens of all answers."""
         return [
-            f"{len(self.messages)} messages with {self.model} at {self.server.url}",
+            f"{count(len(self.messages), 'message')} with {self.model} at {self.server.url}",
             f"so far: {self._asked} tokens of prompts, {self._answered} of answers",
         ]
-
-
-def show(text: str) -> None:
-    """Prints a piece of an answer."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def think(text: str) -> None:

@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
 from jinfer.llm import LLM
+from jinfer.progress import task
 
 
 def print_answer(
-    stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM
+    stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM, asked: int
 ) -> bool:
-    """Shows an answer while it comes; True if Ctrl-C stopped it."""
-    with ctrl_c() as pressed:
-        for chunk in stream:
-            chunks.append(chunk)
-            show(shown(llm, chunk.text, chunk.token_ids))
-            if pressed():
-                return True
+    """Shows an answer while it comes; True if Ctrl-C stopped it.
+
+    Args:
+        chunks: gets its pieces; before the first one Ctrl-C has nothing to wait for.
+        asked: tokens of its prompt.
+    """
+    with ctrl_c(lambda: bool(chunks)) as pressed:
+        try:
+            for chunk in _after_prompt(stream, llm, asked):
+                chunks.append(chunk)
+                show(shown(llm, chunk.text, chunk.token_ids))
+                if pressed():
+                    return True
+        except KeyboardInterrupt:
+            if chunks:
+                raise
+            return True
     return False
 
 
+def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chunk]:
+    """The pieces; until the first one how much of the prompt is computed is shown."""
+    scheduler = llm.frontend.engine.scheduler
+
+    def computed() -> int:
+        return next((sequence.computed for sequence in scheduler.running), 0)
+
+    with task("reading the prompt", asked, unit="token", measure=computed):
+        first = next(stream, None)
+    if first is not None:
+        yield first
+        yield from stream
+
+
 @contextlib.contextmanager
-def ctrl_c() -> Iterator[Callable[[], bool]]:
+def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bool]]:
     """Tells whether Ctrl-C was pressed, instead of interrupting a step in its middle.
 
     Pressed a second time, it interrupts whatever goes on.
+
+    Args:
+        waits: whether there is something to wait for; if not, the first time interrupts as well.
     """
     pressed = False
 
@@ -38,18 +65,14 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
+        if not waits():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
     try:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def show(text: str) -> None:
-    """Prints a piece of an answer."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def shown(llm: LLM, text: str, ids: Sequence[int]) -> str:
@@ -105,8 +128,17 @@ def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, A
 
 def timings(llm: LLM, usage: Usage) -> str:
     """One line: seconds to load and to compile, tokens per second of prompt and answer."""
+    return f"load {llm.load_seconds:.2f} s, compile {llm.compile_seconds:.2f} s | {rates(usage)}"
+
+
+def rates(usage: Usage) -> str:
+    """Tokens of prompt and answer, and how many of them per second, in a few words."""
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     return (
-        f"load {llm.load_seconds:.2f} s | compile {llm.compile_seconds:.2f} s | "
-        f"prefill {usage.prompt_tokens} tokens, {usage.prefill_rate:.1f} tokens/s | "
-        f"decode {usage.completion_tokens} tokens, {usage.decode_rate:.1f} tokens/s"
+        f"prefill {usage.prompt_tokens} tokens{cached}, {_rate(usage.prefill_rate)} | "
+        f"decode {usage.completion_tokens}, {_rate(usage.decode_rate)}"
     )
+
+
+def _rate(number: float) -> str:
+    return f"{number:.{0 if number >= 100 else 1}f}/s"

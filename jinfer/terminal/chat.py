@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,17 @@ from jinfer.llm import LLM
 from jinfer.opening.conversation import Message
 from jinfer.sampling.names import own_names
 from jinfer.sampling.params import SamplingParams
-from jinfer.terminal.answer import print_answer, show, usage_of
-from jinfer.terminal.dialogue import Dialogue, one_at_a_time
+from jinfer.terminal import answer
+from jinfer.terminal.answer import print_answer, usage_of
+from jinfer.terminal.dialogue import (
+    STOPPED,
+    UNANSWERED,
+    Dialogue,
+    count,
+    one_at_a_time,
+    say_rates,
+)
+from jinfer.terminal.screen import Screen
 
 _SHARE = 4  # of the context, one part stays free for an answer
 
@@ -41,19 +49,23 @@ class Chat(Dialogue):
         params = self.params()
         asked: Message = {"role": "user", "content": message}
         room = self.llm.frontend.room
-        ids, kept = fitted(self.llm.encode_chat, [*self.messages, asked], room, params.max_tokens)
-        if dropped := len(self.messages) + 1 - len(kept):
-            print(f"(the {dropped} oldest messages were dropped: the context is full)")
+        ids, kept = fitted(self.llm.encode_chat, [*self.said(), asked], room, params.max_tokens)
+        if dropped := len(self.said()) + 1 - len(kept):
+            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
         most = min(params.max_tokens or room, room - len(ids))
         chunks: list[Chunk] = []
-        waited = self.llm.compile_seconds
+        waited, screen = self.llm.compile_seconds, Screen()
         with contextlib.closing(self.llm.stream(ids, params, max_tokens=most)) as stream:
-            interrupted = print_answer(stream, chunks, show, self.llm)
+            interrupted = print_answer(stream, chunks, screen, self.llm, len(ids))
+        self.messages = kept
+        if not chunks:
+            screen.end(UNANSWERED)
+            return
         text = "".join(chunk.text for chunk in chunks)
         self.messages = [*kept, {"role": "assistant", "content": text}]
-        print(_mark(chunks, most == params.max_tokens, most))
+        screen.end(STOPPED if interrupted else _mark(chunks, most == params.max_tokens, most))
         usage = usage_of(self.llm, interrupted)
-        print(rates(usage, self.llm.compile_seconds - waited), file=sys.stderr)
+        say_rates(rates(usage, self.llm.compile_seconds - waited))
 
     def params(self, **changes: Any) -> SamplingParams:
         """What a message is answered with. Raises `RequestError`."""
@@ -64,7 +76,7 @@ class Chat(Dialogue):
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
         return [
-            f"{len(self.messages)} messages, {used} of {self.llm.frontend.room} tokens",
+            f"{count(len(self.messages), 'message')}, {used} of {self.llm.frontend.room} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]
@@ -106,12 +118,8 @@ def fitted(
 
 def rates(usage: Usage, compiled: float) -> str:
     """One line on one turn: tokens, and how many of them per second."""
-    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     waited = f"compile {compiled:.2f} s | " if compiled > 0.005 else ""
-    return (
-        f"{waited}prefill {usage.prompt_tokens} tokens{cached}, {usage.prefill_rate:.1f} tokens/s"
-        f" | decode {usage.completion_tokens} tokens, {usage.decode_rate:.1f} tokens/s"
-    )
+    return f"{waited}{answer.rates(usage)}"
 
 
 def _mark(chunks: Sequence[Chunk], asked: bool, most: int) -> str:

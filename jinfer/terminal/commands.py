@@ -65,11 +65,13 @@ def _exit(chat: Dialogue, rest: str) -> None:
 
 def _reset(chat: Dialogue, rest: str) -> None:
     chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
+    print("(forgotten, but for the system message)" if chat.messages else "(forgotten)")
 
 
 def _undo(chat: Dialogue, rest: str) -> None:
     _take_back(chat)
-    print(f"({len(chat.messages)} messages are left)")
+    left = len(chat.messages)
+    print(f"({left} {'message is' if left == 1 else 'messages are'} left)")
 
 
 def _retry(chat: Dialogue, rest: str) -> None:
@@ -110,7 +112,7 @@ def _save(chat: Dialogue, name: str) -> None:
     except OSError as error:
         raise RequestError(f"{name}: {error.strerror}") from None
     chat.file = path
-    print(f"({len(chat.messages)} messages in {name})")
+    print(f"({_messages(chat)} in {name})")
 
 
 def _load(chat: Dialogue, name: str) -> None:
@@ -123,7 +125,11 @@ def _load(chat: Dialogue, name: str) -> None:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name}: is no conversation: {error}") from None
     chat.file = path
-    print(f"({len(chat.messages)} messages)")
+    print(f"({_messages(chat)})")
+
+
+def _messages(chat: Dialogue) -> str:
+    return f"{len(chat.messages)} message{'s' * (len(chat.messages) != 1)}"
 
 
 def _set(chat: Dialogue, setting: str) -> None:
@@ -143,7 +149,7 @@ def _stats(chat: Dialogue, rest: str) -> None:
 COMMANDS: Mapping[str, Command] = {
     "help": Command(_help, "", "this list"),
     "exit": Command(_exit, "", "ends; so do exit, quit and Ctrl-D"),
-    "reset": Command(_reset, "", "forgets the conversation"),
+    "reset": Command(_reset, "", "forgets the conversation; so does /clear"),
     "retry": Command(_retry, "", "answers the last message again"),
     "undo": Command(_undo, "", "takes the last message and its answer back"),
     "system": Command(_system, "[TEXT]", "sets the system message; without TEXT there is none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,6 +16,8 @@ from jinfer.terminal import lines
 from jinfer.terminal.commands import follow
 
 HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
+STOPPED = " [stopped]"
+UNANSWERED = "[stopped: /retry asks again, another message takes its place]"
 _WORDS = ("exit", "quit")
 
 
@@ -23,7 +26,7 @@ class Dialogue(ABC):
 
     Attributes:
         mistakes: errors of an answer or a command, each of them a line, after which it goes on.
-        messages: so far.
+        messages: so far; one of the user's is the last where Ctrl-C came before its answer.
         sampling: parameters that differ from the model's.
         file: where it was saved last, or came from.
         ended: whether the user has had enough.
@@ -66,9 +69,19 @@ class Dialogue(ABC):
         except self.mistakes as error:
             print(f"error: {error}", file=sys.stderr)
 
+    def said(self) -> list[Message]:
+        """The messages, without one that nobody has answered."""
+        last = self.messages[-1:]
+        unanswered = bool(last) and last[0]["role"] == "user"
+        return self.messages[:-1] if unanswered else list(self.messages)
+
     @abstractmethod
     def answer(self, message: str) -> None:
-        """Answers one message; what Ctrl-C leaves of an answer stays in the conversation."""
+        """Answers one message.
+
+        What Ctrl-C leaves of an answer stays in the conversation; where that is nothing, the
+        message alone.
+        """
 
     @abstractmethod
     def params(self, **changes: Any) -> SamplingParams:
@@ -77,6 +90,18 @@ class Dialogue(ABC):
     @abstractmethod
     def stats(self) -> list[str]:
         """Lines about what was computed so far."""
+
+
+def count(number: int, what: str) -> str:
+    """`1 message`, `2 messages`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def say_rates(line: str) -> None:
+    """Tells of an answer, less loudly than the answer."""
+    dim = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    faint = dim and "NO_COLOR" not in os.environ
+    print(f"\x1b[2m{line}\x1b[0m" if faint else line, file=sys.stderr)
 
 
 def one_at_a_time(params: SamplingParams) -> SamplingParams:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from jinfer import progress
 from jinfer.engine.generation import Chunk
 from jinfer.llm import LLM
 from jinfer.speculate.speculation import Speculation
@@ -31,12 +32,12 @@ def explain(llm: LLM, ids: list[int]) -> int:
         for chunk in stream:
             chunks.append(chunk)
             text = answer.shown(llm, chunk.text, chunk.token_ids)
-            answer.show(colours.paint(text, chunk.origin))
+            progress.write(colours.paint(text, chunk.origin), progress.NO_ROOM)
             if pressed():
                 break
     interrupted = chunks[-1].finish_reason is None
     usage = answer.usage_of(llm, interrupted)
-    print()
+    progress.write("\n")
     accepted, drafted = usage.accepted_tokens, usage.drafted_tokens
     steps = max(1, usage.completion_tokens - accepted)
     print(

@@ -18,6 +18,7 @@ from jinfer.errors import USER_ERRORS
 from jinfer.guard.files import FileRefused, read_regular
 from jinfer.llm import LLM
 from jinfer.opening import catalogue
+from jinfer.progress import task
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
@@ -25,7 +26,9 @@ from jinfer.spec.resolve import merge
 from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
 from jinfer.terminal.conflicts import FlagError, check, check_effects
+from jinfer.terminal.dialogue import STOPPED
 from jinfer.terminal.flags import sampling, spelled
+from jinfer.terminal.screen import Screen
 from jinfer.xla.undisturbed import heard
 
 MAX_PROMPT = 64 << 20  # bytes
@@ -90,6 +93,8 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
             **_overrides(options),
         )
     if sys.stderr.isatty():
+        if chat:
+            print(llm.frontend.described(), file=sys.stderr)
         print(llm.frontend.cache_report(), file=sys.stderr)
     if chat:
         return Chat(llm).run(prompt if isinstance(prompt, str) else None)
@@ -146,22 +151,24 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
     if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
         return _answers(llm, ids, params, as_json)
     chunks: list[Chunk] = []
-    show = (lambda text: None) if as_json else answer.show
+    screen = Screen()
+    show = (lambda text: None) if as_json else screen
     with contextlib.closing(llm.stream(ids, params)) as stream:
-        interrupted = answer.print_answer(stream, chunks, show, llm)
+        interrupted = answer.print_answer(stream, chunks, show, llm, len(ids))
     usage = answer.usage_of(llm, interrupted)
     if as_json:
         report = answer.report(llm, [answer.of_chunks(chunks)], usage)
         print(json.dumps(report, ensure_ascii=False))
     else:
-        print()
+        screen.end(STOPPED if interrupted and sys.stdout.isatty() else "")
         print(answer.timings(llm, usage), file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
 
 def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
     """Answers that are known only at the end, or several."""
-    found = llm.generate(ids, params)
+    with task("answering"):
+        found = llm.generate(ids, params)
     usage = found[0].usage
     if as_json:
         report = answer.report(llm, [answer.of_completion(each) for each in found], usage)
@@ -170,6 +177,8 @@ def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) ->
     for number, each in enumerate(found, start=1):
         if len(found) > 1:
             print(f"--- {number} of {len(found)}")
-        print(answer.shown(llm, each.text, each.token_ids))
+        screen = Screen()
+        screen(answer.shown(llm, each.text, each.token_ids))
+        screen.end()
     print(answer.timings(llm, usage), file=sys.stderr)
     return 0
