@@ -21,6 +21,7 @@ from jinfer.engine.thread import close_all
 from jinfer.errors import USER_ERRORS
 from jinfer.model import build
 from jinfer.opening.settings import open_model
+from jinfer.ops.platforms import start
 from jinfer.weights.find import find_weights
 
 _INTERRUPTED = 130  # the status of what Ctrl-C has ended: nobody's fault
@@ -37,6 +38,7 @@ def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool =
     """
     group = current()
     assert group is not None, "the process has joined a job"
+    start()
     shelf = use_persistent_cache()
     opened = open_model(source, overrides)
     model = build(opened.spec, jnp.dtype(opened.dtype), shelf)

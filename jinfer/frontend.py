@@ -39,6 +39,7 @@ from jinfer.opening.naming import family, stored_as, title
 from jinfer.opening.settings import Opened, open_model
 from jinfer.ops.cache import BLOCK
 from jinfer.ops.kernels import asked_for
+from jinfer.ops.platforms import start
 from jinfer.ops.switches import turned_off
 from jinfer.ops.threads import bound
 from jinfer.progress import each
@@ -103,6 +104,7 @@ class Frontend:
         shelf = use_persistent_cache()
         # Before anything starts XLA; it ends with this object, however that ends.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
+        start()
         opened = open_model(source, overrides)
         asked = _drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened

@@ -36,6 +36,7 @@ from jinfer.checkpoint import open_checkpoint
 from jinfer.commands.program import program
 from jinfer.cpu.cores import usable_cores
 from jinfer.opening.recognize import open_source
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 from .llama_peer import answer_tasks, ask, command
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Measures jinfer on a CPU, beside llama.cpp or another version of jinfer.",
     )

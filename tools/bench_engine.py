@@ -27,6 +27,7 @@ from typing import Any
 
 from jinfer import LLM, Chunk, SamplingParams, Usage
 from jinfer.commands.program import program
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 
@@ -284,7 +285,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Measures what streams feel of one another: gaps, first tokens, rates.",
     )

@@ -29,6 +29,7 @@ from jinfer.quant.ggml import KEPT
 from jinfer.quant.kind import PLAIN
 from jinfer.quant.tensor import SUPER
 from jinfer.quant.vectors import zeros
+from jinfer.terminal.arguments import Parser
 from kernels_pallas import Backend, Kept, Packed, Queries, Scores, attend, matmul
 from kernels_pallas.kept import TOKENS
 
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Times the kernels of a GPU, beside its memory and its tensor cores.",
     )

@@ -22,6 +22,7 @@ from jinfer.commands.program import program
 from jinfer.ops.linear import linear
 from jinfer.quant.format import parse_format
 from jinfer.quant.tensor import Activations, QuantizedTensor, abstract, empty
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 
@@ -70,7 +71,7 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table, and writes it as JSON if asked; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Measures products with quantized matrices, by width, shape and rows.",
     )

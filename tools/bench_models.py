@@ -19,6 +19,7 @@ from gguf.quants import QuantError, quantize
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.commands.program import program
 from jinfer.opening.recognize import open_source
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 
@@ -161,7 +162,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Writes a .gguf to measure with, all its matrices in one type.",
     )

@@ -31,6 +31,7 @@ from jinfer.partition.programs import StagedPrograms
 from jinfer.partition.timeline import Busy, Timeline, together
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 from .known_shapes import SHAPES
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name), description="Measures splits of a model over devices."
     )
     add = parser.add_argument

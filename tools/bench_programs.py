@@ -41,6 +41,7 @@ from jinfer.sampling.rows import sampler_row
 from jinfer.spec.files import families
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.values import Missing
+from jinfer.terminal.arguments import Parser
 from jinfer.weights.storage import columns_here
 
 from .bench_kernels import check, copy_rate, matmul_rate, write
@@ -286,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Times the programs of a model of a well-known shape on a GPU.",
     )

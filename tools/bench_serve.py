@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinfer.commands.program import program
+from jinfer.terminal.arguments import Parser
 
 from .serve_figures import Answered, Figures, Limits, drawing, figures, record, table
 from .serve_load import Mix, Work, arrivals, conversation
@@ -217,7 +218,7 @@ def report(options: argparse.Namespace, rows: Sequence[Figures]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name), description="Measures how a server with OpenAI's interface "
         "stands load: first tokens, time between tokens, rates, answers within limits."
     )  # fmt: skip

@@ -29,6 +29,7 @@ from jinfer.speculate.control import Control
 from jinfer.speculate.lookup import Lookup
 from jinfer.speculate.replay import Replay
 from jinfer.speculate.speculation import Speculation
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 from .speculate_figures import Gain, drawing
@@ -146,9 +147,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog=program(__spec__.name), description="Measures what drafts of tokens gain."
-    )
+    parser = Parser(prog=program(__spec__.name), description="Measures what drafts of tokens gain.")
     add = parser.add_argument
     add("source", help="a model, as everywhere")
     chances = [0.0, 0.6, 0.7, 0.8, 0.9]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from jinfer.errors import USER_ERRORS
 from jinfer.opening.sources import SourceError
+from jinfer.ops.platforms import start
+from jinfer.ops.switches import SwitchError
 
 
 def check_places(*files: str | None) -> None:
@@ -30,3 +32,10 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
     except (*USER_ERRORS, OSError, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (RuntimeError, AssertionError):
+        try:
+            start()
+        except SwitchError as error:  # JAX could not be started, which is a line
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        raise

@@ -23,6 +23,7 @@ from jinfer.spec.drawing import draw
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
+from jinfer.terminal.arguments import Parser
 
 from .command import run
 from .draft import draft
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Prints what a checkpoint is and which tensor is which parameter.",
     )

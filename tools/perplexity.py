@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jinfer import LLM
 from jinfer.commands.program import program
 from jinfer.spec.files import parse_override
+from jinfer.terminal.arguments import Parser
 
 from .command import check_places, run
 
@@ -108,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program(__spec__.name), description="Measures the perplexity of a text."
-    )
+    parser = Parser(prog=program(__spec__.name), description="Measures the perplexity of a text.")
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--text", required=True, metavar="FILE", help="the text, UTF-8")

@@ -27,6 +27,7 @@ from jinfer import LLM
 from jinfer.commands.program import program
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize import Method
+from jinfer.terminal.arguments import Parser
 
 from .command import check_places, run
 from .llama_peer import ask
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name), description="Measures quality against bits per weight."
     )
     add = parser.add_argument

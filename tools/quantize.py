@@ -38,6 +38,7 @@ from jinfer.quant.quantize import Method
 from jinfer.quant.tensor import to_codes
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
+from jinfer.terminal.arguments import Parser
 from jinfer.weights.converted import packing, part_names, weight_settings
 from jinfer.weights.load import find_origins, read_parameter, same_arrays
 from jinfer.weights.mapping import Origin
@@ -293,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Writes a quantized checkpoint that loads at once.",
     )

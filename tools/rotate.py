@@ -22,6 +22,7 @@ from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.commands.program import program
 from jinfer.opening.recognize import open_source
 from jinfer.opening.sources import SourceError
+from jinfer.terminal.arguments import Parser
 
 from .bench_models import add_tensor, copy_metadata, finish
 from .command import run
@@ -110,7 +111,7 @@ def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Writes a model of the same function whose weights lie on no grid.",
     )

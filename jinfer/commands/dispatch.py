@@ -18,6 +18,28 @@ from jinfer.xla.later import imported
 from jinfer.xla.undisturbed import paused
 
 _TOOLS = "jinfer.tools."
+# What Ollama, llama.cpp, vLLM and shells call it.
+_INSTEAD = {
+    "run": "chat MODEL",
+    "start": "serve MODEL",
+    "server": "serve MODEL",
+    "cli": "chat MODEL",
+    "complete": "generate MODEL",
+    "completion": "generate MODEL",
+    "ask": "generate MODEL QUESTION",
+    "ls": "list",
+    "models": "list",
+    "search": "list TEXT",
+    "ps": "list, which says what is on this machine; what a server has, its /v1/models",
+    "show": "inspect SOURCE",
+    "info": "inspect SOURCE",
+    "download": "pull NAME",
+    "convert": "quantize SOURCE OUT; without that any checkpoint is read as it is",
+    "create": "generate spec.toml; a model is a TOML file",
+    "embed": "serve SOURCE, which has /v1/embeddings; in Python LLM(SOURCE).embed",
+    "rm": "list --memory, which says where weights come from; the hub's own command removes them",
+    "-v": "--version",
+}
 _NAMES = {command.name: command for command in COMMANDS}
 
 
@@ -101,6 +123,8 @@ def _unknown(word: str) -> str:
     """What is said of a word that names no command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
         return f"{word} is no command; did you mean '{jinfer()} generate {word}'?"
+    if word in _INSTEAD:
+        return f"there is no command {word!r}; there is: {jinfer()} {_INSTEAD[word]}"
     group, _, rest = word.partition(" ")
     names = [
         name for name in _about() if (name.startswith(f"{group} ") if rest else " " not in name)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from jinfer.commands.program import program
 from jinfer.opening import catalogue
 from jinfer.spec.errors import SpecError
+from jinfer.terminal.arguments import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Shows the models whose specifications come with jinfer. Their names are "
         "sources: jinfer generate NAME.",
@@ -24,9 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="",
         help="only models with it in their name or their family's; may be a pattern: 'qwen*'",
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="what each width of weights takes, families, sources"
+    )
     options = parser.parse_args(arguments)
     try:
-        print(catalogue.table(text=options.text))
+        print(catalogue.table(text=options.text, memory=options.memory))
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

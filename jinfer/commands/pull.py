@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,13 +12,14 @@ from jinfer.opening.sources import SourceError, locate
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import read_toml
 from jinfer.spec.tables import check_text
+from jinfer.terminal.arguments import Parser
 
 _PLACES = ("weights", "tokenizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fetches what is named; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(__spec__.name),
         description="Fetches the weights of models into the cache of the hub's own library, and "
         "prints where they lie. What lies there already is not fetched again.",

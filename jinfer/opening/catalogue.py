@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from jinfer.opening.at_hand import is_here
 from jinfer.opening.sources import SourceError
 from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError
@@ -16,11 +17,18 @@ from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_parameters
 from jinfer.weights.sizes import WIDTHS, Sizes, count_text, gib_text, sizes_of
 
-_HEADS = ("name", "family", "type", "size", *(f"{bits:g}" for bits in WIDTHS), "source")
-_NUMBERS = range(3, 4 + len(WIDTHS))
+_HEADS = ("name", "type", "size", "GiB in q4", "here")
+_NUMBERS = range(2, 4)
+_MEMORY_HEADS = ("name", "family", "type", "size", *(f"{bits:g}" for bits in WIDTHS), "source")
+_MEMORY_NUMBERS = range(3, 4 + len(WIDTHS))
 _WIDEST = 31  # a few longer names push their rows to the right, so that most fit 160 columns
 _TYPES = {"decoder-only": "decoder", "encoder-only": "encoder", "encoder-decoder": "enc-dec"}
 _NOTE = (
+    "size: parameters. GiB in q4: memory at 4 bits, without a cache (~: as if all\n"
+    "were matrices). here: the weights are on this machine; 'jinfer pull NAME' gets\n"
+    "others. 'jinfer list --memory' shows other widths, families and sources."
+)
+_MEMORY_NOTE = (
     "size: parameters; then the memory without a cache, in GiB, at 2 to 32 bits (with ~: as if all "
     "were matrices, whose share only the checkpoint tells)"
 )
@@ -104,8 +112,11 @@ def _resolved(path: Path) -> ModelSpec | None:
         return None
 
 
-def table(folder: Path | None = None, text: str = "") -> str:
+def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -> str:
     """The catalogue, or of it what fits a text, for reading; "-" where a size is not known.
+
+    Args:
+        memory: show what each width takes, families and sources, in lines of 160 columns.
 
     Raises:
         SpecError: nothing fits, or a specification is wrong.
@@ -115,17 +126,37 @@ def table(folder: Path | None = None, text: str = "") -> str:
         near = get_close_matches(text, [path.stem for path in specs_folder().glob("**/*.toml")], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise SpecError(f"--list {text!r}", "", f"fits the name of no model or family{hint}")
-    rows = [_HEADS]
-    for entry in found:
-        about = "" if entry.exact else "~"
-        count = "-" if entry.parameters is None else about + count_text(entry.parameters)
-        memory = [gib_text(size) for size in entry.memory] or ["-"] * len(WIDTHS)
-        rows.append((entry.name, entry.family, _TYPES[entry.type], count, *memory, entry.source))
-    widths = [min(max(len(row[n]) for row in rows), _WIDEST) for n in range(len(_HEADS))]
+    if memory:
+        return _lines([_MEMORY_HEADS, *map(_memory_row, found)], _MEMORY_NUMBERS, _MEMORY_NOTE)
+    beside = folder or specs_folder()
+    return _lines([_HEADS, *(_row(entry, beside) for entry in found)], _NUMBERS, _NOTE)
+
+
+def _row(entry: Entry, beside: Path) -> tuple[str, ...]:
+    memory = gib_text(entry.memory[WIDTHS.index(4)]) if entry.memory else "-"
+    here = "yes" if is_here(entry.source, beside) else ""
+    return (entry.name, _TYPES[entry.type], _count(entry), memory, here)
+
+
+def _memory_row(entry: Entry) -> tuple[str, ...]:
+    memory = [gib_text(size) for size in entry.memory] or ["-"] * len(WIDTHS)
+    kind = _TYPES[entry.type]
+    return (entry.name, entry.family, kind, _count(entry), *memory, entry.source)
+
+
+def _count(entry: Entry) -> str:
+    about = "" if entry.exact else "~"
+    return "-" if entry.parameters is None else about + count_text(entry.parameters)
+
+
+def _lines(rows: Sequence[Sequence[str]], numbers: Container[int], note: str) -> str:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    if len(widths) == len(_MEMORY_HEADS):
+        widths = [min(width, _WIDEST) for width in widths]
     lines = [
         " ".join(
-            f"{cell:{'>' if n in _NUMBERS else '<'}{widths[n]}}" for n, cell in enumerate(row)
+            f"{cell:{'>' if n in numbers else '<'}{widths[n]}}" for n, cell in enumerate(row)
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, "", _NOTE])
+    return "\n".join([*lines, "", note])

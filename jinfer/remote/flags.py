@@ -6,18 +6,34 @@ import argparse
 from collections.abc import Mapping
 
 from jinfer.remote.connection import DEFAULT, RemoteError, Server
+from jinfer.terminal.arguments import Parser
 from jinfer.terminal.conflicts import FlagError, check_pairs
 from jinfer.terminal.flags import add_sampling
+from jinfer.terminal.foreign import INSTEAD as FOREIGN
+
+_SHORT = (
+    *("--url", "--api-key", "--model", "--system", "--raw", "--json", "--timeout"),
+    *("--max-tokens", "--temperature", "--help"),
+)
+INSTEAD = {
+    **FOREIGN,
+    ("-p", "--prompt"): "write the question without a flag",
+    ("-c", "--ctx-size", "--max-model-len"): "who starts the server says it",
+    ("--host", "--port"): "--url http://HOST:PORT says where the server is",
+}
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """What reads the command line; flags that were not given are None."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage="%(prog)s [QUESTION] [flags]",
         description="Asks a server with OpenAI's interface. Without a question, in a terminal: a "
         "chat. What comes through a pipe follows the question.",
         allow_abbrev=False,
+        short=_SHORT,
+        words="question",
+        instead=INSTEAD,
     )
     add = parser.add_argument
     add("question", nargs="*", help="what to answer; several words need no quotes")
@@ -28,7 +44,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--raw", action="store_const", const=True, help="continue the text; no chat template")
     add("--timeout", type=_seconds, metavar="S", help="seconds that the server may be silent")
     add("--json", action="store_const", const=True, help="print the whole answer as JSON")
-    add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
+    add_sampling(parser)
     return parser
 
 

@@ -17,8 +17,14 @@ from jinfer.server.auth import read_keys
 from jinfer.server.settings import Settings, Source
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
+from jinfer.terminal.arguments import Parser
+from jinfer.terminal.foreign import INSTEAD
 
 PREFIX = "JINFER_"
+_SHORT = (
+    *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
+    *("--warm-up", "--log-format", "--help"),
+)
 _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
@@ -152,9 +158,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--log-prompts",), "log what requests say, too", bool),
     Flag(
         ("--log-format",),
-        "lines of JSON, or for a person",
-        default="json",
-        choices=("json", "text"),
+        "lines of JSON, or for a person; auto: text on a terminal",
+        default="auto",
+        choices=("auto", "json", "text"),
     ),
     Flag(
         ("--log-level",),
@@ -170,12 +176,15 @@ FLAGS: tuple[Flag, ...] = (
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line; what is not given stays out of its result."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=program("jinfer.serve"),
+        usage="%(prog)s [SOURCE...] [flags]",
         description="Serves models over HTTP. Each flag may come from the environment: --port "
         "from JINFER_PORT, --api-key from JINFER_API_KEY (several with commas), and so on; "
         "JINFER_SOURCE has sources. The command line wins.",
         argument_default=argparse.SUPPRESS,
+        short=_SHORT,
+        instead=INSTEAD,
     )
     made.add_argument(
         "source",

@@ -1,4 +1,4 @@
-"""Logs: a line of JSON for each thing that happens, without anybody's words."""
+"""Logs: a line for each thing that happens, of JSON or for a person, without anybody's words."""
 
 from __future__ import annotations
 
@@ -32,14 +32,22 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """The same for a person in a terminal."""
+    """The same for a person in a terminal: 14:03:07 model loaded: seconds 1.2, model m."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
-        more = {k: v for k, v in vars(record).items() if k not in _STANDARD}
-        words = " ".join(f"{key}={value}" for key, value in more.items())
-        text = f"{record.levelname.lower()}: {record.getMessage()} {words}".rstrip()
+        more = {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
+        words = ", ".join(f"{key} {_shown(value)}" for key, value in more.items())
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = f"{when} {level}{record.getMessage()}{words and f': {words}'}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 class _Queued(QueueHandler):

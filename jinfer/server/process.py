@@ -21,6 +21,8 @@ from typing import Any
 
 import uvicorn
 
+from jinfer import progress
+from jinfer.opening.at_hand import check
 from jinfer.opening.sources import SourceError
 from jinfer.server import logs
 from jinfer.server.app import build_app
@@ -53,6 +55,8 @@ def serve(found: Mapping[str, Any]) -> int:
         server.should_exit = True
 
     _check_tls(found)
+    for one in sources:  # before the first of them is loaded
+        check(one.path, one.overrides)
     with _listener(found) as listener:
         config = uvicorn.Config(
             build_app(sources, settings, failed=failed, made=services.append),
@@ -70,9 +74,13 @@ def serve(found: Mapping[str, Any]) -> int:
         with _tls_errors(found):
             config.load()
         server = _Server(config, services[0], found["stop_timeout"])
-        log = logs.set_up(plain=found["log_format"] == "text", level=found["log_level"])
+        plain = _is_plain(found["log_format"])
+        log = logs.set_up(plain=plain, level=found["log_level"])
+        progress.show(False)  # what takes long is in the log
         where = _where(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
+        if plain and settings.page and not found["uds"]:
+            _log.info("to chat in a browser open %s/", _local(where))
         if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
             _log.warning("anybody who reaches the port may use it; set --api-key")
         # uvicorn ends the process by the signal that stopped it, unless somebody handles that.
@@ -84,6 +92,7 @@ def serve(found: Mapping[str, Any]) -> int:
                 _log.info("ended")
         finally:
             log.stop()
+            progress.show(None)
     if failures:
         print(f"error: {failures[0]}", file=sys.stderr)
         return 2
@@ -134,6 +143,16 @@ def _protocol() -> Any:
     from jinfer.server.protocol import Protocol
 
     return Protocol
+
+
+def _is_plain(form: str) -> bool:
+    """Whether the log is for a person."""
+    return form == "text" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
+
+
+def _local(where: str) -> str:
+    """An address as this machine's browser can open it."""
+    return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _last_end(seconds: float | None) -> int | None:

@@ -130,7 +130,7 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
     what = names or f"a {facts.format} file without an architecture"
     if not found:
         raise SpecError(
-            source, "", f"no family is known for {what}; write a specification (docs/specs.md)"
+            source, "", f"no family is known for {what}; write a specification (jinfer docs specs)"
         )
     names = ", ".join(path.stem for path in found)
     raise SpecError(source, "", f"several families match {what}: {names}; name one in a spec")

@@ -30,6 +30,7 @@ _FILTERS = (
     *("mirostat", "mirostat_tau", "mirostat_eta"),
 )
 _NEVER = (
+    _Never("question", ("prompt", "prompt_file", "ids"), "both are the prompt"),
     _Never("ids", ("prompt", "prompt_file"), "both are the prompt"),
     _Never("prompt", ("prompt_file",), "both are the prompt"),
     _Never("ids", ("raw",), "token ids are continued as they are"),
@@ -62,6 +63,29 @@ _PARTNERS = {
 }
 
 
+# Keys of a specification -> the flags that set them.
+KEYS = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
+
+
+def settle(options: argparse.Namespace) -> argparse.Namespace:
+    """The flags, with what may be said in two ways said in one: source, prompt.
+
+    Raises:
+        FlagError: it is said twice.
+    """
+    words = list(options.question or ())
+    if options.model is not None and options.source is not None:
+        words.insert(0, options.source)
+    found = argparse.Namespace(**vars(options))
+    found.source = options.source if options.model is None else options.model
+    found.model, found.question = None, None
+    if words:
+        given = {name for name, value in vars(options).items() if value is not None}
+        check_pairs(given | {"question"})
+        found.prompt = " ".join(words)
+    return found
+
+
 def check(options: argparse.Namespace, chat: bool) -> None:
     """Whether flags can stand side by side, before anything is opened.
 
@@ -75,7 +99,10 @@ def check(options: argparse.Namespace, chat: bool) -> None:
     if options.list is not None and (others := sorted(given - {"list"})):
         raise FlagError(f"--list shows a table and ends; leave out {_named(others[0])}")
     if options.list is None and options.source is None:
-        raise FlagError("a source is missing: a spec, a checkpoint folder or file (--help)")
+        raise FlagError(
+            "a source is missing: a name that 'jinfer list' shows, a checkpoint folder or file "
+            "(--help)"
+        )
     check_pairs(given)
     if chat and (other := _first(_CHAT, given)):
         why = "cannot go with --chat" if options.chat else "needs a prompt: --prompt or --ids"
@@ -99,6 +126,7 @@ def check_pairs(given: Collection[str]) -> None:
 def _check_settings(options: argparse.Namespace) -> None:
     """--set beside a flag that sets the same key."""
     keys = {f"generation.{name}": name for name in sampling(options)}
+    keys |= {key: name for key, name in KEYS.items() if getattr(options, name) is not None}
     if options.system is not None:
         keys["prompt.system"] = "system"
     for text in options.set or ():
@@ -114,6 +142,11 @@ def check_effects(given: Collection[str], params: SamplingParams) -> None:
     """
     for flag, why in _idle(given, params):
         raise FlagError(f"{_named(flag)} does nothing here: {why}")
+    if "n" in given and params.n > 1 and not params.draws:
+        raise FlagError(
+            f"-n {params.n} is how many answers there are, which would be equal: set a temperature "
+            "above 0; how many tokens: --max-tokens"
+        )
 
 
 def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
@@ -147,4 +180,4 @@ def _first(names: Collection[str], given: Collection[str]) -> str | None:
 
 
 def _named(name: str) -> str:
-    return "the source" if name == "source" else spelled(name)
+    return {"source": "the source", "question": "QUESTION"}.get(name) or spelled(name)

@@ -3,49 +3,88 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinfer.distributed.job import FLAGS as JOB
 from jinfer.sampling.described import described
+from jinfer.sampling.names import PARAMETERS
 from jinfer.sampling.params import SamplingParams
+from jinfer.terminal.arguments import Parser
+from jinfer.terminal.foreign import ALIASES, INSTEAD
 
 _COUNTS = ("int", "int | None")
 _NUMBERS = ("float", "float | None")
 _IDS = ("banned_token_ids", "allowed_token_ids", "stop_token_ids")
 _FILES = ("json_schema", "grammar")  # too long to be written in a line, at times
+_FILE_NAME = re.compile(r"[^\s{}()\[\]:|\"']+\.(json|lark|gbnf|ebnf|txt)")
+
+
+# What `--help` shows.
+_SHORT = (
+    *("--prompt", "--system", "--chat", "--max-tokens", "--temperature", "--ctx-size", "--set"),
+    *("--json", "--threads", "--help"),
+)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """What reads the command line; flags that were not given are None."""
-    parser = argparse.ArgumentParser(
+    chat = prog.endswith(" chat")
+    parser = Parser(
         prog=prog,
-        usage="%(prog)s [SOURCE] [flags]",
-        description="Generates text. Without a prompt, in a terminal: a chat.",
+        usage="%(prog)s [SOURCE] [QUESTION] [flags]",
+        description="A conversation with a model."
+        if chat
+        else "Answers a question, or continues a text. Without one, in a terminal: a chat.",
         allow_abbrev=False,
+        short=_SHORT,
+        words="question",
+        instead=INSTEAD,
     )
-    add = parser.add_argument
+    add = partial(_add, parser.add_argument)
     add(
         "source",
         nargs="?",
-        help="a spec (.toml), a checkpoint folder or file, package://..., hf://...",
+        help="a name that 'jinfer list' shows, a checkpoint folder or file, a spec (.toml), "
+        "package://..., owner/name of a hub",
     )
+    parser.set_defaults(question=None)
     add(
         "--list",
         nargs="?",
         const="",
         metavar="TEXT",
-        help="show the models whose specs come with jinfer, or those with TEXT in their name or "
+        help="show the models that are known by name, or those with TEXT in their name or "
         "their family's; TEXT may be a pattern such as 'qwen*'",
     )
-    add("--prompt", metavar="TEXT", help="what to answer; - reads it from standard input")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="what to answer, as QUESTION; - reads it from standard input, and what comes through "
+        "a pipe follows it",
+    )
     add("--prompt-file", metavar="FILE", help="a file with what to answer")
     add("--ids", help='token ids to continue instead of a text, such as "1 15043"')
     _switch(add, "--raw", "continue the prompt as it is, without a chat template")
     add("--system", metavar="TEXT", help="the system message")
     _switch(add, "--chat", "a conversation; a --prompt is its first message")
+    add("--model", "-m", metavar="SOURCE", help="the source, as llama.cpp names it")
+    add(
+        *("--ctx-size", "-c", "--max-model-len"),
+        type=_positive,
+        metavar="N",
+        help="tokens that a sequence may have (engine.context)",
+    )
+    add(
+        *("--kv-cache", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
+        metavar="KIND",
+        help="what numbers of the cache are kept as (quantization.kv_cache)",
+    )
+    add("--dtype", metavar="TYPE", help="of weights and computation")
     add("--set", action="append", metavar="KEY=VALUE", help="set any key of the spec")
     _switch(
         add,
@@ -54,11 +93,23 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     _switch(add, "--json", "print one JSON object with text, ids and timings")
     add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
-    several = parser.add_argument_group("several hosts", "docs/partition.md says more")
+    several = parser.add_argument_group("several hosts", "'jinfer docs partition' says more")
     for name, about in JOB.items():
         several.add_argument(f"--{name}", help=about, metavar=name.upper())
-    add_sampling(parser.add_argument_group("sampling", "docs/sampling.md says more of each"))
+    add_sampling(parser)
     return parser
+
+
+def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
+    """Adds an argument, and without a word in the help what other engines call it.
+
+    Of several names the first is ours, and shown.
+    """
+    add(names[0], **how)
+    others = (*names[1:], *ALIASES.get(names[0], ()))
+    if others:
+        dest = names[0].removeprefix("--").replace("-", "_")
+        add(*others, **how | {"dest": dest, "help": argparse.SUPPRESS})
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -75,18 +126,23 @@ def spelled(name: str) -> str:
     return "-n" if name == "n" else f"--{name.replace('_', '-')}"
 
 
-def add_sampling(group: argparse._ArgumentGroup) -> None:
+def add_sampling(parser: argparse.ArgumentParser) -> None:
     """A flag for each sampling parameter, and --greedy."""
+    group = parser.add_argument_group("sampling", "'jinfer docs sampling' says more of each")
+    add = partial(_add, group.add_argument)
     help = _described()
-    _switch(group.add_argument, "--greedy", "always the likeliest token")
+    _switch(add, "--greedy", "always the likeliest token")
     for field in fields(SamplingParams):
-        names = ["-n", "--n"] if field.name == "n" else [spelled(field.name)]
+        others = [spelled(other) for other, own in PARAMETERS.items() if own == field.name]
+        names = ["-n", "--n"] if field.name == "n" else [spelled(field.name), *others]
         text = help.get(field.name, "").replace("%", "%%")
+        if field.name == "n":
+            text += " (llama.cpp's -n is --max-tokens)"
         kind = str(field.type)
         if kind == "bool":
-            _switch(group.add_argument, *names, text)
+            _switch(add, *names, text)
             continue
-        group.add_argument(*names, help=text, **_form(field.name, kind))
+        add(*names, help=text, **_form(field.name, kind))
 
 
 def _form(name: str, kind: str) -> Mapping[str, Any]:
@@ -125,7 +181,10 @@ def _described() -> dict[str, str]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
     return number
@@ -150,6 +209,8 @@ def _text_or_file(text: str) -> str:
     """A text, or what a file of that name holds."""
     try:
         if not Path(text).is_file():
+            if _FILE_NAME.fullmatch(text):
+                raise argparse.ArgumentTypeError(f"{text}: there is no such file")
             return text
         return Path(text).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 from jinfer.terminal import INTERRUPTED, answer
 from jinfer.terminal.chat import Chat
-from jinfer.terminal.conflicts import FlagError, check, check_effects
+from jinfer.terminal.conflicts import KEYS, FlagError, check, check_effects, settle
 from jinfer.terminal.dialogue import STOPPED
 from jinfer.terminal.flags import sampling, spelled
 from jinfer.terminal.screen import Screen
@@ -37,6 +38,7 @@ MAX_PROMPT = 64 << 20  # bytes
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status. A user's mistake is one line, and 2."""
     try:
+        options = settle(options)
         silent = options.prompt is None and options.prompt_file is None and options.ids is None
         chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
         check(options, chat)
@@ -75,6 +77,13 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for text in options.set or ():
         overrides = merge(overrides, parse_override(text))
+    for key, name in KEYS.items():
+        if (value := getattr(options, name)) is not None:
+            *tables, last = key.split(".")
+            given: dict[str, Any] = {last: value}
+            for table in reversed(tables):
+                given = {table: given}
+            overrides = merge(overrides, given)
     if options.system is not None:
         overrides = merge(overrides, {"prompt": {"system": options.system}})
     if changes := sampling(options):
@@ -112,14 +121,33 @@ def _prompt(options: argparse.Namespace) -> str | list[int]:
         if not words or not all(word.isdecimal() for word in words):
             raise RequestError(f"--ids {options.ids!r}: write token ids, such as --ids '1 15043'")
         return [int(word) for word in words]
+    if options.prompt_file is not None:
+        return _followed(_text(options.prompt_file))
     if options.prompt not in (None, "-"):
-        return options.prompt
-    name, content = options.prompt_file or "standard input", b""
+        return _followed(options.prompt)
+    return _text(None)
+
+
+def _followed(prompt: str) -> str:
+    """A prompt, and behind it what comes through a pipe, as `jinfer client` has it."""
     try:
-        if options.prompt_file is None:
-            content = sys.stdin.buffer.read()
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # none, or not one of the system's
+        return prompt
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return prompt
+    more = _text(None).rstrip("\n")
+    return f"{prompt}\n\n{more}" if more.strip() else prompt
+
+
+def _text(file: str | None) -> str:
+    """What is in a file, or comes through standard input. Raises `RequestError`."""
+    name, content = file or "standard input", b""
+    try:
+        if file is not None:
+            content = read_regular(Path(file), MAX_PROMPT)
         else:
-            content = read_regular(Path(options.prompt_file), MAX_PROMPT)
+            content = sys.stdin.buffer.read()
         return content.decode("utf-8-sig")
     except FileRefused as error:
         raise RequestError(f"{name}: {error}") from None
@@ -129,8 +157,12 @@ def _prompt(options: argparse.Namespace) -> str | list[int]:
 
 def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
     """What is asked first, before weights are loaded: whether that can be done shows here."""
-    if llm.spec.decoder is not None:
-        check_effects(sampling(options).keys(), llm.params())
+    if llm.spec.decoder is None:
+        raise RequestError(
+            "the model has no decoder and writes no text; for its vectors there are LLM.embed in "
+            "Python and /v1/embeddings of jinfer serve"
+        )
+    check_effects(sampling(options).keys(), llm.params())
     if (prompt is None or options.system is not None) and not llm.can_chat:
         raise RequestError(
             "the model has no chat template or no tokenizer; "

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.generate import main
+from jinfer.opening.at_hand import is_here
 from jinfer.opening.catalogue import entries, table
 from jinfer.opening.recognize import open_source
 from jinfer.spec.errors import SpecError
@@ -23,9 +24,8 @@ intermediate = 128
 """
 
 
-def test_every_specification_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_every_specification_is_listed() -> None:
+    lines = table(memory=True).splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == [
         path.stem for path in sorted(specs_folder().glob("*.toml"))
     ]
@@ -41,13 +41,33 @@ def test_every_specification_is_listed(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_list_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(len(line) > 160 for line in lines) < len(lines) / 10
+    assert max(map(len, lines)) <= 80
+    (demo,) = (line.split() for line in lines if line.startswith("smollm2_135m_instruct "))
+    assert demo[1:] == ["decoder", "135M", "0.085", "yes"]
+    wide = table(memory=True).splitlines()
+    assert sum(len(line) > 160 for line in wide) < len(wide) / 10
+
+
+def test_what_a_hub_has_given_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its library keeps it, whole."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--Qwen--Qwen3-8B/snapshots/0a"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").symlink_to(folder / "not_fetched")
+    assert not is_here("hf://Qwen/Qwen3-8B", tmp_path)
+    (folder / "not_fetched").touch()
+    assert is_here("hf://Qwen/Qwen3-8B", tmp_path)
+    assert is_here("hf://Qwen/Qwen3-8B@main", tmp_path)
+    assert not is_here("hf://Qwen/Qwen3-8", tmp_path)
+    assert is_here("models--Qwen--Qwen3-8B", tmp_path)
+    assert not is_here("package://no_such_package/x.gguf", tmp_path)
 
 
 def test_a_text_chooses_by_name_and_family(capsys: pytest.CaptureFixture[str]) -> None:
     def names(text: str) -> set[str]:
         assert main(["--list", text]) == 0
-        return {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-2]}
+        return {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-4]}
 
     qwen3 = names("QWEN3*")
     assert {"qwen3_8b", "qwen3_30b_a3b"} <= qwen3 < names("wen")
@@ -85,7 +105,7 @@ def test_sizes_come_from_the_dims_the_key_or_nowhere(tmp_path: Path) -> None:
     assert b.parameters == 6_740_000_000
     assert b.memory[WIDTHS.index(4)] == 4_212_500_000
     assert (c.parameters, c.memory) == (None, ())
-    lines = table(tmp_path).splitlines()
+    lines = table(tmp_path, memory=True).splitlines()
     assert lines[2].split()[3] == "~6.74B"
     assert lines[3].split()[3:13] == ["-"] * 10
 

@@ -1,7 +1,9 @@
 """The command: flags, environment, signals, sockets."""
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,7 +21,7 @@ import pytest
 
 from jinfer import serve
 from jinfer.opening.sources import SourceError
-from jinfer.server import process
+from jinfer.server import logs, process
 from jinfer.server.flags import FLAGS, options, plain_name, settings_of, sources_of
 from jinfer.spec.errors import SpecError
 from tests.server.running import GOLDENS, ROOT
@@ -343,3 +346,41 @@ def test_without_its_packages(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "jinfer.server.process", None)
     assert serve.main([LLAMA]) == 2
     assert "pip install 'jinfer[serve]'" in capsys.readouterr().err
+
+
+def test_logs_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal they are, with an address that a browser opens."""
+    record = logging.makeLogRecord(
+        {
+            "msg": "model loaded",
+            "levelno": 20,
+            "model": "m",
+            "seconds": 1.23456,
+            "names": ["a", "b"],
+        }
+    )
+    line = logs.PlainLines().format(record)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d model loaded: model m, seconds 1\.23, names a b", line)
+    record.levelno, record.levelname = 30, "WARNING"
+    assert " warning: model loaded" in logs.PlainLines().format(record)
+    assert process._local("http://0.0.0.0:8080") == "http://127.0.0.1:8080"
+    assert process._local("http://[::]:8080") == "http://[::1]:8080"
+    for terminal, form, plain in (
+        (True, "auto", True),
+        (False, "auto", False),
+        (True, "json", False),
+    ):
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda shown=terminal: shown))
+        assert process._is_plain(form) == plain
+
+
+def test_what_is_missing_is_said_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.toml").write_text('weights = "package://no_such_package/x.gguf"\n')
+    assert serve.main([LLAMA, str(tmp_path / "own.toml"), "--port", "0"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(
+        "error: package://no_such_package/x.gguf: the package no_such_package"
+    )
+    assert printed.count("\n") == 1

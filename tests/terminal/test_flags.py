@@ -11,7 +11,7 @@ import pytest
 
 from jinfer.generate import main
 from jinfer.sampling.params import SamplingParams
-from jinfer.terminal.conflicts import FlagError, check, check_effects
+from jinfer.terminal.conflicts import FlagError, check, check_effects, settle
 from jinfer.terminal.flags import parser, sampling, spelled
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,9 @@ def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
         ("--list --json", "--list shows a table and ends; leave out --json"),
         ("x --list", "--list shows a table and ends; leave out the source"),
         ("--prompt a", "a source is missing"),
+        ("x why --prompt a", "QUESTION with --prompt: both are the prompt"),
+        ("-m x why --ids 1", "QUESTION with --ids: both are the prompt"),
+        ("x --prompt a -c 5 --set engine.context=6", "--set engine.context=6 with --ctx-size"),
         ("x --ids 1 --prompt a", "--ids with --prompt: both are the prompt"),
         ("x --ids 1 --prompt-file a", "--ids with --prompt-file: both are the prompt"),
         ("x --prompt a --prompt-file a", "--prompt with --prompt-file: both are the prompt"),
@@ -98,10 +101,13 @@ def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_contradict_each_other(flags: str, message: str) -> None:
-    options = parsed(*flags.split())
-    silent = options.prompt is None and options.ids is None and options.prompt_file is None
-    with pytest.raises(FlagError) as caught:
+    def checked() -> None:
+        options = settle(parsed(*flags.split()))
+        silent = options.prompt is None and options.ids is None and options.prompt_file is None
         check(options, options.chat or silent)
+
+    with pytest.raises(FlagError) as caught:
+        checked()
     assert str(caught.value).startswith(message)
 
 

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[Config, Arrays], None], Config, list[str]]] = {
     "an unknown architecture": (
         config(architectures=["OddForCausalLM"]),
         {},
-        ["no family is known for OddForCausalLM; write a specification (docs/specs.md)"],
+        ["no family is known for OddForCausalLM; write a specification (jinfer docs specs)"],
     ),
     "weights quantized in another way": (
         config(quantization_config={"quant_method": "awq"}),

@@ -1,0 +1,41 @@
+"""The platform that JAX is told to compute on."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+
+from jinfer.ops.switches import SwitchError
+from jinfer.xla.device import first_device
+
+ASKED = "JAX_PLATFORMS"
+_KNOWN = ("cpu", "cuda", "rocm", "tpu")
+_INSTALL = {
+    "cuda": "for NVIDIA's GPUs: pip install 'jinfer[cuda]'; ",
+    "gpu": "for NVIDIA's GPUs: pip install 'jinfer[cuda]'; ",
+    "rocm": "for AMD's GPUs install JAX's plugin for ROCm; ",
+    "tpu": "for TPUs: pip install 'jax[tpu]'; ",
+}
+
+
+def start() -> None:
+    """Starts XLA on the platform that is asked for.
+
+    Raises:
+        SwitchError: JAX does not find it.
+    """
+    try:
+        first_device()
+    except (RuntimeError, AssertionError) as error:  # the latter from a plugin that is not there
+        if asked := os.environ.get(ASKED, ""):
+            raise SwitchError(f"{ASKED}={asked}: {_reason(asked)}") from error
+        raise
+
+
+def _reason(asked: str) -> str:
+    word = asked.partition(",")[0].strip().lower()
+    if word in _INSTALL:
+        return f"JAX finds no {word} here; {_INSTALL[word]}without it JAX takes what there is"
+    near = get_close_matches(word, _KNOWN, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"JAX knows no platform {word!r}; {hint}there are: {', '.join(_KNOWN)}"
