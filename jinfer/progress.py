@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 _AFTER, _LOGGED = 0.5, 1.0  # seconds after which a task is shown, and logged
 _EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
@@ -169,6 +169,26 @@ def line(text: str) -> None:
     with _lock:
         _erase()
         print(text, file=sys.stderr, flush=True)
+
+
+class Beside:
+    """A program's standard output, which may be the terminal that tasks are shown on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As a text stream; the line of a task goes first."""
+        global _column
+        with _lock:
+            _erase()
+            count = self._stream.write(text)
+            if text:
+                _column = 0 if text.endswith("\n") else NO_ROOM
+            return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Lines(logging.Handler):

@@ -29,9 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import jinfer
+from jinfer import progress
 from jinfer.checkpoint import open_checkpoint
 from jinfer.commands.program import program
 from jinfer.cpu.cores import usable_cores
@@ -156,7 +155,7 @@ def compare(
             task.name: {side.name: [] for side in sides} for task in tasks
         }
         bandwidth: dict[str, list[float]] = {task.name: [] for task in tasks}
-        for task in tqdm(tasks, desc=Path(model).name, unit="task", leave=False, disable=None):
+        for task in progress.each(tasks, Path(model).name, unit="task"):
             for worker in workers:  # once unmeasured: programs compile, caches warm
                 worker.measure(task)
             decodes = task.kind != "prefill"
@@ -267,6 +266,8 @@ def _rate(row: Mapping[str, Any], side: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     options = _parser().parse_args(arguments)
+    if options.worker:  # whoever started it says how far it is
+        progress.show(False)
     return run(_work if options.worker else _run, options)
 
 

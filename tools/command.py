@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 
+from jinfer.commands.program import program
 from jinfer.errors import USER_ERRORS
 from jinfer.opening.sources import SourceError
 from jinfer.ops.platforms import start
 from jinfer.ops.switches import SwitchError
+from jinfer.progress import Beside, task
 
 
 def check_places(*files: str | None) -> None:
@@ -24,12 +29,20 @@ def check_places(*files: str | None) -> None:
 
 
 def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """What `work` returns; 2 after an error that the user can mend, which is one line."""
+    """What `work` returns; 2 after an error that the user can mend, which is one line.
+
+    On a terminal a line says that it goes on, wherever nothing else says more.
+    """
     try:
-        return work(options)
+        with task(program(work.__module__)), contextlib.redirect_stdout(_beside()):
+            return work(options)
     except BrokenPipeError:
         raise  # nobody reads any more, which is no error
-    except (*USER_ERRORS, OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    except (*USER_ERRORS, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, AssertionError):
@@ -39,3 +52,12 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
             print(f"error: {error}", file=sys.stderr)
             return 2
         raise
+
+
+def _beside() -> IO[str]:
+    return cast("IO[str]", Beside(sys.stdout))
+
+
+def width(text: str) -> str:
+    """A format of weights as the specification names it: 3.5 is q3.5."""
+    return f"q{text}" if re.fullmatch(r"\d(\.\d)?", text) else text

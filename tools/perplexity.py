@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from jinfer import LLM
 from jinfer.commands.program import program
+from jinfer.progress import task
 from jinfer.spec.files import parse_override
 from jinfer.terminal.arguments import Parser
 
@@ -77,10 +77,11 @@ def windows(
 def perplexity(llm: LLM, parts: Sequence[Window], *, progress: bool = False) -> Perplexity:
     """The perplexity of the tokens that count."""
     losses: list[np.ndarray] = []
-    bar = tqdm(parts, desc="perplexity", unit="window", disable=not progress, leave=False)
-    for part in bar:
-        losses.append(-llm.score([part.ids])[0][part.first - 1 :])
-        bar.set_postfix_str(f"{math.exp(np.concatenate(losses).mean()):.3f}", refresh=False)
+    with task("perplexity", len(parts), unit="window", shown=progress) as bar:
+        for part in parts:
+            losses.append(-llm.score([part.ids])[0][part.first - 1 :])
+            bar.say(f"perplexity {math.exp(np.concatenate(losses).mean()):.3f}")
+            bar.update()
     return summary(np.concatenate(losses), len(losses))
 
 

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from jinfer import LLM
 from jinfer.commands.program import program
+from jinfer.progress import each
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize import Method
 from jinfer.terminal.arguments import Parser
 
-from .command import check_places, run
+from .command import check_places, run, width
 from .llama_peer import ask
 from .perplexity import Window, perplexity, summary, text_windows
 
@@ -233,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--text", required=True, metavar="FILE", help="the text, UTF-8")
     add("--length", type=int, default=512, help="tokens of a window (512)")
     add("--windows", type=int, help="stop after so many windows")
-    add("--weights", action="append", default=[], metavar="FORMAT", help="default: every width")
+    add("--weights", action="append", default=[], type=width, metavar="FORMAT",
+        help="default: every width")  # fmt: skip
     add("--method", action="append", default=[], choices=METHODS,
         help="default: nearest, search")  # fmt: skip
     add("--calibrated", action="append", default=[], metavar="FOLDER",
@@ -258,15 +259,15 @@ def _run(options: argparse.Namespace) -> int:
     begun = time.perf_counter()
     wanted, row = reference(options.source, parts, options.length)
     rows = [row]
-    for name, source, keys in tqdm(list(_ways(options)), desc="ways", disable=None):
+    for name, source, keys in each(list(_ways(options)), "measuring", unit="way"):
         keys = {"engine.context": options.length, **keys}
         rows.append(measure(source, name, keys, parts, wanted))
-        tqdm.write(table(rows[-1:]).splitlines()[-1])
+        print(table(rows[-1:]).splitlines()[-1])
     if options.peer_python:
         types = options.peer_type or PEER_TYPES
         for found in peer_rows(options.peer_python, options.source, types, parts, wanted):
             rows.append(found)
-            tqdm.write(table(rows[-1:]).splitlines()[-1])
+            print(table(rows[-1:]).splitlines()[-1])
     print(table(rows))
     print(f"{len(parts)} windows of {options.length}, {time.perf_counter() - begun:.0f} s")
     if options.json:

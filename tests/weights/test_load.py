@@ -91,12 +91,18 @@ def test_types(source: Any, target: Any) -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_progress_is_shown_when_asked(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = list[progress.Task](), progress._begin
-    monkeypatch.setattr(progress, "_begin", lambda task: begun.append(task) or begin(task))
+
+    def note(task: progress.Task) -> None:
+        begun.append(task)
+        begin(task)
+
+    monkeypatch.setattr(progress, "_begin", note)
     abstract, names = model()
     load_file(abstract, checkpoint(good()), names, progress=shown)
     (task,) = begun
     assert (task.what, task.is_shown) == ("loading", shown)
-    assert task.done == task.total > 0
+    assert task.done == task.total
+    assert task.done > 0
 
 
 @pytest.mark.parametrize(
