@@ -73,7 +73,7 @@ def served(
     return LLM(folder, dtype="float32"), tensors
 
 
-def close(got: Any, wanted: Floats, spread: float = 0.1) -> None:
+def close(got: Any, wanted: Any, spread: float = 0.1) -> None:
     """Raises unless they are the same to 2e-4, and large enough that this says something."""
     assert wanted.std() > spread
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
