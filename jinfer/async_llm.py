@@ -39,6 +39,10 @@ class AsyncLLM(Loaded):
 
     def __init__(self, source: str | Path | LLM, **arguments: Any) -> None:
         """Opens and loads a model, as `LLM`, or takes one that is open."""
+        if isinstance(source, LLM) and arguments:
+            raise RequestError(
+                f"the model is open already; give {', '.join(arguments)} to LLM(...)"
+            )
         self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
         self.frontend = self.llm.frontend
 

@@ -308,6 +308,8 @@ class LLM(Loaded):
             raise RequestError("the tokenizer has no mask token")
         ids = self.encode(text)
         places = [place for place, id in enumerate(ids) if id == tokenizer.mask_id]
+        if type(top) is not int or top < 1:
+            raise RequestError(f"top is {top!r}; give how many tokens, from 1")
         if not places:
             raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
         logprobs = jax.nn.log_softmax(self.logits([ids])[0][places], axis=-1)

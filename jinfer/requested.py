@@ -39,6 +39,11 @@ def requested(
         )
     if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
         raise RequestError(f"timeout is {show(timeout)}; give a number of seconds, or None")
+    if (len(decoder_prefix) or language) and not frontend.engine.model.has_cross_attention:
+        raise RequestError(
+            "decoder_prefix and language are for a model with an encoder and a decoder; "
+            "leave them out"
+        )
     chosen = [frontend.sampling(one, sampling) for one in each]
     prefix = frontend.prefix(decoder_prefix, language)
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -28,13 +29,17 @@ def results(
 ) -> list[np.ndarray]:
     """A result of each prompt; arguments as `LLM.logits`. Raises `RequestError`."""
     spec = frontend.opened.spec
+    if encoder_given is not None and not frontend.engine.model.has_cross_attention:
+        raise RequestError(
+            "encoder_ids are for a model with an encoder and a decoder; leave them out"
+        )
+    if token_type_ids is not None and spec.decoder is not None:
+        raise RequestError("token_type_ids are for an encoder; leave them out")
     texts = _encoded(frontend, given)
     if spec.decoder is None:
         if want not in {"hidden", *spec.stacks[0].head.results}:
             raise RequestError(f"the model has no head that gives {want}")
-        types = token_type_ids or [[0] * len(ids) for ids in texts]
-        if [len(row) for row in types] != [len(ids) for ids in texts]:
-            raise RequestError("token_type_ids must be as long as the texts")
+        types = _types(texts, token_type_ids, spec.dims.get("types"))
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
         found = frontend.thread.run(job)
         return [each[-1] for each in found] if last else found
@@ -51,6 +56,25 @@ def results(
     if want == "score" and any(len(ids) < 2 for ids in texts):
         raise RequestError("a prompt to be scored needs at least two tokens")
     return [frontend.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
+
+
+def _types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
+    """Which of two texts each token belongs to.
+
+    Args:
+        known: how many types the model has, where it says so.
+    """
+    if given is None:
+        return [[0] * len(ids) for ids in texts]
+    try:
+        types = [[index(one) for one in row] for row in cast("Any", given)]
+    except TypeError:
+        raise RequestError("token_type_ids are lists of whole numbers, one for each text") from None
+    if [len(row) for row in types] != [len(ids) for ids in texts]:
+        raise RequestError("token_type_ids must be as long as the texts")
+    if known and any(not 0 <= one < known for row in types for one in row):
+        raise RequestError(f"token_type_ids are from 0 to {known - 1}, as many as the model has")
+    return types
 
 
 def _encoded(frontend: Frontend, given: object) -> list[list[int]]:

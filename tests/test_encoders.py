@@ -118,6 +118,12 @@ def test_results_that_a_model_does_not_give() -> None:
         model("minilm").generate([[1, 2]])
     with pytest.raises(RequestError, match="token_type_ids must be as long as the texts"):
         model("bert").hidden([[1, 2]], token_type_ids=[[0]])
+    with pytest.raises(RequestError, match="token_type_ids are from 0 to 1, as many as"):
+        model("bert").hidden([[1, 2]], token_type_ids=[[0, 2]])
+    with pytest.raises(RequestError, match="token_type_ids are lists of whole numbers"):
+        model("bert").hidden([[1, 2]], token_type_ids=5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="encoder_ids are for a model with an encoder and a dec"):
+        model("bert").logits([[1, 2]], encoder_ids=[[1]])
     with pytest.raises(RequestError, match="a prompt has 129 tokens; from 1 to 128"):
         model("bert").hidden([[1] * 129])
 

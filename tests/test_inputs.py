@@ -268,6 +268,20 @@ def test_priority_and_timeout(llm: LLM) -> None:
             llm.generate(IDS, **given)
 
 
+def test_arguments_that_this_model_does_not_read(llm: LLM) -> None:
+    """They would be left out without a word."""
+    with pytest.raises(RequestError, match="encoder_ids are for a model with an encoder and a dec"):
+        llm.logits(IDS, encoder_ids=[1])
+    with pytest.raises(RequestError, match="token_type_ids are for an encoder"):
+        llm.hidden([IDS], token_type_ids=[[0, 0, 0]])
+    with pytest.raises(RequestError, match="decoder_prefix and language are for a model with"):
+        llm.generate(IDS, decoder_prefix=[1])
+    with pytest.raises(RequestError, match="decoder_prefix and language are for a model with"):
+        llm.stream(IDS, language="de")
+    with pytest.raises(RequestError, match=r"the model is open already; give dtype to LLM\(...\)"):
+        AsyncLLM(llm, dtype="float32")
+
+
 def test_several_prompts_are_no_stream(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts is given where one belongs; generate"):
         llm.stream(["a", "b"])  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ MISTAKES = {
     'SamplingParams(max_tokens="many")': "arg-type",
     "count: int = llm.chat([]).text": "assignment",
     "llm.genrate": "attr-defined",
+    'llm.logits("Hello")[0].argmx()': "attr-defined",
+    "word: str = llm.embed([])": "assignment",
     "from jinfer import LMM": "attr-defined",
 }
 

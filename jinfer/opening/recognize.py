@@ -134,6 +134,10 @@ def open_source(source: str | Path, overrides: Mapping[str, Any]) -> Located:
     Raises:
         SourceError, SpecError, CheckpointError: one line with the file and what to do.
     """
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise SourceError(
+            f"{source!r} is no model; give a path, a name of jinfer list, or owner/name of a hub"
+        )
     source = in_full(str(source), Path.cwd())
     path = locate(source, Path.cwd())
     enclosed = path.is_dir() and is_there(path / SPEC_FILE)

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -22,6 +23,13 @@ def test_a_family_is_found(name: str) -> None:
     found = recognize(GOLDENS / name, {})
     assert found.spec.dims["hidden"] == 64
     assert found.spec.tensors.place("decoder.2.ffn.up.weight") is not None
+
+
+@pytest.mark.parametrize("source", ["", " ", None, 5])
+def test_what_is_no_source(source: Any) -> None:
+    """Nothing is not the folder where the user is."""
+    with pytest.raises(SourceError, match="is no model; give a path, a name of jinfer list"):
+        recognize(source, {})
 
 
 def test_a_big_endian_gguf_file(tmp_path: Path) -> None:
