@@ -257,6 +257,14 @@ _BESIDE = (
     ),
     "numpy.dtype",
 )
+# Dicts of a kind of their own, to which items may be given afterwards.
+_DICTS = (
+    "collections.defaultdict",
+    "collections.Counter",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+)
 # What makes the values of a defaultdict.
 _MAKERS = tuple(
     f"{module}.{name}"
@@ -266,7 +274,8 @@ _MAKERS = tuple(
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     **dict.fromkeys(_BESIDE, _beside),
     "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": lambda args: PickleDict([]),  # (what makes a value)
+    # What these are made of, as a defaultdict's values, is not what a state dict has.
+    **{name: lambda args: PickleDict([]) for name in _DICTS},
     "torch.Size": _size,
     "torch.device": lambda args: Opaque("device"),
     "_codecs.encode": lambda args: Opaque("bytes"),  # how protocol 2 writes bytes

@@ -151,6 +151,7 @@ def test_transposed(tmp_path: Path, kind: str) -> None:
         Path("a/b"),
         datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
         collections.defaultdict(dict, a={}),
+        collections.Counter("abca"),
         {"nested": [np.float32(1.0)]},
     ],
     ids=repr,
@@ -162,6 +163,14 @@ def test_what_training_keeps_beside_weights(tmp_path: Path, protocol: int, value
     found = open_bytes(tmp_path, zip_file(body, {"0": SIX.tobytes()}))
     assert list(found.tensors) == ["w"]
     np.testing.assert_array_equal(found.tensors["w"].read(), SIX.reshape(2, 3))
+
+
+def test_a_dict_of_lightning(tmp_path: Path) -> None:
+    """NEWOBJ, items, and attributes that are left out."""
+    made = name("lightning.fabric.utilities.data", "AttributeDict") + b")\x81"
+    body = made + b"(" + text("w") + tensor(storage()) + b"u" + b"}b"
+    found = open_bytes(tmp_path, zip_file(dict_of(state_dict=body), {"0": SIX.tobytes()}))
+    assert list(found.tensors) == ["w"]
 
 
 def test_compressed_archive(tmp_path: Path) -> None:
