@@ -105,5 +105,6 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         if " " not in found:
             simple = isinstance(value, int | float | str) and found == "engine.context"
             shown = repr(value)[:40] if simple else "..."
-            found = f"here it is {found}: LLM(source, **{{{found!r}: {shown}}})"
+            call = f"LLM(source, **{{{found!r}: {shown}}})"
+            found = f"here it is {found}: {call}, on the command line --set {found}={shown}"
         raise RequestError(f"there is no key {name!r}: {found}")
