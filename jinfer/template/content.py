@@ -19,6 +19,7 @@ Form = Callable[[Sequence[Message]], Sequence[Message]]
 
 _WORDS = "jinferasksforthis"  # what could be said, and no template changes but to capitals
 _SHORT = 4  # letters of words that a template may have by itself
+_MISSES = 16  # words looked for in vain, each through the whole text
 _LOOP = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*\bcontent\b")  # over a content's parts
 _ANSWERS = "assistant"  # whose thoughts and words beside calls templates leave out on purpose
 
@@ -86,14 +87,21 @@ def _system_as_text(messages: Sequence[Message]) -> Sequence[Message]:
 def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[int]:
     """The messages of which a template shows nothing, the model's own ones aside.
 
-    It may trim, quote or cut words. So where they are not found as they are, others in their place
-    tell.
+    It may trim, quote, move or cut words. So where they are not found as they are, in their order,
+    others in their place tell.
     """
-    asked = {}
+    asked: dict[int, str] = {}
+    place = misses = 0
     for number, message in enumerate(messages):
         words = [] if message.get("role") == _ANSWERS else _texts(message.get("content"))
-        if not all(len(each.strip()) >= _SHORT and each in text for each in words):
-            asked[number] = f"{_WORDS}{number}x"
+        for each in words:
+            wanted = len(each.strip()) >= _SHORT and misses < _MISSES
+            at = text.find(each, place) if wanted else -1
+            if at < 0:
+                asked[number] = f"{_WORDS}{number}x"
+                misses += wanted
+            else:
+                place = at + len(each)
     if not asked:
         return []
     others = [

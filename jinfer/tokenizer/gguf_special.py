@@ -68,13 +68,10 @@ def control_ids(
 ) -> Iterator[int]:
     """Ids of tokens that are control tokens by their names, whatever their types."""
     groups = [names for key, names in _FILLING.items() if not _has(metadata, key)]
-    wanted = dict.fromkeys(name for names in (ENDS, *groups) for name in names)
-    there = wanted.keys() & set(tokens)
-    for name in wanted:
-        if name in there:
-            id = tokens.index(name)
-            if name not in _ALSO_TEXT or types[id] != PieceType.NORMAL:
-                yield id
+    wanted = frozenset(name for names in (ENDS, *groups) for name in names)
+    for id, name in enumerate(tokens):
+        if name in wanted and (name not in _ALSO_TEXT or types[id] != PieceType.NORMAL):
+            yield id
 
 
 def end_names(metadata: Mapping[str, Any], control: Collection[str]) -> list[str]:
