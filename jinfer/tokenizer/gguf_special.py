@@ -6,6 +6,7 @@ Converters gave wrong types, gave one end of several, and GGUF has no place for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,18 +61,29 @@ END_KEYS = ("eos", "eot", "eom", *_FILLING_ENDS)  # of `tokenizer.ggml.<key>_tok
 # A tag of HTML: Qwen's vocabularies have it as an ordinary entry, which a type can tell.
 _ALSO_TEXT = frozenset({"</s>"})
 _KEY = "tokenizer.ggml."
+_NAMED_KEYS = ("bos", "eos", "eot", "eom", "padding", "mask", "cls", "seperator", "separator")
+_BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _BARE = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of Phi-3: white space after them stays
 
 
 def control_ids(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> Iterator[int]:
-    """Ids of tokens that are control tokens by their names, whatever their types."""
+    """Ids of tokens that are control tokens by their names, whatever their types.
+
+    And those of ordinary text that a key names, if they look like it: templates write them.
+    """
     groups = [names for key, names in _FILLING.items() if not _has(metadata, key)]
     wanted = frozenset(name for names in (ENDS, *groups) for name in names)
     for id, name in enumerate(tokens):
         if name in wanted and (name not in _ALSO_TEXT or types[id] != PieceType.NORMAL):
             yield id
+    for key in _NAMED_KEYS:
+        named = metadata.get(f"{_KEY}{key}_token_id")
+        if type(named) is not int or not 0 <= named < len(tokens):
+            continue  # which is told where it is used
+        if types[named] == PieceType.NORMAL and _BRACKETED.fullmatch(tokens[named]):
+            yield named
 
 
 def end_names(metadata: Mapping[str, Any], control: Collection[str]) -> list[str]:

@@ -82,6 +82,14 @@ def test_keys_are_before_names() -> None:
     assert byte_pairs(names, eos_token_id=5).eos_ids == (5, 4)
 
 
+def test_tokens_that_keys_name_are_special() -> None:
+    """With a type of text, a template's <|begin|> would be letters; a comma stays one."""
+    found = byte_pairs({"<|begin|>": NORMAL, ",": NORMAL}, bos_token_id=4, eos_token_id=5)
+    assert found.encode("<|begin|>s,", special=False) == [4, 2, 5]
+    assert 4 not in found.encode("<|begin|>", special=False, parse_special=False)
+    assert found.decode([4, 2, 5]) == "s,"
+
+
 def test_parts_of_a_prompt_for_the_middle_are_special() -> None:
     found = byte_pairs({"<fim_prefix>": NORMAL, "<fim_suffix>": NORMAL, "<fim_middle>": NORMAL})
     assert found.encode("<fim_prefix>s<fim_suffix>s<fim_middle>") == [4, 2, 5, 2, 6]
