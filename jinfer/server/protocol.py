@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from jinfer.server.bounded import BoundedProtocol
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(BoundedProtocol):
     """A connection, with whose end an answer of unknown length ends where HTTP/1.0 is spoken."""
 
     def on_headers_complete(self) -> None:

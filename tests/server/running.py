@@ -51,7 +51,11 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    sources: Sequence[Source], settings: Settings | None = None, *, wait: bool = True
+    sources: Sequence[Source],
+    settings: Settings | None = None,
+    *,
+    wait: bool = True,
+    protocol: type[Protocol] = Protocol,
 ) -> Iterator[Running]:
     """A server with these models; waits until they are there."""
     app = build_app(sources, settings or Settings(warm_up=False))
@@ -59,7 +63,7 @@ def serving(
         uvicorn.Config(
             app,
             port=0,
-            http=Protocol,
+            http=protocol,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=5,
