@@ -45,6 +45,7 @@ NOT_RUN = {
     "jinfer bench kernels": "needs a GPU",
     "jinfer bench programs": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
+    "make gpu": "needs a GPU",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
     "--method feedback --peer-python PYTHON": "needs llama.cpp",
