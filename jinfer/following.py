@@ -22,6 +22,7 @@ from jinfer.errors import USER_ERRORS
 from jinfer.model import build
 from jinfer.opening.settings import open_model
 from jinfer.ops.platforms import start
+from jinfer.weights.equalize import equalized
 from jinfer.weights.find import find_weights
 
 _INTERRUPTED = 130  # the status of what Ctrl-C has ended: nobody's fault
@@ -43,6 +44,7 @@ def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool =
     opened = open_model(source, overrides)
     model = build(opened.spec, jnp.dtype(opened.dtype), shelf)
     weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    weights = equalized(weights, opened.kv_cache)
     engine = assemble(weights.model, opened)
     load(engine, weights, progress=progress)
     assert isinstance(engine.programs, HostedPrograms), "it has joined"

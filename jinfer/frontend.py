@@ -49,6 +49,7 @@ from jinfer.sampling.keywords import FIELDS, is_parameter
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import nearest, show
 from jinfer.tokenizer import Tokenizer
+from jinfer.weights.equalize import equalized
 from jinfer.weights.find import find_weights
 from jinfer.weights.sizes import count_text, sizes_of
 
@@ -115,6 +116,7 @@ class Frontend:
             opened.activations,
             free_memory,
         )
+        weights = equalized(weights, opened.kv_cache)
         self.engine = assemble(weights.model, opened, shelf)
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation

@@ -38,7 +38,8 @@ enum Operation : int64_t {
   kRotate,
   kAttention,
   kActivate,
-  kMultiply
+  kMultiply,
+  kHadamard
 };
 
 // A matrix [rows, size] that an operation gives or the call is given.
@@ -63,6 +64,7 @@ struct RowOperation {
   const RowProduct* product;  // that the row is prepared for, which is then all that is done
   int64_t each;               // numbers of a norm: of the row, or of each of its heads
   Activation activation;
+  Hadamard hadamard;
 };
 
 // A stage of an attention.
@@ -283,6 +285,13 @@ class Chain {
         operation.rotation = {head, values_[b].size, adjacent};
         break;
       }
+      case kHadamard: {
+        const int64_t head = reader.next();
+        const bool query = reader.next();
+        if (head < 1 || size % head) return refused("heads of such a size do not fit");
+        operation.hadamard = {head, query};
+        break;
+      }
       case kAddVector:
         if (ffi::Error e = vector(operands, size, &operation.vector); e.failure()) return e;
         break;
@@ -399,6 +408,7 @@ class Chain {
       const float *cos = values_[o.b].x + angles, *sin = values_[o.c].x + angles;
       return row_kernels().rotate(a, cos, sin, size, o.rotation, y);
     }
+    if (o.kind == kHadamard) return row_kernels().hadamard(a, size, o.hadamard, y);
     if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
     if (o.kind == kActivate) return row_kernels().activate(a, o.activation, size, y);
     if (o.kind == kMultiply)

@@ -33,6 +33,7 @@ class Operation(IntEnum):
     ATTENTION = 7
     ACTIVATE = 8
     MULTIPLY = 9
+    HADAMARD = 10
 
 
 def available() -> bool:
@@ -170,6 +171,10 @@ class Program:
         """As `jinfer.cpu.rows.rotate`."""
         numbers = [cos, sin, size, int(adjacent)]
         return self._add(Operation.ROTATE, x, numbers, [], [self._size(x)])[0]
+
+    def hadamard(self, x: int, *, size: int, query: bool) -> int:
+        """As `jinfer.cpu.rows.hadamard`."""
+        return self._add(Operation.HADAMARD, x, [size, int(query)], [], [self._size(x)])[0]
 
     def attend(
         self,

@@ -1,5 +1,5 @@
-// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_scores`, `jinfer_activate` and `jinfer_argmax`:
-// what is computed of each row by itself.
+// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_hadamard`, `jinfer_scores`, `jinfer_activate` and
+// `jinfer_argmax`: what is computed of each row by itself.
 #include "rows.h"
 
 #include <algorithm>
@@ -71,6 +71,22 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
+ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
+                    int64_t size, bool query) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_hadamard: ") + what);
+  };
+  if (x.dimensions().size() != 2) return refuse("x is no matrix");
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  if (size < 1 || width % size) return refuse("heads of such a size do not fit");
+  if (!has_shape(*y, {rows, width})) return refuse("the result has not the shape of x");
+  for_rows(pool, rows, width, [&](int64_t row) {
+    const int64_t at = row * width;
+    row_kernels().hadamard(x.typed_data() + at, width, {size, query}, y->typed_data() + at);
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
                   bool softmax) {
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
@@ -112,6 +128,7 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
 
 JINFER_HANDLER(jinfer_norm, jinfer::norm, "centered", "weighted", "biased", "eps", "offset");
 JINFER_HANDLER(jinfer_rotate, jinfer::rotate, "size", "adjacent");
+JINFER_HANDLER(jinfer_hadamard, jinfer::hadamard, "size", "query");
 JINFER_HANDLER(jinfer_scores, jinfer::scores, "softmax");
 JINFER_HANDLER(jinfer_activate, jinfer::activate, "activation");
 JINFER_HANDLER(jinfer_argmax, jinfer::argmax);

@@ -1,5 +1,5 @@
-// What is computed of each row by itself: norms, rotations, softmax, sigmoid, activation functions, sums,
-// and where its greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's
+// What is computed of each row by itself: norms, rotations, Hadamard transforms, softmax, sigmoid,
+// activation functions, sums, and where its greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's
 // sums over the last axis.
 #pragma once
 
@@ -22,6 +22,11 @@ struct Rotation {
   bool adjacent;        // whether a pair's numbers are neighbours, else they are `pairs` apart
 };
 
+struct Hadamard {
+  int64_t size;  // of a head
+  bool query;    // else a key: the two factors together make scores what they were
+};
+
 struct Greatest {
   float value;
   int64_t at;    // its first index
@@ -35,6 +40,8 @@ struct RowKernels {
   // Each product is rounded before it is added to another one, as XLA's are; size is that of x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t size,
                  const Rotation& rotation, float* y);
+  // Nothing but signs, powers of two and sums of two numbers: jinfer/ops/hadamard.py defines it.
+  void (*hadamard)(const float* x, int64_t size, const Hadamard& hadamard, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);
   void (*activate)(const float* x, Activation activation, int64_t size, float* y);

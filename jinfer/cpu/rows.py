@@ -1,4 +1,4 @@
-"""Norms, rotations, softmax, sigmoid, activation functions and argmax of rows as custom calls.
+"""Norms, rotations, Hadamard transforms, activations, softmax, argmax of rows, as custom calls.
 
 A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
 axis are cut into other parts from some thousand numbers on.
@@ -14,7 +14,7 @@ from jinfer.cpu import build
 from jinfer.cpu.linear import ACTIVATIONS
 from jinfer.shapes import Float, Int
 
-_CALLS = ("norm", "rotate", "scores", "activate", "argmax")
+_CALLS = ("norm", "rotate", "hadamard", "scores", "activate", "argmax")
 
 
 def available() -> bool:
@@ -64,6 +64,14 @@ def rotate(
     """
     call = jax.ffi.ffi_call("jinfer_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, cos, sin, size=np.int64(size), adjacent=adjacent)
+
+
+def hadamard(
+    x: Float[Array, "rows width"], *, size: int, query: bool
+) -> Float[Array, "rows width"]:
+    """Of heads of a size, float32; see `jinfer.ops.hadamard`."""
+    call = jax.ffi.ffi_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, size=np.int64(size), query=query)
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:

@@ -98,6 +98,73 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t size,
   }
 }
 
+constexpr int64_t PART = 512;  // of a head that is transformed together, at most
+
+// +1 and -1 as in the Rudin-Shapiro sequence, which no row of a Hadamard matrix is like.
+struct Signs {
+  float at[PART] = {};
+  constexpr Signs() {
+    for (int i = 0; i < PART; ++i) {
+      int odd = 0;
+      for (int bits = i & (i >> 1); bits; bits &= bits - 1) odd ^= 1;
+      at[i] = odd ? -1.0f : 1.0f;
+    }
+  }
+};
+constexpr Signs SIGNS;
+
+// Sums and differences of lanes 1, 2, 4, ... apart.
+template <int apart, int... lane>
+inline Floats butterfly(Floats x, std::integer_sequence<int, lane...> lanes) {
+  const Floats signs = {((lane & apart) ? -1.0f : 1.0f)...};
+  return swapped<apart>(x, lanes) + x * signs;
+}
+
+template <int apart = 1>
+inline Floats butterflies(Floats x) {
+  if constexpr (apart == LANES) {
+    return x;
+  } else {
+    return butterflies<2 * apart>(
+        butterfly<apart>(x, std::make_integer_sequence<int, LANES>{}));
+  }
+}
+
+// A part of a head: `size` is a power of two.
+void hadamard_part(const float* x, int64_t size, float factor, float* y) {
+  int64_t apart = 1;
+  if (size < LANES) {
+    for (int64_t i = 0; i < size; ++i) y[i] = x[i] * (factor * SIGNS.at[i]);
+  } else {
+    for (int64_t i = 0; i < size; i += LANES)
+      store(y + i, butterflies(load(x + i) * (load(SIGNS.at + i) * factor)));
+    apart = LANES;
+  }
+  const int64_t step = size < LANES ? 1 : LANES;
+  for (; apart < size; apart *= 2)
+    for (int64_t i = 0; i < size; i += 2 * apart)
+      for (int64_t j = i; j < i + apart; j += step) {
+        if (step == 1) {
+          const float a = y[j], b = y[j + apart];
+          y[j] = a + b, y[j + apart] = a - b;
+        } else {
+          const Floats a = load(y + j), b = load(y + j + apart);
+          store(y + j, a + b), store(y + j + apart, a - b);
+        }
+      }
+}
+
+void hadamard(const float* x, int64_t size, const Hadamard& of, float* y) {
+  for (int64_t head = 0; head < size; head += of.size)
+    for (int64_t at = 0, part; at < of.size; at += part) {
+      int bits = 0;
+      while (2LL << bits <= std::min(of.size - at, PART)) ++bits;
+      part = 1LL << bits;
+      const int halvings = of.query ? bits - bits / 2 : bits / 2;
+      hadamard_part(x + head + at, part, std::ldexp(1.0f, -halvings), y + head + at);
+    }
+}
+
 void softmax(const float* x, int64_t size, float* y) {
   Floats most = all(-INFINITY);
   each_vector(size, [&](int64_t at, int64_t count) {
@@ -189,7 +256,7 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kRows = {norm, rotate,   softmax,      sigmoid, activate,
+const RowKernels kRows = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
                           add,  multiply, weighted_sum, scale,   greatest};
 
 }  // namespace

@@ -28,6 +28,7 @@ from jinfer.speculate.placed import PlacedPrograms
 from jinfer.speculate.speculation import Speculation
 from jinfer.speculate.suffix import Suffix
 from jinfer.tokenizer import Tokenizer
+from jinfer.weights.equalize import equalized
 from jinfer.weights.find import find_weights
 
 _KEY = "speculation.draft"
@@ -167,6 +168,7 @@ def _other(
     weights = find_weights(
         build(draft.spec, jnp.dtype(draft.dtype)), draft.spec, draft.checkpoint, draft.activations
     )
+    weights = equalized(weights, draft.kv_cache)
     device = _device(engine, opened, entry)
     programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache, device)
     made = DraftModel(programs=programs, target=engine, name=name)

@@ -17,6 +17,7 @@ from jinfer.spec.following import layers_of, tapped
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import RuleSpec
 from jinfer.speculate.placed import PlacedPrograms
+from jinfer.weights.equalize import equalized
 from jinfer.weights.find import Weights, find_weights
 from jinfer.weights.mapping import by_name
 
@@ -96,6 +97,7 @@ def head_weights(engine: Engine, opened: Opened, head: Opened, *, same: bool) ->
     of_model = {n for n, p in zip(model.names, model.parameters, strict=True) if is_shared(n, p)}
     own_part = _only(model, (n for n in model.names if n not in of_model))
     own = find_weights(own_part, _ruled(head.spec, own_part), head.checkpoint, head.activations)
+    own = equalized(own, head.kv_cache)
     whole = build(opened.spec, jnp.dtype(opened.dtype))
     part = _only(whole, of_model)
     # What the rest of the checkpoint has is no concern of these.

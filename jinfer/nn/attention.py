@@ -18,6 +18,7 @@ from jinfer.nn.split import SplitAlibi, own_slopes
 from jinfer.nn.step import Kept, Step, split
 from jinfer.ops.attention import attend, attend_text
 from jinfer.ops.cache import ENCODER, LayerCache, Placement, write
+from jinfer.ops.hadamard import turned_keys, turned_queries
 from jinfer.ops.score_rules import Bias, ScoreRules
 from jinfer.shapes import Float
 from jinfer.spec import blocks
@@ -125,7 +126,7 @@ class CrossAttention(nnx.Module):
     ) -> LayerCache:
         """The cache with the keys and values of an encoder's output in it."""
         k, v = (split(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
-        return write(cache, k[0], v[0], at)
+        return write(cache, turned_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
@@ -136,5 +137,6 @@ class CrossAttention(nnx.Module):
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         )
         q, at = split(self.q(x), block.heads)[0], step.placement(ENCODER)
+        q = turned_queries(q, cache.keys)
         out = attend(q, cache.keys, cache.values, at, step.encoded_last(), rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jinfer.nn.position import CosSin, Rotary
 from jinfer.ops.attention import extend
 from jinfer.ops.cache import LayerCache, Placement, cache_group, write
+from jinfer.ops.hadamard import turned
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.shapes import Float, Int
 
@@ -118,6 +119,8 @@ class Step(NamedTuple):
         at, copies = self.placement(cache_group(window)), self.copies
         if not isinstance(cache, LayerCache):
             return cache.extend(q, k, v, at, rules), cache
+        if v is not None:  # else a part of the keys are the values, which stay what they are
+            q, k = turned(q, k, cache.keys)
         if copies is None:
             return extend(q, k, v, cache, at, rules)
         q, k = q[copies.sources], k[copies.sources]

@@ -89,6 +89,8 @@ def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOpera
             return _norm(operation, makers, found)
         case "jinfer_rotate":
             return _rotate(operation)
+        case "jinfer_hadamard":
+            return _hadamard(operation)
         case "jinfer_activate":
             return _activate(operation, makers, found)
         case "jinfer_attention":
@@ -156,6 +158,16 @@ def _rotate(operation: Operation) -> RowOperation:
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.rotate(*values, size=size, adjacent=adjacent)]
+
+    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+
+
+def _hadamard(operation: Operation) -> RowOperation:
+    given = _attributes(operation)
+    size, query = int(given["size"]), bool(given["query"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.hadamard(values[0], size=size, query=query)]
 
     return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
 

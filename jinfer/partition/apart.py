@@ -17,6 +17,7 @@ from jinfer.engine.places import Places, Tables
 from jinfer.ops.attention import extend_part
 from jinfer.ops.attention_parts import Part, joined
 from jinfer.ops.cache import Cache, LayerCache, Placement
+from jinfer.ops.hadamard import turned
 from jinfer.ops.score_rules import ScoreRules
 from jinfer.partition.stages import StageModel
 from jinfer.records import dataclass, field
@@ -151,4 +152,6 @@ def part(
     own = jnp.where((table >= first) & (table < end), table - first, -1)
     q, k, v, slopes, by_distance = asked
     rules = rules._replace(slopes=slopes, by_distance=by_distance)
+    if v is not None:  # as in `jinfer.nn.step`
+        q, k = turned(q, k, cache.keys)
     return extend_part(q, k, v, cache, Placement(rows, positions, own), rules)
