@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -33,9 +31,7 @@ from jinfer.model import build
 from jinfer.opening.recognize import open_source
 from jinfer.opening.settings import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.nearest import decoded, in_blocks
 from jinfer.quant.quantize import Method
-from jinfer.quant.tensor import to_codes
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 from jinfer.terminal.arguments import Parser
@@ -44,53 +40,14 @@ from jinfer.weights.load import find_origins, read_parameter, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.methods import fed_names, obstacle, searched, with_feedback
 from jinfer.weights.sequential import Sequential
-from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
+from jinfer.weights.storage import choose_storages, in_types, kept_types
 from jinfer.weights.texts import TOKENS, usual_texts
 from jinfer.weights.writing import SHARD_BYTES, Writer
 
 from .calibration import text_windows
 from .command import check_places, run, width
 from .converted_files import OrbaxWriter, copy_companions, new_folder, write_specification
-
-
-@dataclass(frozen=True)
-class Row:
-    """Parameters that are stored alike.
-
-    Attributes:
-        format: "q4", "Q4_1 as it was", "float32".
-        parameters, weights, nbytes: how many, and what they take.
-        error: root of the mean squared error over that of the mean square; None: not quantized.
-    """
-
-    format: str
-    parameters: int
-    weights: int
-    nbytes: int
-    error: float | None
-
-    @property
-    def bits(self) -> float:
-        """Bits of a weight."""
-        return 8 * self.nbytes / max(1, self.weights)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A parameter that was written.
-
-    Attributes:
-        format: as in `Row`.
-        weights, nbytes: how many, and what they take.
-        squares, errors: sums over all weights, of its squares and of those of its errors; None
-            where it is not quantized.
-    """
-
-    format: str
-    weights: int
-    nbytes: int
-    squares: float = 0.0
-    errors: float | None = None
+from .quantize_table import Done, Measured, Row, done, summary, to_text, total
 
 
 def convert(
@@ -142,7 +99,7 @@ def convert(
         if hindered:
             print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
             storages = searched(storages)
-        measured = defaultdict[str, _Measured](_Measured)
+        measured = defaultdict[str, Measured](Measured)
         parameters: Iterable[tuple[str, Any]]
         same = same_arrays(model, origins, storages)
         if fed_names(storages) or calibration is not None:
@@ -166,13 +123,13 @@ def convert(
 
             parameters = _ahead(read, list(dict.fromkeys(same.values())))
         writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
-        packed, rows = dict[str, Packed](), list[_Done]()
+        packed, rows = dict[str, Packed](), list[Done]()
         with _bar(origins, same.values(), progress and isinstance(parameters, Iterator)) as bar:
             for name, tensor in parameters:
                 writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
                 if isinstance(tensor, QuantizedTensor | OutlierTensor):
                     packed[name] = packing(tensor)
-                rows.append(_done(tensor, storages.get(name), origins[name], measured[name]))
+                rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
                 for file in origins[name].files:
                     release(file.raw())
                 bar.update(origins[name].nbytes)
@@ -182,7 +139,7 @@ def convert(
         write_specification(
             folder, located, overrides, {**said, "quantization": _given(asdict(spec.quantization))}
         )
-    return _summary(rows)
+    return summary(rows)
 
 
 def _given(value: Any) -> Any:
@@ -216,78 +173,6 @@ def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[s
             pool.shutdown(cancel_futures=True)
 
 
-def _done(tensor: Any, storage: Storage | None, origin: Origin, measured: _Measured) -> _Done:
-    """What is said of a parameter that was written."""
-    if storage is None:
-        return _Done(str(tensor.dtype), tensor.size, tensor.nbytes)
-    count = math.prod(tensor.shape)
-    if storage.kept:
-        return _Done(f"{origin.files[0].type} as it was", count, tensor.nbytes, 1.0, 0.0)
-    label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
-    return _Done(label, count, tensor.nbytes, measured.squares, measured.errors)
-
-
-class _Measured:
-    """Sums over all weights, of their squares and of those of their errors."""
-
-    def __init__(self) -> None:
-        self.squares = self.errors = 0.0
-
-    def add(self, tensor: QuantizedTensor | OutlierTensor, values: np.ndarray) -> None:
-        """Adds a tensor, and the values that it was quantized from."""
-        rounded = tensor.rounded if isinstance(tensor, OutlierTensor) else tensor
-        values = values.astype(np.float32)  # sums of squares are beyond float16
-        for index in np.ndindex(*rounded.stack):
-            ours = _values(rounded[index or ...])
-            if isinstance(tensor, OutlierTensor):
-                sparse = jax.tree.map(lambda part, i=index: part[i], tensor.outliers)
-                there = sparse.rows < sparse.outputs
-                ours[sparse.rows[there], sparse.columns[there]] += sparse.values[there]
-            difference = ours - values[index]
-            self.errors += float(np.vdot(difference, difference))
-        self.squares += float(np.vdot(values, values))
-
-
-def _values(matrix: QuantizedTensor) -> np.ndarray:
-    """What a matrix of NumPy's arrays stands for, without compiling anything for its shape."""
-    codes, numbers, _ = to_codes(matrix)
-    base = None if matrix.format.symmetric else numbers[..., 1]
-    blocks = decoded(in_blocks(codes, matrix.format.block), numbers[..., 0], base, matrix.format)
-    return blocks.reshape(codes.shape)[:, : matrix.inputs]
-
-
-def _summary(rows: Sequence[_Done]) -> list[Row]:
-    """A row for each format, the quantized ones first."""
-    formats = dict.fromkeys(row.format for row in sorted(rows, key=lambda row: row.errors is None))
-    found = []
-    for format in formats:
-        alike = [row for row in rows if row.format == format]
-        weights, nbytes = sum(row.weights for row in alike), sum(row.nbytes for row in alike)
-        squares = sum(row.squares for row in alike)
-        errors = [row.errors for row in alike if row.errors is not None]
-        error = math.sqrt(sum(errors) / squares) if errors and squares else None
-        found.append(Row(format, len(alike), weights, nbytes, error))
-    return found
-
-
-def to_text(rows: Sequence[Row]) -> str:
-    """A table of all formats, and of all together."""
-    lines = [f"{'format':<20}{'parameters':>11}{'weights':>15}{'MiB':>11}{'bits':>8}{'error':>10}"]
-    for row in (*rows, total(rows)):
-        error = "" if row.error is None else f"{row.error:.2%}"
-        lines.append(
-            f"{row.format:<20}{row.parameters:>11}{row.weights:>15,}"
-            f"{row.nbytes / 2**20:>11.1f}{row.bits:>8.3f}{error:>10}"
-        )
-    return "\n".join(lines)
-
-
-def total(rows: Sequence[Row]) -> Row:
-    """All parameters."""
-    parameters, weights = sum(row.parameters for row in rows), sum(row.weights for row in rows)
-    return Row("all", parameters, weights, sum(row.nbytes for row in rows), None)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     return run(_run, _parser().parse_args(arguments))
@@ -307,7 +192,12 @@ def _parser() -> argparse.ArgumentParser:
         type=width,
         help="as quantization.weights: q4, q3.5, q4_b64_sym, ...",
     )
-    add("--method", choices=get_args(Method), help="as quantization.method (auto)")
+    add(
+        "--method",
+        choices=get_args(Method),
+        help="as quantization.method (auto): search takes a fraction of the time of feedback, and "
+        "below 5 bits loses several times as much quality; nearest loses more still",
+    )
     add("--calibration", metavar="TEXT", help="a file; which weights matter is learnt from it. "
         "Without one, the model reads what it writes itself")  # fmt: skip
     add("--tokens", type=int, default=TOKENS, help=f"read to learn that ({TOKENS})")

@@ -11,7 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
-from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text, stored_bits
+from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
 from .converted_rows import converted_facts
 from .draft import SAYS_NOTHING, draft
@@ -83,7 +83,7 @@ def memory(found: Description) -> list[tuple[str, ...]]:
     return [
         (
             f"{bits:g}",
-            f"{stored_bits(bits):g}",
+            f"{sizes.matrix_bits(bits):.4g}",
             bytes_text(sizes.embedding_bytes(bits)),
             bytes_text(sizes.other_bytes(bits)),
             bytes_text(sizes.total_bytes(bits)),

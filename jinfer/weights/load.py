@@ -207,7 +207,7 @@ def quantized(
     values = read_values(model, origin, shapes, np.dtype(np.float32))
     tensor = storage.quantize(values, inputs)
     if watch is not None:
-        watch(tensor, values)
+        watch(tensor, values, inputs)
     return tensor
 
 

@@ -18,9 +18,11 @@ from jinfer.weights.rows import row_reader
 from jinfer.weights.storage import Storage
 from jinfer.xla import trees
 
-# Called with each piece, and the values that it was quantized from.
+# Called with each piece, the values that it was quantized from, and what it is multiplied with, if
+# that is known.
 type Watch = Callable[
-    [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"]], None
+    [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"], Inputs | None],
+    None,
 ]
 
 
@@ -59,13 +61,14 @@ def quantize_in_pieces(
             for begin in range(0, matrix.outputs, height):
                 rows: Any = slice(begin, min(begin + height, matrix.outputs))
                 values = change(read(index, rows if numbers is None else numbers[rows]))
-                piece = storage.quantize(values, of_matrix(inputs, (*outer, *index)))
+                own = of_matrix(inputs, (*outer, *index))
+                piece = storage.quantize(values, own)
                 assert isinstance(piece, QuantizedTensor), "there are no outliers"
                 first = begin // result.rows
                 for target, part in zip(trees.leaves(matrix), trees.leaves(piece), strict=True):
                     target[first : first + len(part)] = part
                 if watch is not None:
-                    watch(piece, values)
+                    watch(piece, values, own)
     return result
 
 

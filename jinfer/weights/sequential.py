@@ -107,7 +107,8 @@ class Sequential:
             return None
         if storage.method == "feedback":
             return "products"
-        return "squares" if self._weighed and storage.method == "search" else None
+        # A search needs the squares alone; whoever is told how much is lost needs all products.
+        return "products" if self._weighed and storage.method == "search" else None
 
     def _inputs(
         self,

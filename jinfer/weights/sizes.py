@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from math import prod
 from typing import TYPE_CHECKING
 
-from jinfer.quant import parse_format
+from jinfer.quant import QuantFormat, parse_format
 from jinfer.records import dataclass
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.quantization import QuantizationSpec, Role, usual_word
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 WIDTHS = (2, 3, 3.5, 4, 5, 6, 8, 16, 32)
 WIDTHS_NOTE = (
     "below 16 bits as with quantization.weights = q4 and so on: each block of 32 weights has a "
-    "scale and, below 8 bits, a base of 16 bits; embeddings and heads have 6 bits or more; "
+    "scale and, below 8 bits, a base of 16 bits, and rows are padded, at 3.5 bits to 128 weights; "
+    "stored: bits of a weight with all of that; embeddings and heads have 6 bits or more; "
     "norms, biases and positions keep 16"
 )
 
@@ -35,6 +36,8 @@ class Sizes:
         plain: in all that is never quantized: norms, biases, tables of positions.
         cache_per_token: bytes of keys and values of a token, at 16 bits.
         cross_per_token: the same of a token that an encoder has read.
+        shapes: of the matrices and tables: what for, [outputs, inputs], and how many there are; of
+            none where only the counts are known.
     """
 
     embeddings: int = 0
@@ -43,6 +46,7 @@ class Sizes:
     plain: int = 0
     cache_per_token: int = 0
     cross_per_token: int = 0
+    shapes: tuple[tuple[Role, tuple[int, int], int], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -50,23 +54,43 @@ class Sizes:
 
     def embedding_bytes(self, bits: float) -> int:
         """What the tables take at a width."""
-        return round(self.embeddings * stored_bits(bits, "table") / 8)
+        return self._bytes("table", self.embeddings, bits)
 
     def other_bytes(self, bits: float) -> int:
         """What all the rest takes."""
         counts: dict[Role, int] = {"matrix": self.matrices, "head": self.heads, "plain": self.plain}
-        return round(sum(count * stored_bits(bits, role) for role, count in counts.items()) / 8)
+        return sum(self._bytes(role, count, bits) for role, count in counts.items())
 
     def total_bytes(self, bits: float) -> int:
         """What the whole model takes, without a cache."""
         return self.embedding_bytes(bits) + self.other_bytes(bits)
 
+    def matrix_bits(self, bits: float) -> float:
+        """Bits of a weight of the matrices at a width, with its share of all that is stored."""
+        if not self.matrices:
+            return stored_bits(bits)
+        return 8 * self._bytes("matrix", self.matrices, bits) / self.matrices
+
+    def _bytes(self, role: Role, count: int, bits: float) -> int:
+        own = [(shape, often) for use, shape, often in self.shapes if use == role]
+        if bits >= 16 or role == "plain" or not own:
+            return round(count * stored_bits(bits, role) / 8)
+        # Here: who knows only counts needs no JAX.
+        from jinfer.quant.tensor import abstract
+
+        format = _format(bits, role)
+        return sum(often * abstract(shape, format).nbytes for shape, often in own)
+
 
 def stored_bits(bits: float, role: Role = "matrix") -> float:
-    """Bits that a weight takes at a width, with its share of its block's numbers."""
+    """Bits that a weight takes at a width, with its share of its block's numbers; no padding."""
     if bits >= 16 or role == "plain":
         return max(bits, 16)
-    return parse_format(usual_word(QuantizationSpec(f"q{bits:g}"), role)).bits_per_weight
+    return _format(bits, role).bits_per_weight
+
+
+def _format(bits: float, role: Role) -> QuantFormat:
+    return parse_format(usual_word(QuantizationSpec(f"q{bits:g}"), role))
 
 
 def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
@@ -76,13 +100,16 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
     from jinfer.ops.cache import ENCODER
 
     model = model or build(spec, "float32")
-    counts = Counter[Role]()
+    counts, shapes = Counter[Role](), Counter[tuple[Role, tuple[int, int]]]()
     seen = set[Hashable]()
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         source = _source(spec.tensors, name, parameter.shape)
         if source not in seen:
             seen.add(source)
             counts[role] += prod(parameter.shape)
+            if role != "plain":
+                *stack, outputs, inputs = parameter.shape
+                shapes[role, (outputs, inputs)] += prod(stack)
     cache = Counter[bool]()
     for shape in model.caches.values():
         cache[shape.group == ENCODER] += 2 * shape.heads * (shape.key_dim + shape.value_dim)
@@ -93,6 +120,7 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
         plain=counts["plain"],
         cache_per_token=cache[False],
         cross_per_token=cache[True],
+        shapes=tuple((role, shape, often) for (role, shape), often in shapes.items()),
     )
 
 

@@ -5,7 +5,7 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,8 +16,12 @@ from jinfer.checkpoint.orbax import orbax_api
 from jinfer.opening.pooling import Projection
 from jinfer.opening.recognize import recognize
 from jinfer.opening.settings import open_model
+from jinfer.quant import parse_format
+from jinfer.quant.calibration import Inputs
+from jinfer.quant.quantize import Method, quantize
 from tools.inspect import main as inspect
-from tools.quantize import Row, convert, main, to_text
+from tools.quantize import convert, main
+from tools.quantize_table import Measured, Row, to_text
 from tools.toml_text import toml_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -35,8 +39,9 @@ def test_the_table_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(MODEL, tmp_path / "out", "--method", "nearest", *options) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == [
-        *("format", "parameters", "weights", "MiB", "bits", "error")
+        *("format", "parameters", "weights", "MiB", "bits", "error", "outputs")
     ]
+    assert "outputs: products with inputs were not measured" in printed
     rows = json.loads(report.read_text())["formats"]
     by_name = {row["format"]: row for row in rows}
     assert list(by_name) == ["q6", "q3.5", "float32", "all"]
@@ -69,12 +74,35 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_small_model() -> None:
-    rows = [Row("q4", 2, 2048, 1280, 0.07654), Row("float32", 1, 64, 256, None)]
+    rows = [Row("q4", 2, 2048, 1280, 0.07654, 0.01234), Row("float32", 1, 64, 256, None)]
     assert to_text(rows).splitlines()[1:] == [
-        "q4                            2          2,048        0.0   5.000     7.65%",
-        "float32                       1             64        0.0  32.000          ",
-        "all                           3          2,112        0.0   5.818          ",
+        "q4                            2          2,048       0.0   5.000    7.65%    1.23%",
+        "float32                       1             64       0.0  32.000                  ",
+        "all                           3          2,112       0.0   5.818                  ",
+        "bits: of a weight, with its share of scales, bases and padding",
+        "error, outputs: of the weights, and of their products with the inputs that were read; "
+        "root mean square",
     ]
+
+
+def test_errors_of_products_rank_methods() -> None:
+    """Feedback has the larger error of the weights, and the smaller one of what they give."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(64, 96)).astype(np.float32)
+    inputs = rng.normal(size=(500, 4)) @ rng.normal(size=(4, 96)) + rng.normal(size=(500, 96)) / 4
+    mean = (inputs.T @ inputs / 500).astype(np.float32)
+    found = dict[str, Measured]()
+    for method in get_args(Method):
+        hessian = mean if method == "feedback" else None
+        tensor = quantize(weights, parse_format("q3"), method=method, hessian=hessian)
+        found[method] = Measured()
+        found[method].add(tensor, weights, Inputs(mean, np.float32(500)))
+        wrong = inputs @ (tensor.dequantize() - weights).T
+        given = inputs @ weights.T
+        share = np.square(wrong).mean() / np.square(given).mean()
+        assert found[method].outputs == pytest.approx(share, rel=0.1)
+    assert found["search"].errors < found["feedback"].errors
+    assert (found["feedback"].outputs or 1) < 0.5 * (found["search"].outputs or 0)
 
 
 @pytest.mark.parametrize("full", [False, True])

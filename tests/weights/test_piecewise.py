@@ -50,7 +50,10 @@ def test_pieces_are_parts_of_the_whole(
         inputs = Inputs(mean, np.ones(shapes[name][:-2], np.float32))
 
         def watch(
-            _: QuantizedTensor | OutlierTensor, values: np.ndarray, seen: list[np.ndarray] = seen
+            _: QuantizedTensor | OutlierTensor,
+            values: np.ndarray,
+            __: Inputs | None,
+            seen: list[np.ndarray] = seen,
         ) -> None:
             seen.append(values)
 

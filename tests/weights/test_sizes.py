@@ -12,7 +12,7 @@ from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import resolve
 from jinfer.weights.load import find_origins
 from jinfer.weights.sizes import WIDTHS, Sizes, count_text, gib_text, sizes_of, stored_bits
-from jinfer.weights.storage import choose_storages
+from jinfer.weights.storage import choose_storages, stored
 from tests.spec.helpers import facts
 
 BERT = {
@@ -53,10 +53,18 @@ def test_a_width_takes_what_its_format_takes(bits: float) -> None:
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
     storages = choose_storages(model, opened.spec.quantization, origins, "float", "here")
     assert len(storages) > 20
-    formats = {name: storage.format.bits_per_weight for name, storage in storages.items()}
-    counts = {name: p.size for name, p in zip(model.names, model.parameters, strict=True)}
-    total = sum(count * formats.get(name, 16) for name, count in counts.items()) / 8
+    each = zip(model.names, stored(model, storages).parameters, strict=True)
+    total = sum(one.nbytes if name in storages else 2 * one.size for name, one in each)
     assert sizes_of(opened.spec).total_bytes(bits) == total
+
+
+def test_padding_counts() -> None:
+    """Rows of 576 weights in 3.5 bits take the room of 640."""
+    sizes = Sizes(matrices=2 * 64 * 576, shapes=(("matrix", (64, 576), 2),))
+    assert sizes.matrix_bits(3.5) == 4.5 * 640 / 576
+    assert sizes.matrix_bits(4) == 5
+    assert sizes.total_bytes(3.5) == 2 * 64 * 640 * 4.5 / 8
+    assert Sizes(matrices=576).matrix_bits(3.5) == 4.5
 
 
 def test_embeddings_and_all_the_rest() -> None:

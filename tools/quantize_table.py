@@ -1,0 +1,192 @@
+"""What `tools.quantize` says of the parameters that it wrote: what they take, and their error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration import Inputs
+from jinfer.quant.nearest import decoded, in_blocks
+from jinfer.quant.tensor import to_codes
+from jinfer.weights.mapping import Origin
+from jinfer.weights.storage import Storage
+
+_ROWS = 256  # of a matrix whose results are compared, about
+BITS = "of a weight, with its share of scales, bases and padding"
+ERRORS = "of the weights, and of their products with the inputs that were read; root mean square"
+UNKNOWN = (
+    "products with inputs were not measured, as no text was read, and the error of weights alone "
+    "does not rank methods: below 5 bits that of feedback is larger, and it loses several times "
+    "less quality; --method feedback and --calibration TEXT read one"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters that are stored alike.
+
+    Attributes:
+        format: "q4", "Q4_1 as it was", "float32".
+        parameters, weights, nbytes: how many, and what they take.
+        error: root of the mean squared error over that of the mean square; None: not quantized.
+        outputs: the same of the products with the inputs that were read, a mean over matrices;
+            None: nothing was read.
+    """
+
+    format: str
+    parameters: int
+    weights: int
+    nbytes: int
+    error: float | None
+    outputs: float | None = None
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight, with all that it costs."""
+        return 8 * self.nbytes / max(1, self.weights)
+
+
+@dataclass
+class Measured:
+    """Sums over all pieces of a parameter that was quantized.
+
+    Attributes:
+        squares, errors: of its weights and of their errors, squared.
+        given, wrong: of what they give for the inputs that were read, and of what is wrong with
+            it, squared.
+    """
+
+    squares: float = 0.0
+    errors: float = 0.0
+    given: float = 0.0
+    wrong: float = 0.0
+
+    def add(
+        self,
+        tensor: QuantizedTensor | OutlierTensor,
+        values: np.ndarray,
+        inputs: Inputs | None = None,
+    ) -> None:
+        """Adds a tensor, and the values that it was quantized from."""
+        rounded = tensor.rounded if isinstance(tensor, OutlierTensor) else tensor
+        values = values.astype(np.float32)  # sums of squares are beyond float16
+        for index in np.ndindex(*rounded.stack):
+            ours = _values(rounded[index or ...])
+            if isinstance(tensor, OutlierTensor):
+                sparse = jax.tree.map(lambda part, i=index: part[i], tensor.outliers)
+                there = sparse.rows < sparse.outputs
+                ours[sparse.rows[there], sparse.columns[there]] += sparse.values[there]
+            difference = ours - values[index]
+            self.errors += float(np.vdot(difference, difference))
+            if inputs is not None:
+                mean = inputs.mean[index]
+                self.given += _energy(values[index], mean)
+                self.wrong += _energy(difference, mean)
+        self.squares += float(np.vdot(values, values))
+
+    @property
+    def outputs(self) -> float | None:
+        """The squared error of what the parameter gives, relative; None: it is not known."""
+        return self.wrong / self.given if self.given else None
+
+
+@dataclass(frozen=True)
+class Done:
+    """A parameter that was written.
+
+    Attributes:
+        format: as in `Row`.
+        weights, nbytes: how many, and what they take.
+        measured: its errors; None where it is not quantized.
+    """
+
+    format: str
+    weights: int
+    nbytes: int
+    measured: Measured | None = field(default=None)
+
+
+def done(tensor: Any, storage: Storage | None, origin: Origin, measured: Measured) -> Done:
+    """What is said of a parameter that was written."""
+    if storage is None:
+        return Done(str(tensor.dtype), tensor.size, tensor.nbytes)
+    count = math.prod(tensor.shape)
+    if storage.kept:
+        return Done(f"{origin.files[0].type} as it was", count, tensor.nbytes, Measured(1.0))
+    label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
+    return Done(label, count, tensor.nbytes, measured)
+
+
+def summary(rows: Sequence[Done]) -> list[Row]:
+    """A row for each format, the quantized ones first."""
+    formats = dict.fromkeys(row.format for row in sorted(rows, key=lambda row: not row.measured))
+    found = []
+    for format in formats:
+        alike = [row for row in rows if row.format == format]
+        measured = [row.measured for row in alike if row.measured is not None]
+        squares, errors = (sum(getattr(m, n) for m in measured) for n in ("squares", "errors"))
+        known = [
+            (row.weights, row.measured.outputs)
+            for row in alike
+            if row.measured is not None and row.measured.outputs is not None
+        ]
+        count = sum(weights for weights, _ in known)
+        found.append(
+            Row(
+                format,
+                len(alike),
+                sum(row.weights for row in alike),
+                sum(row.nbytes for row in alike),
+                math.sqrt(errors / squares) if squares else None,
+                math.sqrt(sum(w * error for w, error in known) / count) if known else None,
+            )
+        )
+    return found
+
+
+def to_text(rows: Sequence[Row]) -> str:
+    """A table of all formats, and of all together; below it what its columns mean."""
+    head = f"{'format':<20}{'parameters':>11}{'weights':>15}{'MiB':>10}{'bits':>8}"
+    lines = [f"{head}{'error':>9}{'outputs':>9}"]
+    for row in (*rows, total(rows)):
+        error, outputs = ("" if x is None else f"{x:.2%}" for x in (row.error, row.outputs))
+        lines.append(
+            f"{row.format:<20}{row.parameters:>11}{row.weights:>15,}"
+            f"{row.nbytes / 2**20:>10.1f}{row.bits:>8.3f}{error:>9}{outputs:>9}"
+        )
+    lines.append(f"bits: {BITS}")
+    if any(row.error for row in rows):
+        read = any(row.outputs is not None for row in rows)
+        lines.append(f"error, outputs: {ERRORS}" if read else f"outputs: {UNKNOWN}")
+    return "\n".join(lines)
+
+
+def total(rows: Sequence[Row]) -> Row:
+    """All parameters."""
+    parameters, weights = sum(row.parameters for row in rows), sum(row.weights for row in rows)
+    return Row("all", parameters, weights, sum(row.nbytes for row in rows), None)
+
+
+def _values(matrix: QuantizedTensor) -> np.ndarray:
+    """What a matrix of NumPy's arrays stands for, without compiling anything for its shape."""
+    codes, numbers, _ = to_codes(matrix)
+    base = None if matrix.format.symmetric else numbers[..., 1]
+    blocks = decoded(in_blocks(codes, matrix.format.block), numbers[..., 0], base, matrix.format)
+    return blocks.reshape(codes.shape)[:, : matrix.inputs]
+
+
+def _energy(rows: np.ndarray, mean: np.ndarray) -> float:
+    """Mean square of what some of the rows give for inputs of these second moments, summed.
+
+    Args:
+        mean: of the inputs' products [inputs, inputs], or of their squares [inputs].
+    """
+    rows = rows[:: max(1, len(rows) // _ROWS)]
+    weighted = rows * mean if mean.ndim == 1 else rows @ mean
+    return max(0.0, float(np.vdot(weighted, rows)))
