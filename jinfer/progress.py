@@ -89,6 +89,8 @@ class Task:
 
 
 def _steps(done: float, total: float, unit: str) -> str:
+    if unit == "%":
+        return f"{min(1.0, done / total):.0%}"
     if unit != "B":
         return f"{done:.0f}/{total:.0f}{unit and f' {unit}s'}"
     scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
@@ -110,7 +112,7 @@ def task(
     Args:
         what: is done, such as "loading".
         total: steps, where there are some.
-        unit: of the steps; "B" for bytes.
+        unit: of the steps; "B" for bytes, "%" where only their share of all says anything.
         shown: None: where somebody watches, see `watched`; False: only in the log.
         level: of its records in the log.
         measure: how many steps are done, asked when that is shown; None: `Task.update` says it.
@@ -276,6 +278,8 @@ def _draw_bar(one: Task) -> None:
             from tqdm.auto import tqdm
 
         form = {} if one.total else {"bar_format": "{desc} {elapsed}"}
+        if one.total and one.unit == "%":
+            form = {"bar_format": "{desc} {percentage:.0f}%|{bar}| {elapsed}<{remaining}"}
         scale = one.unit == "B"
         _bar = (
             one,

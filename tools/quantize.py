@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
@@ -27,21 +27,24 @@ from jinfer.checkpoint.mapped import release
 from jinfer.checkpoint.orbax import orbax_api
 from jinfer.commands.program import program
 from jinfer.engine.memory import free_memory
-from jinfer.model import build
+from jinfer.model import AbstractModel, build
 from jinfer.opening.recognize import open_source
 from jinfer.opening.settings import open_model
+from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration import Inputs
 from jinfer.quant.quantize import Method
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 from jinfer.terminal.arguments import Parser
 from jinfer.weights.converted import packing, part_names, weight_settings
-from jinfer.weights.load import find_origins, read_parameter, same_arrays
+from jinfer.weights.load import find_origins, parameter_shapes, read_parameter, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.methods import fed_names, obstacle, searched, with_feedback
 from jinfer.weights.sequential import Sequential
-from jinfer.weights.storage import choose_storages, in_types, kept_types
+from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
 from jinfer.weights.texts import TOKENS, usual_texts
+from jinfer.weights.work import PER_BYTE, per_weight
 from jinfer.weights.writing import SHARD_BYTES, Writer
 
 from .calibration import text_windows
@@ -116,23 +119,16 @@ def convert(
                 watched=lambda name: measured[name].add, progress=progress,
             )  # fmt: skip
         else:
-
-            def read(name: str) -> Any:
-                watch = measured[name].add
-                return read_parameter(model, origins[name], storages.get(name), watch=watch)
-
-            parameters = _ahead(read, list(dict.fromkeys(same.values())))
+            parameters = _separately(model, origins, storages, measured, progress)
         writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
         packed, rows = dict[str, Packed](), list[Done]()
-        with _bar(origins, same.values(), progress and isinstance(parameters, Iterator)) as bar:
-            for name, tensor in parameters:
-                writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
-                if isinstance(tensor, QuantizedTensor | OutlierTensor):
-                    packed[name] = packing(tensor)
-                rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
-                for file in origins[name].files:
-                    release(file.raw())
-                bar.update(origins[name].nbytes)
+        for name, tensor in parameters:
+            writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
+            if isinstance(tensor, QuantizedTensor | OutlierTensor):
+                packed[name] = packing(tensor)
+            rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
+            for file in origins[name].files:
+                release(file.raw())
         shared = {name: first for name, first in same.items() if name != first}
         writer.finish(written(checkpoint, packed, shared, weight_settings(spec.quantization)))
         said = copy_companions(folder, located, located.tokenizer(overrides))
@@ -149,11 +145,31 @@ def _given(value: Any) -> Any:
     return [_given(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _bar(origins: Mapping[str, Origin], names: Iterable[str], progress: bool) -> tqdm:
-    return tqdm(
-        total=sum(origins[name].nbytes for name in names),
-        desc="quantizing", unit="B", unit_scale=True, leave=False, disable=not progress,
-    )  # fmt: skip
+def _separately(
+    model: AbstractModel,
+    origins: Mapping[str, Origin],
+    storages: Mapping[str, Storage],
+    measured: Mapping[str, Measured],
+    progress: bool,
+) -> Iterator[tuple[str, Any]]:
+    """Each parameter as it is stored, for itself; behind a bar."""
+    shapes = parameter_shapes(model)
+    rates = {name: per_weight(storages.get(name)) for name in shapes}
+    firsts = list(dict.fromkeys(same_arrays(model, origins, storages).values()))
+    reading = {name: origins[name].nbytes * PER_BYTE for name in firsts}
+    total = sum(reading[name] + rates[name] * math.prod(shapes[name]) for name in firsts)
+    with task("quantizing", total, unit="%", shown=progress or None) as bar:
+
+        def read(name: str) -> Any:
+            def watch(piece: Any, values: np.ndarray, inputs: Inputs | None) -> None:
+                measured[name].add(piece, values, inputs)
+                bar.update(rates[name] * values.size)
+
+            return read_parameter(model, origins[name], storages.get(name), watch=watch)
+
+        for name, tensor in _ahead(read, firsts):
+            bar.update(reading[name])
+            yield name, tensor
 
 
 def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:

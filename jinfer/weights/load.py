@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from jinfer.weights.mapping import (
 from jinfer.weights.piecewise import Watch, quantize_in_pieces
 from jinfer.weights.storage import Storage
 from jinfer.weights.windows import Rows, Wanted, rows_alone
+from jinfer.weights.work import PER_BYTE, per_weight
 from jinfer.xla.device import platform, put, ready
 
 _LARGE = 1 << 16  # bytes, of a parameter that is a matrix
@@ -89,7 +91,7 @@ def load(
         model: all its parameters plain, in the types that they are to have.
         origins: of `find_origins`.
         storages: of the parameters that are to be quantized.
-        progress: show a bar.
+        progress: show a bar, also where nobody seems to watch; one of quantizing is shown anyhow.
         place: is given each parameter once.
         only: those that are read, where some rows are enough as `Rows`; None: all.
 
@@ -106,7 +108,13 @@ def load(
     wanted = [name for name in model.names if only is None or name in only]
     firsts = list(dict.fromkeys(same[name] for name in wanted))
     names = {first: [name for name in model.names if same[name] == first] for first in firsts}
-    total = sum(origins[name].nbytes for name in firsts)
+    rates = {name: per_weight(storages.get(name)) for name in firsts}
+    quantizes = any(rates.values())
+
+    def reading(name: str) -> float:
+        return origins[name].nbytes * (PER_BYTE if quantizes else 1)
+
+    total = sum(reading(name) + rates[name] * prod(shapes[name]) for name in firsts)
     # A CPU takes arrays over where they are: that of all together is asked for in half the time.
     together = place is on_device and platform() == "cpu"
 
@@ -114,19 +122,25 @@ def load(
         storage, rows = storages.get(name), _rows(names[name], only)
         alone = rows_alone(origins[name], shapes, storage, rows)
         origin, sizes = alone or (origins[name], shapes)
-        values = read_parameter(model, origin, storage, shapes=sizes)
+
+        def watch(_: Any, piece: np.ndarray, __: Inputs | None) -> None:
+            bar.update(rates[name] * piece.size)
+
+        values = read_parameter(model, origin, storage, watch=watch, shapes=sizes)
         if alone is not None and rows is not None:
             values = Rows(values, rows.start)
         placed = values if together else place(names[name], values)
         for file in origin.files:
             release(file.raw())
-        bar.update(origins[name].nbytes)
+        bar.update(reading(name))
         return placed
 
     # Tables first, of which what is made on the way is largest, as long as there is the most room.
     roles = dict(zip(model.names, model.roles, strict=True))
     order = sorted(firsts, key=lambda name: roles[name] not in ("table", "head"))
     loading = task("loading", total, unit="B", shown=progress)
+    if quantizes:
+        loading = task("quantizing", total, unit="%", shown=progress or None)
     with loading as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         arrays = dict(zip(order, pool.map(one, order), strict=True))
     if together:

@@ -13,13 +13,13 @@ from jinfer.spec.model import ModelSpec
 from jinfer.weights.load import parameter_shapes, same_arrays
 from jinfer.weights.mapping import Origin
 from jinfer.weights.storage import Storage
+from jinfer.weights.work import PER_PRODUCT, PER_WEIGHT
 from jinfer.xla.device import process_count
 
 MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
-# Seconds of a core for each weight, and for each weight and token that is read; cores that help.
-_PER_WEIGHT, _PER_PRODUCT, _CORES = 4e-7, 1.6e-10, 16
+_CORES = 16  # that help
 
 
 def with_feedback(
@@ -103,7 +103,7 @@ def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
     """About how long it takes here."""
     shapes = parameter_shapes(model)
     fed = sum(prod(shapes[name]) for name in names)
-    return fed * (_PER_WEIGHT + _PER_PRODUCT * tokens) / min(cores(), _CORES)
+    return fed * (PER_WEIGHT["feedback"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jinfer.checkpoint.mapped import release
 from jinfer.model import AbstractModel
+from jinfer.progress import Task, task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs, Kind, Recorded, tap
 from jinfer.weights.load import parameter_shapes, read_parameter, read_values, same_arrays
@@ -28,6 +29,7 @@ from jinfer.weights.mapping import Origin
 from jinfer.weights.piecewise import Watch
 from jinfer.weights.storage import Storage
 from jinfer.weights.walk import Leaves, Texts, Vectors, Walk
+from jinfer.weights.work import PASSES, PER_PRODUCT, per_weight
 
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -73,26 +75,48 @@ class Sequential:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Each parameter that is none of the same array as one before: a tensor of NumPy arrays."""
+        with task("quantizing", self._work(), unit="%", shown=self._progress or None) as bar:
+            yield from self._found(bar)
+
+    def _found(self, bar: Task) -> Iterator[tuple[str, Any]]:
         walk, texts = self._walk, self._texts
-        heads = [
-            name
-            for name, role in zip(self._model.names, self._model.roles, strict=True)
-            if role == "head" and self._kind(name)
-        ]
+        heads = self._heads()
         others = [name for name in walk.others if name not in heads]
-        yield from self._stored(others, {})
+        yield from self._stored(others, {}, bar)
         leaves = self._leaves(others)
         vectors = [walk.embed(leaves, ids) for ids in texts]
-        bar = tqdm(walk.layers, "quantizing", unit="layer", leave=False, disable=not self._progress)
-        for number, names in enumerate(bar):
+        for number, names in enumerate(walk.layers):
             run = partial(self._through, number, leaves)
-            yield from self._stored(names, self._inputs(names, run, vectors))
+            yield from self._stored(names, self._inputs(names, run, vectors, bar), bar)
             after = leaves | self._leaves(names)
             for i, ids in enumerate(texts):
                 vectors[i] = jax.block_until_ready(walk.layer(number, after, vectors[i], ids))
+                bar.update(self._reading(names, ids))
             self._forget(names)
         if heads:
-            yield from self._stored(heads, self._inputs(heads, partial(self._end, leaves), vectors))
+            run = partial(self._end, leaves)
+            yield from self._stored(heads, self._inputs(heads, run, vectors, bar), bar)
+
+    def _heads(self) -> list[str]:
+        """Those of which inputs have to be known."""
+        each = zip(self._model.names, self._model.roles, strict=True)
+        return [name for name, role in each if role == "head" and self._kind(name)]
+
+    def _work(self) -> float:
+        """Seconds of a core that all takes, about."""
+        firsts = dict.fromkeys(self.same.values())
+        storing = sum(self._storing(name) for name in firsts)
+        layers = [name for names in self._walk.layers for name in names]
+        names = [*layers, *layers, *self._heads()]
+        return storing + sum(self._reading(names, ids) for ids in self._texts)
+
+    def _storing(self, name: str) -> float:
+        return per_weight(self._storages.get(name)) * prod(self._shapes[name])
+
+    def _reading(self, names: Sequence[str], ids: Texts) -> float:
+        """Of some tokens by some parameters, once."""
+        weights = sum(prod(self._shapes[name]) for name in names)
+        return weights * ids.size * PER_PRODUCT / PASSES
 
     def _through(self, number: int, others: Leaves, own: Leaves, x: Vectors, ids: Texts) -> Vectors:
         return self._walk.layer(number, {**others, **own}, x, ids)
@@ -115,6 +139,7 @@ class Sequential:
         names: Sequence[str],
         run: Callable[[Leaves, Vectors, Texts], Any],
         vectors: Sequence[Vectors],
+        bar: Task,
     ) -> dict[str, Inputs]:
         """What weights are multiplied with while the texts are read."""
         kinds = {name: self._kind(name) for name in names}
@@ -124,12 +149,13 @@ class Sequential:
         }
         for x, ids in zip(vectors, self._texts, strict=True):
             jax.block_until_ready(run(tapped, x, ids))
+            bar.update(self._reading(names, ids))
         taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, Recorded)}
         found = {name: leaf.inputs() for name, leaf in taps.items()}
         return {name: known(each) for name, each in found.items() if each.rows.any()}
 
     def _stored(
-        self, names: Sequence[str], inputs: Mapping[str, Inputs]
+        self, names: Sequence[str], inputs: Mapping[str, Inputs], bar: Task
     ) -> Iterator[tuple[str, Any]]:
         """Parameters as they are to be stored; `_known` has them afterwards."""
         firsts = [name for name in names if self.same[name] == name]
@@ -137,6 +163,7 @@ class Sequential:
             one = pool.map(lambda name: self._one(name, inputs.get(name)), firsts)
             for name, tensor in zip(firsts, one, strict=True):
                 self._known[name] = self._usable(name, tensor)
+                bar.update(self._storing(name))
                 yield name, tensor
 
     def _one(self, name: str, inputs: Inputs | None) -> Any:

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm import tqdm
 
 from jinfer.model import AbstractModel
 from jinfer.nn.step import Step
 from jinfer.ops import cache
+from jinfer.progress import task
 from jinfer.quant import parse_format
 from jinfer.spec.bounds import DEFAULT_CONTEXT
 from jinfer.spec.model import ModelSpec
@@ -86,14 +86,11 @@ def own_texts(
     leaves = load(model, origins, while_writing)
     rng = np.random.default_rng(0)
     begins = rng.integers(0, model.vocab, (count, min(_GIVEN, length)), np.int32)
-    bar = tqdm(
-        total=count * length, desc="writing", unit="token", leave=False, disable=not progress
-    )
     written = []
-    with bar:
+    with task("writing", count * (length - 1), unit="token", shown=progress or None) as bar:
         for begin in range(0, count, AT_ONCE):
             some = begins[begin : begin + AT_ONCE]
-            written.append(_write(model, leaves, some, length, begin, lambda n: bar.update(n)))
+            written.append(_write(model, leaves, some, length, begin, bar.update))
     return with_firsts(np.concatenate(written))
 
 

@@ -96,7 +96,7 @@ def test_errors_of_products_rank_methods() -> None:
         hessian = mean if method == "feedback" else None
         tensor = quantize(weights, parse_format("q3"), method=method, hessian=hessian)
         found[method] = Measured()
-        found[method].add(tensor, weights, Inputs(mean, np.float32(500)))
+        found[method].add(tensor, weights, Inputs(mean, np.array(500, np.float32)))
         wrong = inputs @ (tensor.dequantize() - weights).T
         given = inputs @ weights.T
         share = np.square(wrong).mean() / np.square(given).mean()

@@ -12,7 +12,7 @@ import pytest
 from jinfer import LLM
 from jinfer.model import build
 from jinfer.opening.settings import open_model
-from jinfer.weights import entry, kept, methods, searched
+from jinfer.weights import entry, kept, methods, searched, work
 from jinfer.weights.find import find_weights
 from tests.checkpoint.converting import check_equal, leaves
 
@@ -152,7 +152,7 @@ def test_where_feedback_would_take_too_long(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(methods, "_FEWEST", 0)
-    monkeypatch.setattr(methods, "_PER_WEIGHT", 1.0)
+    monkeypatch.setitem(work.PER_WEIGHT, "feedback", 1.0)
     first = leaves(MODEL, **Q4 | {"method": "auto"})
     why, once = capsys.readouterr().err.splitlines()
     assert why.startswith("jinfer: error feedback would take some ")
