@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel
 from jinfer.opening.settings import Opened
 from jinfer.ops.cache import BLOCK, ENCODER
+from jinfer.progress import line
 from jinfer.sampling.order import stage_sets
 from jinfer.spec.errors import SpecError
 from jinfer.weights.find import Weights
@@ -65,7 +65,7 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
     from jinfer.partition.loading import load_stages
 
     if progress and programs.memory:
-        print(programs.memory, file=sys.stderr)
+        line(str(programs.memory))
     engine.leaves = load_stages(weights, stages, progress=progress)
 
 

@@ -15,13 +15,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     # All that takes time is imported here, where Ctrl-C is heard.
-    from jinfer.progress import task
+    from jinfer.progress import take_warnings, task
     from jinfer.xla.later import imported
     from jinfer.xla.undisturbed import heard
 
     with heard():
         from jinfer.terminal.flags import parser
     options = parser(program(__spec__.name)).parse_args(arguments)
+    take_warnings()
     with task("starting"), imported():
         from jinfer.terminal.run import run
     return run(options)

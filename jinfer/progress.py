@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 _AFTER, _LOGGED = 0.5, 1.0  # seconds after which a task is shown, and logged
 _EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
@@ -193,12 +193,16 @@ class Beside:
         return getattr(self._stream, name)
 
 
-class Lines(logging.Handler):
+class _Lines(logging.Handler):
     """Writes records to standard error, without breaking the line of a task."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one."""
         line(self.format(record))
+
+
+def take_warnings() -> None:
+    """Has a command's warnings, which nobody else takes, written as lines."""
+    logging.lastResort = cast("Any", _Lines(logging.WARNING))
 
 
 def _begin(one: Task) -> None:
@@ -248,7 +252,7 @@ def _draw(one: Task) -> None:
     if _others():
         return
     try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some say 0
     except (OSError, ValueError, AttributeError):
         columns = 80
     room = columns - _column - 1

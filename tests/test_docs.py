@@ -28,9 +28,11 @@ import pytest
 from jinfer import LLM
 from jinfer.commands import main
 from jinfer.commands.table import COMMANDS
+from jinfer.cpu import build
 from jinfer.opening.recognize import open_source
 from jinfer.server.settings import Source
 from tests.server.running import serving
+from tests.terminal.listening import listen
 from tools.bench_models import LlamaShape, make_up
 
 from .test_worked_example import SCRIPT, sessions
@@ -273,6 +275,35 @@ def test_a_command_runs(
     status = run(asked)
     printed = capsys.readouterr()
     assert status == 0, f"{each.id}: {each.text}\n{printed.err}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=each.id)
+        for each in HERE
+        if each.text.startswith("jinfer ")
+        if each.text not in NOT_RUN and each.text.removeprefix("jinfer ") not in NAMES
+    ],
+)
+def test_no_command_is_silent_for_more_than_a_second(
+    each: Printed, folder: Path, asked: str, tmp_path: Path
+) -> None:
+    """The first time, on a terminal, where only the custom calls were compiled before."""
+    library = build.library_path()
+    kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
+    for path in (kept.parent, kept, kept / library.name):
+        path.chmod(0o700)
+    heard = listen(shlex.split(asked), "/exit\n", folder, JINFER_CACHE=str(tmp_path))
+    assert heard.status == 0, heard.text
+    assert heard.silence <= 1.0, (heard.silence, heard.before)
+
+
+def test_nothing_that_is_printed_needs_a_checkout() -> None:
+    """An installation has no folder of specifications or tools, but names and commands."""
+    checkout = re.compile(r"\bspecs/(?!families|small\b)|python -m (tools|jinfer\.(gen|ser|cli))")
+    assert [each.id for each in ALL if checkout.search(each.text)] == []
 
 
 @pytest.mark.parametrize(

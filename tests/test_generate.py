@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.generate import main
+from jinfer.terminal import run
 from tests.terminal.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +87,18 @@ def test_a_prompt_from_standard_input() -> None:
     command = [sys.executable, "-m", "jinfer.generate", SPEC, "--max-tokens", "12"]
     done = subprocess.run(command, input=QUESTION, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, ANSWER + "\n")
+
+
+def test_a_pipe_follows_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_text("The cat sat.\n")
+    with (tmp_path / "text").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run._followed("Repeat this text:") == "Repeat this text:\n\nThe cat sat."
+    with open(os.devnull) as file:  # as of a service
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run._followed("Hello") == "Hello"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run._followed("Hello") == "Hello"
 
 
 def test_chat_in_a_terminal() -> None:

@@ -15,7 +15,7 @@ from jinfer.errors import USER_ERRORS
 from jinfer.opening.sources import SourceError
 from jinfer.ops.platforms import start
 from jinfer.ops.switches import SwitchError
-from jinfer.progress import Beside, task
+from jinfer.progress import Beside, take_warnings, task
 
 
 def check_places(*files: str | None) -> None:
@@ -33,6 +33,7 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
 
     On a terminal a line says that it goes on, wherever nothing else says more.
     """
+    take_warnings()
     try:
         with task(program(work.__module__)), contextlib.redirect_stdout(_beside()):
             return work(options)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from jinfer.engine.memory import trim
 from jinfer.guard.shelf import Shelf
 from jinfer.ops.custom_calls import made_from
 from jinfer.ops.threads import cores
+from jinfer.progress import line
 from jinfer.xla.device import all_devices
 from jinfer.xla.later import is_postponed, once_imported, was_postponed
 
@@ -193,10 +193,9 @@ def private_folder(folder: Path) -> Path | None:
         reason = f"cannot be used: {error.strerror}"
     if not reason:
         return folder
-    print(
+    line(
         f"jinfer: {folder} {reason}, so programs are compiled at each start; "
-        "set JINFER_CACHE to a folder of yours, or to off",
-        file=sys.stderr,
+        "set JINFER_CACHE to a folder of yours, or to off"
     )
     return None
 

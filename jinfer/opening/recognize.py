@@ -97,7 +97,8 @@ class Located:
         """How the model is built, and the keys of `config` that nothing looked up; as `spec`."""
         own = self.own if self.describes_model else {**self.own, "family": self.family()}
         families = with_families(dict(own), self.path)
-        for table in families if self.enclosed else ():
+        # A family that was found is one of jinfer's own.
+        for table in families if self.enclosed and self.describes_model else ():
             check_enclosed(self.path, "family", table.get("family"))
         tables = [*families, overrides]
         asked = set[str]()

@@ -13,7 +13,7 @@ from jinfer.opening.conversation import Message
 from jinfer.sampling.params import SamplingParams
 from jinfer.spec.errors import SpecError
 from jinfer.terminal import lines
-from jinfer.terminal.commands import follow
+from jinfer.terminal.commands import ALIASES, COMMANDS, follow
 
 HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 STOPPED = " [stopped]"
@@ -43,7 +43,7 @@ class Dialogue(ABC):
     def run(self, first: str | None) -> int:
         """Asks and answers until the user ends it."""
         print(HINT, file=sys.stderr)
-        with lines.history():
+        with lines.history([*COMMANDS, *ALIASES]):
             given = None if first is None else lines.Typed(first, block=True)
             while not self.ended:
                 try:

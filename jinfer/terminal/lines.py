@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,13 +57,21 @@ def _block(line: str) -> str:
 
 
 @contextlib.contextmanager
-def history() -> Iterator[None]:
-    """Line editing, with the lines of earlier runs; new ones are kept for later runs."""
+def history(commands: Sequence[str] = ()) -> Iterator[None]:
+    """Line editing, with the lines of earlier runs; new ones are kept for later runs.
+
+    Args:
+        commands: that Tab completes at the beginning of a line.
+    """
     try:
         import readline
     except ImportError:  # not on every system
         yield
         return
+    readline.set_completer(lambda text, number: completion(text, number, commands))
+    readline.set_completer_delims(" \t\n")
+    libedit = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
     path = history_file() if sys.stdin.isatty() else None
     for line in _kept(path):
         readline.add_history(line)
@@ -75,6 +83,12 @@ def history() -> Iterator[None]:
         new = [readline.get_history_item(i + 1) or "" for i in range(before, count)]
         if path is not None and new:
             keep(path, new)
+
+
+def completion(text: str, number: int, commands: Sequence[str]) -> str | None:
+    """The number-th word that a text may become; None: there are no more."""
+    fitting = [f"/{name}" for name in commands if f"/{name}".startswith(text)]
+    return fitting[number] if text.startswith("/") and number < len(fitting) else None
 
 
 def history_file() -> Path | None:

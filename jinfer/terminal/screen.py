@@ -75,6 +75,6 @@ def _columns() -> int:
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return 0
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80  # some say 0
     except (OSError, ValueError):
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.converted import Packed, written
 from jinfer.model import AbstractModel
+from jinfer.progress import line
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.records import replace
 from jinfer.spec.model import ModelSpec
@@ -83,4 +83,4 @@ class EntryWriter:
 
 def say(text: str) -> None:
     """A line on standard error."""
-    print(f"jinfer: {text}", file=sys.stderr)
+    line(f"jinfer: {text}")

@@ -87,7 +87,7 @@ def own_texts(
     rng = np.random.default_rng(0)
     begins = rng.integers(0, model.vocab, (count, min(_GIVEN, length)), np.int32)
     written = []
-    with task("writing", count * (length - 1), unit="token", shown=progress or None) as bar:
+    with task("writing a text", count * (length - 1), unit="token", shown=progress or None) as bar:
         for begin in range(0, count, AT_ONCE):
             some = begins[begin : begin + AT_ONCE]
             written.append(_write(model, leaves, some, length, begin, bar.update))

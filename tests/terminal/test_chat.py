@@ -185,6 +185,48 @@ def test_a_block_is_no_command(chat: Chat) -> None:
     assert said(chat)[0] == ("user", "/exit")
 
 
+def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+    """An answer whose first token does not come before Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+    yield from ()
+
+
+def test_ctrl_c_before_the_first_token_keeps_the_question(
+    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chat.take(Typed("/set max_tokens=2"))
+    monkeypatch.setattr(chat.llm, "stream", interrupted)
+    chat.take(Typed("Why?"))
+    assert said(chat) == [("user", "Why?")]
+    assert "[stopped: /retry asks again" in capsys.readouterr().out
+    chat.take(Typed(f"/save {tmp_path / 'c.json'}"))
+    assert "(1 message in " in capsys.readouterr().out
+    chat.take(Typed("How?"))  # takes its place
+    assert said(chat) == [("user", "How?")]
+    monkeypatch.undo()
+    chat.take(Typed("/retry"))
+    assert [role for role, _ in said(chat)] == ["user", "assistant"]
+    assert said(chat)[0] == ("user", "How?")
+
+
+def test_ctrl_c_in_an_answer_leaves_a_mark(
+    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = chat.llm.stream
+
+    def late(*given: Any, **more: Any) -> Iterator[Any]:
+        """After the first token."""
+        pieces = stream(*given, **more)
+        yield next(pieces)
+        signal.raise_signal(signal.SIGINT)
+        yield from pieces
+
+    monkeypatch.setattr(chat.llm, "stream", late)
+    chat.take(Typed("Tell me about rivers."))
+    assert " [stopped]\n" in capsys.readouterr().out
+    assert [role for role, _ in said(chat)] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize("word", ["exit", "quit", "Exit", "/exit", "/quit"])
 def test_words_that_end(chat: Chat, word: str) -> None:
     chat.take(Typed(word))

@@ -89,3 +89,9 @@ def test_a_history_that_cannot_be_written(
     printed = capsys.readouterr().err
     assert printed.startswith("the history is not kept: ")
     assert printed.count("\n") == 1
+
+
+def test_tab_completes_commands() -> None:
+    known = ("reset", "retry", "save")
+    assert [lines.completion("/re", n, known) for n in range(3)] == ["/reset", "/retry", None]
+    assert lines.completion("re", 0, known) is None
