@@ -62,6 +62,7 @@ def listen(command: list[str], typed: str = "", folder: Path = ROOT, **environme
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     delays = Delays()
     everything = {**os.environ, "TERM": "xterm", "JINFER_NO_HISTORY": "1", **environment}
+    everything["PAGER"] = "cat"
     everything["PYTHONPATH"] = str(ROOT)
     program = subprocess.Popen(
         [sys.executable, "-m", *command],
