@@ -60,6 +60,8 @@ NOT_RUN = {
     "tests/server/test_process.py",
     "pip install '.[sass]'": "installs",
     "python -m jinfer.cpu --into-package": "writes to the package; tests/cpu/test_prebuilt.py",
+    "python -m tests.server.clients http://localhost:8080/v1 MODEL": "needs clients of others; "
+    "tests/server/clients/test_clients.py, a soak test",
     "make test": "is what runs this",
     "make soak": "is what runs this",
     "make sanitize": "takes an hour, and builds the custom calls anew",

@@ -3,18 +3,25 @@
 It needs the clients, and neither jinfer nor pytest: a virtual environment of its own will do.
 """
 
+import argparse
 import sys
 
 from tests.server.clients.checks import CLIENTS, Server, missing, run
 
 
-def main(url: str, model: str, *clients: str) -> int:
+def main() -> int:
+    """Tries each check; 1 where one failed that does not depend on what the model says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.server.clients")
+    parser.add_argument("url", help="of the server, with /v1")
+    parser.add_argument("model", help="what the server calls its model")
+    parser.add_argument("clients", nargs="*", metavar="client", help=f"of {', '.join(CLIENTS)}")
+    given = parser.parse_args()
     failed = 0
-    for client in clients or CLIENTS:
+    for client in given.clients or CLIENTS:
         if reason := missing(client):
             print(f"{client}: skipped: {reason}")
             continue
-        for check, wrong in run(client, Server(url, model)):
+        for check, wrong in run(client, Server(given.url, given.model)):
             word = ("model" if check.by_model else "FAILED") if wrong else "ok"
             failed += word == "FAILED"
             print(f"{client}: {check.name}: {word} {wrong}".rstrip(), flush=True)
@@ -22,4 +29,4 @@ def main(url: str, model: str, *clients: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
