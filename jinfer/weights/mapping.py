@@ -221,8 +221,8 @@ def find_origin(
     if found is None:
         raise LoadError(
             f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
-            f"loaded from; {_alike(missing[0], files)}map it to another in [{tensors.table}], "
-            "or see whether a file is missing"
+            f"loaded from; {_alike(missing[0], files.values())}map it to another in "
+            f"[{tensors.table}], or see whether a file is missing"
         )
     return found
 
@@ -248,10 +248,10 @@ def differing_copies(
                 )
 
 
-def _alike(name: str, files: Iterable[str]) -> str:
+def _alike(name: str, files: Iterable[Tensor]) -> str:
     """The tensor whose name is nearest, if it is one of the same layer: a clause for an error."""
     numbers = re.findall(r"\d+", name)
-    same = [file for file in files if re.findall(r"\d+", file) == numbers]
+    same = sorted({file.name for file in files if re.findall(r"\d+", file.name) == numbers})
     close = get_close_matches(name, same, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}? " if close else ""
 
