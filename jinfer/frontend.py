@@ -298,7 +298,7 @@ class Frontend:
             None if timeout is None else time.monotonic() + timeout,
         )
         self._check_room(request)
-        return [self._prepared(each) for each in self._each(request)]
+        return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]
 
     def _each(self, request: Request) -> list[Request]:
         """A request for each answer; seeds differ, and log-probabilities tell the best ones."""
@@ -306,11 +306,14 @@ class Frontend:
         count = sampling.best_of or sampling.n
         if count == 1:
             return [request]
-        if sampling.strategy == "beam" or not sampling.draws:
+        beam = sampling.strategy == "beam"
+        if beam and count > min(sampling.n, sampling.beams):
             raise RequestError(
-                "n and best_of need answers that differ: set a temperature above 0; "
-                "a beam search gives one"
+                f"a beam search of {sampling.beams} beams gives as many answers at most, its best; "
+                f"set n, not best_of"
             )
+        if not beam and not sampling.draws:
+            raise RequestError("n and best_of need answers that differ: set a temperature above 0")
         requests = []
         for index in range(count):
             seed = None if sampling.seed is None else (sampling.seed + index) % 2**64
@@ -322,7 +325,7 @@ class Frontend:
             requests.append(replace(request, id=id, sampling=one))
         return requests
 
-    def _prepared(self, request: Request) -> Prepared:
+    def _prepared(self, request: Request, rank: int) -> Prepared:
         sampling, spec = request.sampling, self.opened.spec
         tokenizer = self.opened.tokenizer
         encode = partial(tokenizer.encode, special=False) if tokenizer else None
@@ -330,7 +333,7 @@ class Frontend:
             choice = Choice.of(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return Prepared(request, choice, driver_of(request), self._matcher(request))
+        return Prepared(request, choice, driver_of(request, rank), self._matcher(request))
 
     def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling

@@ -156,7 +156,7 @@ def test_keywords_lie_over_parameters_and_these_over_defaults() -> None:
         (None, {"max_tokns": 5}, "there is no parameter 'max_tokns'; did you mean 'max_tokens'?"),
         ({"temprature": 1}, {}, "there is no parameter 'temprature'; did you mean 'temperature'?"),
         (SamplingParams(), {"topp": 1}, "there is no parameter 'topp'; did you mean 'top_p'?"),
-        (None, {"top_p": 2}, "top_p must be above 0, and at most 1, not 2"),
+        (None, {"top_p": 2}, "top_p must be from 0 to 1, not 2"),
         ({"top_p": 2}, {}, "top_p must be above 0"),
         (SamplingParams(), {"n": 0}, "n must be a whole number from 1"),
         (None, {"stop": 5}, "stop must be a list, not 5"),

@@ -21,9 +21,11 @@ class BeamSearch:
 
     Attributes:
         start: gives the search at its beginning.
+        rank: which of the sequences that it finds is the answer; 0: the best.
     """
 
     start: Callable[[], Beams]
+    rank: int = 0
     _beams: Beams | None = None
     _held: list[Held] = field(default_factory=list)
     _parents: list[int] = field(default_factory=list)
@@ -101,7 +103,7 @@ class BeamSearch:
         )
         if not beams.done and length + 2 < request.limit:
             return []
-        best = beams.best().tokens
+        best = beams.ranked()[self.rank].tokens
         return [
             Token(request.id, id, last="length" if index + 1 == len(best) else None)
             for index, id in enumerate(best)

@@ -11,8 +11,12 @@ from jinfer.engine.requests import Request
 from jinfer.sampling.beam import Beams
 
 
-def driver_of(request: Request) -> Driver | None:
-    """Who drives the strategies that are not a choice of one token after the other."""
+def driver_of(request: Request, rank: int) -> Driver | None:
+    """Who drives the strategies that are not a choice of one token after the other.
+
+    Args:
+        rank: which of a prompt's answers it is: a search finds several, best first.
+    """
     sampling = request.sampling
     if sampling.strategy == "contrastive":
         return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
@@ -22,5 +26,5 @@ def driver_of(request: Request) -> Driver | None:
         most = request.limit - len(request.prompt)
         early = sampling.early_stopping
         start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
-        return BeamSearch(start)
+        return BeamSearch(start, rank)
     return None

@@ -99,8 +99,8 @@ class Beams:
             length = self.limit
         return self.ended[-1].score >= self.scores[0] / length**self.length_penalty
 
-    def best(self) -> Hypothesis:
-        """The best sequence, ended or not."""
+    def ranked(self) -> list[Hypothesis]:
+        """The best sequences, ended or not, best first; as many as are kept."""
         for sequence, score in zip(self.sequences, self.scores, strict=True):
             self._end(sequence, score)
-        return self.ended[0]
+        return self.ended

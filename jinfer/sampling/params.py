@@ -111,7 +111,8 @@ class SamplingParams:
             sequences and takes that with the greatest log-probability / length ** length_penalty;
             whether enough finished ones end it at once, when better ones are unlikely (False), or
             impossible ("never").
-        n, best_of: answers given, and how many they are the likeliest of.
+        n, best_of: answers given, and how many they are the likeliest of; a beam search gives its
+            `n` best beams.
         seed: the same seed, prompt and parameters give the same tokens; None: a new one.
         max_tokens: at most so many new tokens; None: up to the context's end.
         min_tokens: no end of sequence, stop token or stop text before so many, which are at most

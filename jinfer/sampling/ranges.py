@@ -58,7 +58,6 @@ def _count(least: int, most: int = MAX_INDEX, note: str = "") -> Range:
 
 
 _SHARE = Range(0, 1)
-_SOME = Range(0, 1, above=True)
 _ANY = Range(-100, 100)
 _WINDOW = _count(-1, note="all")
 
@@ -67,10 +66,10 @@ RANGES: Mapping[str, Range] = {
     "beams": _count(1, MAX_BEAMS),
     "length_penalty": _ANY,
     "top_k": _count(0, note="all"),
-    "top_p": _SOME,
+    "top_p": _SHARE,
     "min_p": _SHARE,
-    "typical_p": _SOME,
-    "tfs_z": _SOME,
+    "typical_p": _SHARE,
+    "tfs_z": _SHARE,
     "top_a": _SHARE,
     "top_n_sigma": Range(-1, 1_000_000),
     "xtc_probability": _SHARE,

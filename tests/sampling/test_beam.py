@@ -56,7 +56,8 @@ def search(
         assert len(parents) == count
         if beams.done:
             break
-    hypothesis = beams.best()
+    hypothesis, *others = beams.ranked()
+    assert [one.score for one in others] == sorted((one.score for one in others), reverse=True)
     return hypothesis.tokens, hypothesis.score
 
 

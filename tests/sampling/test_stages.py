@@ -88,6 +88,13 @@ def test_filters(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_share_of_nothing_keeps_the_first(kind: str) -> None:
+    filters = {"top_p": numpy.top_p, "typical_p": numpy.typical_p, "tfs_z": numpy.tfs_z}
+    rows = [(only(n, 0), lambda x, f=f: f(x, 1e-30)) for n, f in filters.items()]
+    assert_stage(rows, logits_of(kind, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_temperature(kind: str) -> None:
     names = ("temperature", "dynatemp_range", "dynatemp_exponent")
     settings: list[tuple[float, ...]] = [(t,) for t in (0.01, 0.7, 1.0, 5.0)]
