@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -19,6 +20,7 @@ DEFAULT = "http://127.0.0.1:8080"
 _CONNECT = 10.0  # seconds
 _MAX_ERROR = 1 << 16  # bytes of an answer that is an error
 _MAX_LINE = 16 << 20  # bytes of one event
+_IGNORED = "x-jinfer-ignored"  # fields of the request that changed nothing
 _FULL = ("context_length_exceeded", "exceed_context_size_error")  # OpenAI's word, llama.cpp's
 
 
@@ -96,6 +98,8 @@ class Server:
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise _refused(answer)
+            if told := answer.getheader(_IGNORED):
+                print(f"ignored by the server: {shown(told)}", file=sys.stderr)
             yield answer
         except TimeoutError:
             raise RemoteError(f"{self.url}: the server says nothing") from None

@@ -56,6 +56,7 @@ def describe(one: Hosted) -> dict[str, Any]:
         "object": "model",
         "created": one.created,
         "owned_by": "jinfer",
+        "root": one.source.path,
         "status": {"value": one.state},
     }
     if one.state != "ready":

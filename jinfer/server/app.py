@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jinfer.errors import USER_ERRORS
+from jinfer.server import ignored
 from jinfer.server.endpoint import Answering, Endpoint
 from jinfer.server.errors import ApiError
 from jinfer.server.gate import Gate
@@ -46,6 +47,7 @@ def build_app(
     models = Models(
         sources,
         max_loaded=settings.max_loaded,
+        strict=settings.strict,
         warm_up=settings.warm_up,
         unloaded=metrics.unloaded,
     )
@@ -82,7 +84,7 @@ def build_app(
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", ignored.HEADER],
         )
     return gated
 

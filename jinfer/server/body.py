@@ -86,7 +86,8 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
     if model.model_config.get("extra") == "forbid":
         # One is enough to know; that all others are wrong too would take long to tell.
         names = _names(model)
-        if (unknown := next((name for name in value if name not in names), None)) is not None:
+        sent = (name for name, one in value.items() if one is not None)
+        if (unknown := next((name for name in sent if name not in names), None)) is not None:
             raise _unknown(unknown, model)
     return validated(value, model)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
-from jinfer.engine.generation import Chunk, Completion
+from jinfer.engine.generation import Chunk, Completion, TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
 from jinfer.server import figures, streams
 from jinfer.server.errors import as_api_error, invalid, unsupported
+from jinfer.server.ignored import Ignore
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
 from jinfer.server.prompts import chat_ids
@@ -35,8 +36,6 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
     """Answers a conversation."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
-    if body.store:
-        raise unsupported("nothing is stored here", "store")
     refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported("they are not streamed", "prompt_logprobs")
@@ -64,7 +63,7 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, read = await service.beside(prepare_chat, service, body, hosted)
+        job, read = await service.beside(prepare_chat, service, body, hosted, call.ignore)
         run = service.run(hosted, [job])
         try:
             yield _Chat(call, hosted, job, read, run)
@@ -72,18 +71,27 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
             call.note(**run.summary())
 
 
-def prepare_chat(service: Service, body: ChatRequest, hosted: Hosted) -> tuple[Job, Tooling]:
+def prepare_chat(
+    service: Service, body: ChatRequest, hosted: Hosted, ignore: Ignore
+) -> tuple[Job, Tooling]:
     """The prompt of a conversation, and what becomes of its answers; takes its time.
+
+    Args:
+        ignore: is told of fields that change nothing.
 
     Raises:
         ApiError: it cannot be answered.
     """
     frontend, settings = hosted.frontend, service.settings
     try:
-        ids = chat_ids(body, frontend, settings)
+        ids = chat_ids(body, frontend, settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
-    read = tooling(body, body.parallel_tool_calls is not False, frontend, ids)
+    read = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
+    if read.changes and body.response_format is not None:
+        # It is about words, of which there will be none.
+        ignore("response_format", "it cannot be used where tools have to be called")
+        body = body.model_copy(update={"response_format": None})
     changes: dict[str, Any] = dict(read.changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
@@ -160,11 +168,16 @@ class _Chat:
             "finish_reason": self._reason(reading, answer.finish_reason),
         }
         if self.call.body.logprobs:
-            entries = figures.chat_logprobs(self.hosted.llm.tokenizer, answer.logprobs or ())
+            entries = self.logprobs(answer.logprobs or ())
             choice["logprobs"] = {"content": entries, "refusal": None}
         if self.job.asked.token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        """Tokens as this conversation shows them."""
+        as_ids = self.call.body.return_tokens_as_token_ids
+        return figures.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
 
     def _reason(self, reading: _Reading, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
@@ -278,7 +291,7 @@ def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict
             delta[name] = delta[name] + value if name in delta else value
     more: dict[str, Any] = {}
     if it.call.body.logprobs:
-        entries = figures.chat_logprobs(it.hosted.llm.tokenizer, piece.logprobs)
+        entries = it.logprobs(piece.logprobs)
         more["logprobs"] = {"content": entries, "refusal": None}
     if how.token_ids:
         more["token_ids"] = list(piece.token_ids)

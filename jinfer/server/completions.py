@@ -96,6 +96,11 @@ class _Texts:
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def _as_ids(self) -> bool:
+        """Whether log-probabilities have ids for tokens."""
+        return bool(self.call.body.return_tokens_as_token_ids)
+
     async def score(self) -> None:
         """Computes how likely the prompts are, where that is asked for."""
         body = self.call.body
@@ -186,23 +191,20 @@ class _Texts:
     ) -> dict[str, Any]:
         """Tokens as completions show them; before the first of a prompt there is nothing."""
         tokenizer = self.hosted.llm.tokenizer
-        tokens = [figures.token_text(tokenizer, id) for id in first]
-        tokens += [figures.token_text(tokenizer, one.id) for one in entries]
+        ids = [*first, *(one.id for one in entries)]
         unknown: list[None] = [None] * len(first)
         return {
-            "tokens": tokens,
+            "tokens": [figures.token_text(tokenizer, id, self._as_ids) for id in ids],
             "token_logprobs": [*unknown, *(figures.finite(one.logprob) for one in entries)],
             "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
             "text_offset": [*offsets],
         }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
-        tokenizer = self.hosted.llm.tokenizer
+        tokenizer, as_ids = self.hosted.llm.tokenizer, self._as_ids
         # The token itself is there too, though it is none of the likeliest.
         return {
-            str(each.id) if tokenizer is None else figures.token_key(tokenizer, each.id): (
-                figures.finite(each.logprob)
-            )
+            figures.token_key(tokenizer, each.id, as_ids): figures.finite(each.logprob)
             for each in (*one.top, one)
         }
 

@@ -16,6 +16,7 @@ from jinfer.engine.requests import ClosedError
 from jinfer.records import dataclass
 from jinfer.server import body
 from jinfer.server.errors import CLOSING, as_api_error
+from jinfer.server.ignored import ignored_fields
 from jinfer.server.replies import Reply, Stream, refusal
 from jinfer.server.service import Call, Handler, Service
 
@@ -104,6 +105,11 @@ class Answering:
             if settings.log_prompts and data:
                 notes["body"] = data.decode("utf-8", "replace")
             call = Call(self.service, parsed, request, notes.get("id", ""), notes)
+            for field, why in ignored_fields(parsed):
+                call.ignore(field, why)
+            model = getattr(parsed, "model", request.query_params.get("model"))
+            if model is not None and self.service.models.stands_in_for(model):
+                call.ignore("model", "one model is served, whatever it is called")
             reply: Reply | Stream = await self.endpoint.handler(call)
             failure = await reply.send(send, settings.send_seconds)
             if failure is not None:

@@ -61,13 +61,23 @@ def _rates(name: str, count: int, seconds: float, first: int = 0) -> dict[str, A
     }
 
 
-def token_text(tokenizer: Tokenizer | None, id: int) -> str:
-    """A token's own text, with the space before it, which `decode` may leave out."""
+def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
+    """A token's own text, with the space before it, which `decode` may leave out.
+
+    Args:
+        as_id: its id in vLLM's words instead, which tells tokens apart whose texts are alike.
+    """
+    if as_id:
+        return f"token_id:{id}"
     return "" if tokenizer is None else tokenizer.spelled(id).decode("utf-8", "replace")
 
 
-def token_key(tokenizer: Tokenizer, id: int) -> str:
+def token_key(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
     """A token's text, or its bytes where it is a part of a character: no two are alike."""
+    if as_id:
+        return token_text(tokenizer, id, as_id)
+    if tokenizer is None:
+        return str(id)
     data = tokenizer.spelled(id)
     try:
         return data.decode()
@@ -75,10 +85,10 @@ def token_key(tokenizer: Tokenizer, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _entry(tokenizer: Tokenizer | None, one: TokenLogprob) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer | None, one: TokenLogprob, as_ids: bool) -> dict[str, Any]:
     data = b"" if tokenizer is None else tokenizer.spelled(one.id)
     return {
-        "token": data.decode("utf-8", "replace"),
+        "token": token_text(tokenizer, one.id, as_ids),
         "logprob": finite(one.logprob),
         "bytes": list(data),
         "token_id": one.id,
@@ -91,13 +101,14 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob]
+    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob], as_ids: bool | None = False
 ) -> list[dict[str, Any]]:
-    """The tokens of an answer as chat completions show them."""
+    """The tokens of an answer as chat completions show them, by text or by id."""
+    named = bool(as_ids)
     return [
         {
-            **_entry(tokenizer, one),
-            "top_logprobs": [_entry(tokenizer, other) for other in one.top],
+            **_entry(tokenizer, one, named),
+            "top_logprobs": [_entry(tokenizer, other, named) for other in one.top],
         }
         for one in entries
     ]

@@ -155,6 +155,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(("--ping",), "seconds of silence until a stream has a comment", float, Settings.ping),
     Flag(("--request-chat-templates",), "requests may bring chat templates along", bool),
+    Flag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
     Flag(("--log-prompts",), "log what requests say, too", bool),
     Flag(
         ("--log-format",),
@@ -256,6 +257,7 @@ def settings_of(found: Mapping[str, Any]) -> Settings:
         most_prompts=found["max_prompts"],
         log_prompts=bool(found["log_prompts"]),
         request_templates=bool(found["request_chat_templates"]),
+        strict=bool(found["strict"]),
         max_loaded=found["max_loaded"],
         warm_up=found["warm_up"] == "background",
         cors=tuple(found["cors"]),

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jinfer.server import auth
+from jinfer.server import auth, ignored
 from jinfer.server.errors import ApiError
 from jinfer.server.metrics import Metrics
 from jinfer.server.replies import refusal
@@ -61,6 +61,9 @@ class Gate:
             if message["type"] == "http.response.start":
                 notes["status"] = message["status"]
                 message["headers"].append((b"x-request-id", id.encode()))
+                if names := notes.get("ignored"):
+                    told = ignored.header(names).encode()
+                    message["headers"].append((ignored.HEADER.encode(), told))
             await send(message)
 
         with span(f"{scope['method']} {scope['path']}", headers, notes):

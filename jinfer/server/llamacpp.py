@@ -13,11 +13,11 @@ from jinfer.server import figures
 from jinfer.server.about import own_version
 from jinfer.server.errors import unsupported
 from jinfer.server.models import Hosted
-from jinfer.server.prompts import prompts_of
+from jinfer.server.prompts import is_one, prompts_of
 from jinfer.server.replies import Reply, Stream, event
 from jinfer.server.running import Job, Run, prepare
 from jinfer.server.sampling import LLAMA_CPP, asked
-from jinfer.server.schemas.llamacpp import LlamaRequest
+from jinfer.server.schemas.llamacpp import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
 from jinfer.server.streams import check_stream, refuse, sent
@@ -60,19 +60,7 @@ async def _running(call: Call[LlamaRequest]) -> AsyncIterator[_Llama]:
 def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     how = asked(body, frontend, LLAMA_CPP, None, _ROUTE)
-    prompt: Any = body.prompt
-    if _mixed(prompt):
-        ids: list[int] = []
-        for part in prompt:
-            special = not ids
-            text = isinstance(part, str)
-            ids += (
-                frontend.tokenizer.encode(part, special=special)
-                if text
-                else frontend.encode([part])
-            )
-        prompt = [ids]
-    prompts = prompts_of(prompt, frontend, settings.most_prompts)
+    prompts = prompts_of(_plain(body.prompt), frontend, settings.most_prompts)
     timeout = settings.timeout
     if body.t_max_predict_ms:
         own = body.t_max_predict_ms / 1000
@@ -80,11 +68,11 @@ def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
     return [prepare(frontend, ids, how, param="prompt", timeout=timeout) for ids in prompts]
 
 
-def _mixed(prompt: Any) -> bool:
-    """Whether a list has texts and ids: the parts of one prompt."""
-    if not isinstance(prompt, list):
-        return False
-    return {type(part) for part in prompt} == {str, int}
+def _plain(prompt: LlamaPrompt) -> str | list[Any]:
+    """A prompt as other routes have it."""
+    if isinstance(prompt, list):
+        return [one.prompt_string if isinstance(one, LlamaText) else one for one in prompt]
+    return prompt.prompt_string if isinstance(prompt, LlamaText) else prompt
 
 
 @dataclass
@@ -99,9 +87,7 @@ class _Llama:
     @property
     def alone(self) -> bool:
         """Whether there is one answer, which is then no list."""
-        given = self.call.body.prompt
-        several = isinstance(given, list) and not _mixed(given) and not isinstance(given[0], int)
-        return not several and len(self.run.prepared) == 1
+        return is_one(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
 
     def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
         """A whole answer."""

@@ -81,6 +81,7 @@ class Models:
         sources: Sequence[Source],
         *,
         max_loaded: int | None = None,
+        strict: bool = False,
         warm_up: bool = True,
         unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
     ) -> None:
@@ -88,11 +89,13 @@ class Models:
 
         Args:
             max_loaded: models in memory at a time; None: all.
+            strict: a model that is alone is not called by any other name.
             warm_up: make all programs in the background, once a model is there.
             unloaded: is told of a model that leaves memory, with its last figures.
         """
         self.hosted = [Hosted(source) for source in sources]
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
+        self._any_name = not strict and len(self.hosted) == 1
         self._warm_up = warm_up
         self._unloaded = unloaded
         self._started = self._closing = False
@@ -142,13 +145,18 @@ class Models:
         return {one.name: one.llm.stats() for one in self.hosted if one.state == "ready"}
 
     def named(self, name: str | None) -> Hosted:
-        """The model that a request means. Raises `ApiError` where there is none."""
+        """The model of a name; None: the first. Raises `ApiError` where there is none."""
         if name is None:
             return self.hosted[0]
         for one in self.hosted:
             if name in (one.name, one.source.path):
                 return one
         raise unknown_model(name, [one.name for one in self.hosted])
+
+    def stands_in_for(self, name: str) -> bool:
+        """Whether the one model that is served answers for another that a client thinks of."""
+        one = self.hosted[0]
+        return self._any_name and name not in (one.name, one.source.path)
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Hosted]:
@@ -158,7 +166,7 @@ class Models:
             ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
                 service is closing.
         """
-        one = self.named(name)
+        one = self.hosted[0] if self._any_name else self.named(name)
         if self._closing:
             raise closing()
         if not self._started and one.state != "ready":

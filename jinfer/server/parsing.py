@@ -105,8 +105,8 @@ class Tooling:
         parser: makes one for each answer.
         changes: of `SamplingParams`: a constraint that makes calls come.
         shown: special tokens that the parser has to see in the text.
-        bound: the same where the answer has to keep to a JSON schema; without one, such an answer
-            is all content.
+        bound: the same where the answer has to keep to a JSON schema, or be a call of a tool;
+            without one, such an answer is all content.
     """
 
     parser: Callable[[], Parser] = Plain

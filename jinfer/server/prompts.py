@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -13,7 +13,9 @@ from jinfer.engine.requests import RequestError
 from jinfer.frontend import Frontend
 from jinfer.opening.conversation import CONTINUE, Conversation
 from jinfer.server.errors import ApiError, as_api_error, invalid, unsupported
-from jinfer.server.schemas.chat import Message, Rendering, Tool
+from jinfer.server.ignored import Ignore
+from jinfer.server.schemas.base import MOST_PARTS
+from jinfer.server.schemas.chat import Message, Rendering, Tool, ToolCall
 from jinfer.server.settings import Settings
 from jinfer.server.tools.formats import format_of
 from jinfer.server.tools.shape import shape_of, shaped
@@ -25,10 +27,17 @@ _RESERVED = frozenset(
 )
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ALIASES = {"developer": "system", "function": "tool"}  # roles by the names templates know
+
+
 def conversation_of(
-    body: Rendering, frontend: Frontend, settings: Settings
+    body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore
 ) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
     """The template, the messages and the variables of a conversation.
+
+    Args:
+        ignore: is told of variables that the template does not read.
 
     Raises:
         ApiError: something in it that this model's template has no place for.
@@ -39,24 +48,15 @@ def conversation_of(
             raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
         prompt = replace(conversation.prompt, template="")
         conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
-    if body.tools and body.tool_choice != "none":
+    if functions_of(body) and body.tool_choice != "none":
         conversation = conversation.for_tools()
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+    variables = _variables(body, conversation, ignore)
     template = conversation.jinja or ""
-    for name in variables:
-        if name in _RESERVED or name not in template:
-            known = name == "reasoning_effort"
-            raise invalid(
-                f"the model's chat template does not read {name[:80]}",
-                name if known else f"chat_template_kwargs.{name[:80]}",
-            )
     if body.documents:
         if "documents" not in template:
             raise unsupported("the model's chat template has no place for documents", "documents")
         variables["documents"] = body.documents
-    tools = [_plain(one) for one in body.tools or () if body.tool_choice != "none"]
+    tools = [] if body.tool_choice == "none" else list(map(_plain, functions_of(body)))
     if tools and "tools" in template:
         variables["tools"] = tools
     if not template and (body.continue_final_message or body.add_generation_prompt is False):
@@ -72,10 +72,31 @@ def conversation_of(
         variables[CONTINUE] = True
     elif body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    messages = messages_of(body.messages)
+    messages = messages_of(body.messages, conversation)
     if tools or any("tool_calls" in one or one["role"] == "tool" for one in messages):
         messages = _with_calls(conversation, messages, tools)
     return conversation, messages, variables
+
+
+def _variables(body: Rendering, conversation: Conversation, ignore: Ignore) -> dict[str, Any]:
+    """What the template is told beside the messages."""
+    given = dict(body.chat_template_kwargs or {})
+    places = {name: f"chat_template_kwargs.{name[:80]}" for name in given}
+    if body.reasoning_effort is not None:
+        given["reasoning_effort"] = body.reasoning_effort
+        places["reasoning_effort"] = "reasoning_effort"
+    for name in list(given):
+        if name in _RESERVED:
+            raise invalid(f"{name} has a field of its own", places[name])
+        if not conversation.reads(name):
+            ignore(places[name], f"the model's chat template does not read {name[:80]}")
+            del given[name]
+    return given
+
+
+def functions_of(body: Rendering) -> list[Tool]:
+    """The tools of a request that can be called here."""
+    return [one for one in body.tools or () if isinstance(one, Tool)]
 
 
 def _with_calls(
@@ -91,16 +112,16 @@ def _with_calls(
     return shaped(messages, way, short_ids=mistral)
 
 
-def chat_ids(body: Rendering, frontend: Frontend, settings: Settings) -> list[int]:
+def chat_ids(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> list[int]:
     """The tokens of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = conversation_of(body, frontend, settings)
+    conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
     _can_chat(conversation)
     return conversation.encode(frontend.tokenizer, messages, **variables)
 
 
-def chat_text(body: Rendering, frontend: Frontend, settings: Settings) -> str:
+def chat_text(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> str:
     """The text of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = conversation_of(body, frontend, settings)
+    conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
     _can_chat(conversation)
     return conversation.text(frontend.tokenizer, messages, **variables)
 
@@ -113,43 +134,62 @@ def _can_chat(conversation: Conversation) -> None:
         )
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[Message], conversation: Conversation) -> list[dict[str, Any]]:
     """Messages as templates read them."""
-    return [_message(one, f"messages.{i}") for i, one in enumerate(messages)]
+    return [_message(one, f"messages.{i}", conversation) for i, one in enumerate(messages)]
 
 
-def _message(message: Message, place: str) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, place)}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
+def _message(message: Message, place: str, conversation: Conversation) -> dict[str, Any]:
+    role = message.role
+    if role not in _ROLES and not conversation.reads(role):
+        known = ", ".join(_ROLES)
+        raise invalid(
+            f"{role[:80]!r} is none of {known}, nor named by the chat template", f"{place}.role"
+        )
+    plain: dict[str, Any] = {"role": _ALIASES.get(role, role), "content": _content(message, place)}
+    thought = message.reasoning_content or message.reasoning
+    given = {"name": message.name, "reasoning_content": thought}
+    for name, value in {**given, "tool_call_id": message.tool_call_id}.items():
+        if value is not None:
             plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
+    calls = list(message.tool_calls or ())
+    where = [f"{place}.tool_calls.{i}.function" for i in range(len(calls))]
+    if message.function_call is not None:
+        calls.append(ToolCall(function=message.function_call))
+        where.append(f"{place}.function_call")
+    if calls:
+        plain["tool_calls"] = list(map(_call, calls, where))
     return plain
 
 
-def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves, so that they want what the text says."""
+def _call(call: ToolCall, place: str) -> dict[str, Any]:
+    said = called_with(call.function.arguments, f"{place}.arguments")
+    function = {"name": call.function.name, "arguments": said}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def called_with(text: str, place: str) -> dict[str, Any]:
+    """The arguments of an earlier call, which templates write as JSON themselves.
+
+    Servers write a call without any as nothing, or as null.
+
+    Raises:
+        ApiError: they are no object.
+    """
     try:
-        return json.loads(text)
+        said = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        return text
+        said = text
+    if said is None:
+        return {}
+    if not isinstance(said, dict):
+        raise invalid("the arguments of a call are a JSON object, as a text", place)
+    return said
 
 
 def _content(message: Message, place: str) -> str:
     content = message.content
-    if content is None and message.role in ("system", "developer", "user", "tool"):
+    if content is None and message.role in ("system", "developer", "user"):
         raise invalid(f"a message of the role {message.role} needs content", f"{place}.content")
     if content is None or isinstance(content, str):
         return content or message.refusal or ""
@@ -167,8 +207,9 @@ def _content(message: Message, place: str) -> str:
 
 
 def _plain(tool: Tool) -> Any:
-    """What templates read of a tool: what was sent."""
-    return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True))
+    """What templates read of a tool: what was sent, but for what is meant for servers."""
+    without: Any = {"cache_control": True, "function": {"cache_control"}}
+    return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True, exclude=without))
 
 
 def prompts_of(
@@ -179,7 +220,7 @@ def prompts_of(
     special: bool | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """The tokens of each prompt of a request: a text, ids, or a list of either.
+    """The tokens of each prompt of a request: a text, ids, both in a list, or a list of such.
 
     Args:
         most: prompts that a request may have.
@@ -189,7 +230,7 @@ def prompts_of(
     Raises:
         ApiError: none or too many, an id outside of the vocabulary, a text without a tokenizer.
     """
-    listed = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    listed = [given] if is_one(given) else given
     if not listed:
         raise invalid("there is no prompt", param)
     if len(listed) > most:
@@ -202,7 +243,23 @@ def prompts_of(
         raise as_api_error(error, param=param) from error
 
 
-def _ids(given: str | Sequence[int], frontend: Frontend, special: bool) -> list[int]:
+def is_one(given: str | Sequence[Any]) -> bool:
+    """Whether it is one prompt: a text, or a list with an id in it."""
+    return isinstance(given, str) or any(isinstance(part, int) for part in given)
+
+
+def _ids(given: str | Sequence[Any], frontend: Frontend, special: bool) -> list[int]:
     if isinstance(given, str) and not special:
         return frontend.tokenizer.encode(given, special=False)
-    return frontend.encode(given)
+    if isinstance(given, str) or not any(isinstance(part, str) for part in given):
+        return frontend.encode(cast("str | Sequence[int]", given))
+    if len(given) > MOST_PARTS:
+        message = f"a prompt of texts and ids has {len(given)} parts; at most {MOST_PARTS}"
+        raise RequestError(message)
+    ids: list[int] = []
+    for part in given:
+        if isinstance(part, str):
+            ids += frontend.tokenizer.encode(part, special=special and not ids)
+        else:
+            ids += frontend.encode([part])
+    return ids

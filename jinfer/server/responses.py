@@ -17,12 +17,20 @@ from jinfer.server.errors import ApiError, invalid, unsupported
 from jinfer.server.items import Items
 from jinfer.server.models import Hosted
 from jinfer.server.parsing import Settled, Tooling
+from jinfer.server.prompts import called_with
 from jinfer.server.replies import Reply, Stream, event
 from jinfer.server.running import Job, Run
 from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.schemas.responses import InputItem, InputPart, ResponseRequest
+from jinfer.server.schemas.responses import (
+    LOGPROBS,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    ResponseRequest,
+)
+from jinfer.server.schemas.sampling import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import sent
+from jinfer.server.streams import refuse, sent
 
 # A field of a chat completion -> what a response calls it.
 _NAMES: Mapping[str, str] = {
@@ -35,17 +43,31 @@ _NAMES: Mapping[str, str] = {
 }
 
 
+# Fields of other routes that an answer here has no place for.
+_ELSEWHERE: Mapping[str, str] = {
+    "response_format": "text.format says it",
+    "n_probs": f"log-probabilities are given with include: [{LOGPROBS}]",
+    "prompt_logprobs": "they are given by /v1/completions",
+    "return_token_ids": "no ids are given here",
+    "timings_per_token": "no timings are given here",
+    "return_progress": "nothing is told of the prompt here",
+}
+
+
 async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
     """Answers a conversation."""
     body = call.body
-    if body.store:
-        raise unsupported("nothing is stored here", "store")
     if body.stream_options is not None and not body.stream:
         raise invalid("it needs stream: true", "stream_options")
-    if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise unsupported("events are not padded", "stream_options.include_obfuscation")
-    if body.top_logprobs and not body.include:
-        raise invalid("it needs include: [message.output_text.logprobs]", "top_logprobs")
+    for number, one in enumerate(body.include or ()):
+        if one != LOGPROBS:
+            call.ignore(f"include.{number}", "answers have no such part")
+    if body.top_logprobs and not shows_logprobs(body):
+        raise invalid(f"it needs include: [{LOGPROBS}]", "top_logprobs")
+    refuse(body, **_ELSEWHERE)
+    for name in ("n", "best_of"):
+        if (getattr(body, name) or 1) > 1:
+            raise unsupported("a response is one answer", name)
     if body.stream:
         return Stream(_streamed(call), failed=_failed)
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
@@ -60,6 +82,11 @@ def _failed(error: ApiError) -> bytes:
     """An error in the middle of a stream."""
     shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return event({**shown, "sequence_number": 0}, "error")
+
+
+def shows_logprobs(body: ResponseRequest) -> bool:
+    """Whether an answer has log-probabilities."""
+    return LOGPROBS in (body.include or ())
 
 
 @contextlib.asynccontextmanager
@@ -79,9 +106,13 @@ async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
 def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling]:
     """The prompt; with truncation, of as many of the latest messages as fit. Takes its time."""
     asked = as_chat(call.body)
+
+    def ignore(field: str, why: str) -> None:
+        call.ignore(_named(field), why)
+
     while True:
         try:
-            return prepare_chat(call.service, asked, hosted)
+            return prepare_chat(call.service, asked, hosted, ignore)
         except ApiError as error:
             fits = error.code != "context_length_exceeded"
             first = next((i for i, m in enumerate(asked.messages) if m.role != "system"), None)
@@ -91,21 +122,27 @@ def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling
                 or first is None
                 or len(asked.messages) - first < 2
             ):
-                error.param = _NAMES.get(error.param or "", error.param)
+                error.param = error.param and _named(error.param)
                 raise
         asked.messages = [*asked.messages[:first], *asked.messages[first + 1 :]]
+
+
+def _named(field: str) -> str:
+    """What a response calls a field of a chat completion."""
+    tool = field.replace(".function.", ".", 1) if field.startswith("tools.") else field
+    return _NAMES.get(field, tool)
 
 
 def as_chat(body: ResponseRequest) -> ChatRequest:
     """The same as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
+        **{name: one for name, one in body.given().items() if name in Sampling.model_fields},
         "messages": _messages(body),
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "chat_template_kwargs": body.chat_template_kwargs,
     }
-    if body.include:
+    if shows_logprobs(body):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
@@ -117,6 +154,8 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
     if body.tools:
         chat["tools"] = [
             {"type": "function", "function": one.model_dump(exclude={"type"}, exclude_none=True)}
+            if isinstance(one, FunctionTool)
+            else one
             for one in body.tools
         ]
     if isinstance(body.tool_choice, str):
@@ -155,15 +194,16 @@ def _message(item: InputItem, place: str) -> dict[str, Any]:
                 raise invalid("a message needs role and content", place)
             return {"role": item.role, "content": _text(item.content, f"{place}.content")}
         case "function_call":
-            if item.call_id is None or item.name is None or item.arguments is None:
-                raise invalid("a function_call needs call_id, name and arguments", place)
-            function = {"name": item.name, "arguments": item.arguments}
+            if item.call_id is None or item.name is None:
+                raise invalid("a function_call needs call_id and name", place)
+            called_with(item.arguments or "", f"{place}.arguments")
+            function = {"name": item.name, "arguments": item.arguments or ""}
             call = {"id": item.call_id, "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            if item.call_id is None or item.output is None:
-                raise invalid("a function_call_output needs call_id and output", place)
-            text = _text(item.output, f"{place}.output")
+            if item.call_id is None:
+                raise invalid("a function_call_output needs call_id", place)
+            text = _text(item.output or "", f"{place}.output")
             return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     parts = item.content if isinstance(item.content, list) else []
     texts = [one.get("text") if isinstance(one, dict) else one.text for one in parts]
@@ -210,7 +250,7 @@ class _Response:
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
         """A piece of the answer; gives the events that it becomes."""
         entries: list[dict[str, Any]] = []
-        if self.call.body.include:
+        if shows_logprobs(self.call.body):
             entries = figures.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
         self.status = "incomplete" if chunk.finish_reason == "length" else "completed"
         return self.items.push(self._parser.push(chunk.text), entries)
@@ -238,7 +278,10 @@ class _Response:
                 "output_tokens_details": {"reasoning_tokens": self.items.thought},
                 "total_tokens": known["total_tokens"],
             }
-        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        text = {}
+        if body.text is not None:
+            without = {"verbosity"}
+            text = body.text.model_dump(by_alias=True, exclude_none=True, exclude=without)
         chosen: Any = body.tool_choice or "auto"
         return {
             "id": self.id,
@@ -264,6 +307,7 @@ class _Response:
             "tools": [
                 {"strict": None, "parameters": None, **one.model_dump(exclude_none=True)}
                 for one in body.tools or ()
+                if isinstance(one, FunctionTool)
             ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,

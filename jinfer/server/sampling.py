@@ -23,6 +23,8 @@ _ELSEWHERE = frozenset(
         "cache_prompt",
         "timings_per_token",
         "return_progress",
+        "id_slot",
+        "verbose",
         "logprobs",
     }
 )
@@ -187,6 +189,11 @@ def _values(
     return values, names
 
 
+def _id(key: str) -> int | str:
+    """A key of JSON, which may be an id, or a text."""
+    return int(key) if key.isascii() and key.isdecimal() else key
+
+
 def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
     """What a function makes of a field. Raises `ApiError` where it cannot."""
     try:
@@ -196,19 +203,18 @@ def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
 
 
 def _biases(
-    value: Mapping[str, float] | list[list[Any]], frontend: Frontend
+    value: Mapping[str, float | bool] | list[list[Any]], frontend: Frontend
 ) -> tuple[tuple[Any, Any], ...]:
     """Pairs of an id and its bias; llama.cpp has lists, texts for ids, and false for never."""
-    if isinstance(value, Mapping):
-        return tuple(value.items())
     biases: list[tuple[Any, Any]] = []
-    for pair in value:
+    pairs = [(_id(key), one) for key, one in value.items()] if isinstance(value, Mapping) else value
+    for pair in pairs:
         if len(pair) != 2 or isinstance(pair[0], bool) or isinstance(pair[1], str):
             raise invalid("logit_bias has pairs of a token and a number, or false", "logit_bias")
         if pair[1] is True:
             raise invalid("a bias is a number, or false", "logit_bias")
         bias = float("-inf") if pair[1] is False else pair[1]
-        ids = [pair[0]]
+        ids: list[Any] = [pair[0]]
         if isinstance(pair[0], str):
             ids = frontend.tokenizer.encode(pair[0], special=False, parse_special=True)
         biases += [(id, bias) for id in ids]

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from jinfer.records import dataclass, field
-from jinfer.server.errors import CLOSING
+from jinfer.server import ignored
+from jinfer.server.errors import CLOSING, unsupported
 from jinfer.server.metrics import Metrics, Watch
 from jinfer.server.models import Hosted, Models
 from jinfer.server.running import Job, Run
@@ -77,6 +78,16 @@ class Call[B: BaseModel]:
     def note(self, **known: Any) -> None:
         """Has the log say what is known."""
         self.notes.update({name: value for name, value in known.items() if value is not None})
+
+    def ignore(self, field: str, why: str) -> None:
+        """Tells the client and the log of a field that changes nothing.
+
+        Raises:
+            ApiError: the service is strict.
+        """
+        if self.service.settings.strict:
+            raise unsupported(why, field)
+        ignored.note(self.notes, field)
 
 
 type Handler = Callable[[Any], Awaitable[Any]]

@@ -38,6 +38,8 @@ class Settings:
         most_prompts: of one request.
         log_prompts: whether texts of requests and answers are logged.
         request_templates: whether a request may bring a chat template along.
+        strict: whether fields that change nothing, and names of models that are not served, are
+            refused.
         max_loaded: models in memory at a time; None: all.
         warm_up: whether all programs are made in the background.
         cors: origins that browsers may call from; "*" for any.
@@ -54,6 +56,7 @@ class Settings:
     most_prompts: int = 2048
     log_prompts: bool = False
     request_templates: bool = False
+    strict: bool = False
     max_loaded: int | None = None
     warm_up: bool = True
     cors: tuple[str, ...] = ()

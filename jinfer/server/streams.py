@@ -19,8 +19,6 @@ def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | N
     if stream:
         if body.best_of is not None and body.best_of > (body.n or 1):
             raise invalid("the best of several answers is known only at the end", "best_of")
-        if options is not None and options.include_obfuscation:
-            raise unsupported("events are not padded", "stream_options.include_obfuscation")
         return
     if options is not None:
         raise invalid("it needs stream: true", "stream_options")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jinfer.frontend import Frontend
 from jinfer.server import figures
 from jinfer.server.errors import as_api_error, invalid
+from jinfer.server.ignored import Ignore
 from jinfer.server.prompts import chat_ids, chat_text
 from jinfer.server.replies import Reply
 from jinfer.server.schemas.chat import Rendering
@@ -27,6 +29,10 @@ _OF = {
         "continue_final_message",
         "chat_template",
         "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+        "documents",
+        "reasoning_effort",
     },
 }
 
@@ -42,7 +48,8 @@ async def tokenize(call: Call[TokenizeRequest]) -> Reply:
         raise invalid(f"it cannot be used with {name}", other)
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
-        return Reply(await call.service.beside(_TOKENS[name], call.body, hosted.frontend, settings))
+        work = partial(_TOKENS[name], call.body, hosted.frontend, settings, call.ignore)
+        return Reply(await call.service.beside(work))
 
 
 async def tokenizer_info(call: Call[Any]) -> Reply:
@@ -67,7 +74,9 @@ async def tokenizer_info(call: Call[Any]) -> Reply:
         )
 
 
-def _content(body: TokenizeRequest, frontend: Frontend, _: Settings) -> dict[str, Any]:
+def _content(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
     """llama.cpp's way."""
     tokenizer = frontend.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
@@ -95,20 +104,24 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
         return list(data)
 
 
-def _prompt(body: TokenizeRequest, frontend: Frontend, _: Settings) -> dict[str, Any]:
+def _prompt(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
     """vLLM's way."""
     special = body.add_special_tokens is not False
     ids = frontend.tokenizer.encode(body.prompt or "", special=special)
     return _listed(body, frontend, ids)
 
 
-def _messages(body: TokenizeRequest, frontend: Frontend, settings: Settings) -> dict[str, Any]:
+def _messages(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
     """vLLM's way with a conversation."""
     if body.add_special_tokens:
         raise invalid("the chat template says what stands around a text", "add_special_tokens")
     names = _OF["messages"] & Rendering.model_fields.keys() | {"messages"}
     rendering = Rendering(**{name: getattr(body, name) for name in names})
-    return _listed(body, frontend, chat_ids(rendering, frontend, settings))
+    return _listed(body, frontend, chat_ids(rendering, frontend, settings, ignore))
 
 
 def _listed(body: TokenizeRequest, frontend: Frontend, ids: Sequence[int]) -> dict[str, Any]:
@@ -140,5 +153,6 @@ async def apply_template(call: Call[TemplateRequest]) -> Reply:
     """The prompt that a conversation becomes."""
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
-        text = await call.service.beside(chat_text, call.body, hosted.frontend, settings)
+        given = call.body, hosted.frontend, settings, call.ignore
+        text = await call.service.beside(chat_text, *given)
         return Reply({"prompt": text})

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from jinfer.frontend import Frontend
 from jinfer.sampling.errors import ConstraintError
-from jinfer.sampling.structured.schema import prepare_schema
-from jinfer.server.errors import invalid
+from jinfer.server.errors import as_api_error
+from jinfer.server.ignored import Ignore
+from jinfer.server.offered import offered
 from jinfer.server.parsing import Tooling
 from jinfer.server.schemas.chat import NamedTool, Rendering
 from jinfer.server.tools.calls import Tools
 from jinfer.server.tools.format import Format
 from jinfer.server.tools.formats import format_of, shown, thinking_of
-from jinfer.server.tools.lark import Lark, parameters
+from jinfer.server.tools.lark import Lark
 from jinfer.server.tools.output import Machine, Output
 from jinfer.server.tools.reader import Reader, Reading
 from jinfer.server.tools.thinking import State, Thinking
@@ -23,7 +23,9 @@ from jinfer.server.tools.thinking import State, Thinking
 _TAIL = 16  # tokens at a prompt's end that tell whether it has begun a thought
 
 
-def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[int]) -> Tooling:
+def tooling(
+    body: Rendering, parallel: bool, frontend: Frontend, prompt: list[int], ignore: Ignore
+) -> Tooling:
     """Chooses how the answers to a request are read; takes its time.
 
     Args:
@@ -31,13 +33,15 @@ def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[in
         parallel: whether several may be called at once.
         frontend: of the model, whose chat template says how it writes calls.
         prompt: tells whether the answer begins in the middle of a thought.
+        ignore: is told of what calls that have to come do not keep to.
 
     Raises:
         ApiError: tools that cannot be, or none where one is to be called.
     """
-    tools = tools_of(body)
+    offer = offered(body)
+    tools = offer.tools
     conversation, tokenizer = frontend.opened.conversation, frontend.opened.tokenizer
-    if body.tools and body.tool_choice != "none":
+    if tools:
         conversation = conversation.for_tools()
     if tokenizer is None:
         return Tooling()
@@ -54,63 +58,37 @@ def tooling(body: Rendering, parallel: bool, frontend: Frontend, prompt: list[in
     marks = [*(how.marks if tools or how.thinks else ())]
     if thinking is not None:
         marks += [thinking.begin, thinking.end]
-    changes: Mapping[str, Any] = {}
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        several = parallel and body.tool_choice == "required"
-        lark = Lark(tokenizer)
-        thought = "" if thinking is None else thinking.grammar(lark, state)
-        calls = how.grammar(lark, tools, template, several)
-        lark.rule("start", f"{thought} {calls}".strip())
-        changes = {"grammar": str(lark)}
+    special = shown(marks, tokenizer)
+    several = parallel and not isinstance(body.tool_choice, NamedTool)
 
     def parser(tools: Tools) -> Machine:
         output = Output(how.new_id, None if parallel else 1)
-        return Machine(partial(_read, how, tools, thinking, state), output, bound=bool(changes))
+        return Machine(partial(_read, how, tools, thinking, state), output, bound=offer.wanted)
 
-    special = shown(marks, tokenizer)
+    def calling(tools: Tools, schema: Any = None) -> str:
+        """The grammar of an answer that calls some tools, or is JSON of a schema."""
+        lark = Lark(tokenizer)
+        thought = "" if thinking is None else thinking.grammar(lark, state)
+        ways = [how.grammar(lark, tools, template, several)] if tools else []
+        if schema is not None:
+            content = lark.json(schema)
+            ways.append(content if how.answer is None else how.answer(lark, content))
+        lark.rule("start", f"{thought} {lark.one_of('way', ways)}".strip())
+        return str(lark)
 
     def bound(schema: Any) -> Tooling:
-        lark = Lark(tokenizer)
-        content = lark.json(schema)
-        if how.answer is not None:
-            lark.rule("start", how.answer(lark, content))
-        elif thinking is not None and state != "closed":
-            lark.rule("start", f"{thinking.grammar(lark, state)} {content}")
-        else:
+        if not (tools or how.thinks or (thinking is not None and state != "closed")):
             return Tooling()
-        return Tooling(partial(parser, {}), {"grammar": str(lark)}, special)
+        called, grammar = offer.grammar(tokenizer, partial(calling, schema=schema), ignore)
+        return Tooling(partial(parser, called), {"grammar": grammar}, special)
 
-    return Tooling(partial(parser, tools), changes, special, bound)
-
-
-def tools_of(body: Rendering) -> Tools:
-    """The tools that an answer may call: name -> schema of the arguments.
-
-    Raises:
-        ApiError: two of one name, a schema that cannot be kept, or none where one is wanted.
-    """
-    wanted = body.tool_choice
-    if wanted == "none":
-        return {}
-    tools: dict[str, Mapping[str, Any]] = {}
-    for number, one in enumerate(body.tools or ()):
-        name, place = one.function.name, f"tools.{number}.function"
-        if name in tools:
-            raise invalid(f"there are two tools called {name}", f"{place}.name")
-        try:
-            prepare_schema(parameters(one.function.parameters))
-        except ConstraintError as error:
-            if wanted is not None and wanted != "auto":
-                raise invalid(str(error), f"{place}.parameters") from error
-        tools[name] = one.function.parameters or {}
-    if isinstance(wanted, NamedTool):
-        name = wanted.function.name
-        if name not in tools:
-            raise invalid(f"there is no tool called {name[:80]}", "tool_choice")
-        return {name: tools[name]}
-    if wanted == "required" and not tools:
-        raise invalid("there are no tools to choose from", "tool_choice")
-    return tools
+    if not offer.wanted:
+        return Tooling(partial(parser, tools), {}, special, bound)
+    try:
+        called, grammar = offer.grammar(tokenizer, calling, ignore)
+    except ConstraintError as error:
+        raise as_api_error(error, param="tools") from error
+    return Tooling(partial(parser, called), {"grammar": grammar}, special)
 
 
 def _state(thinking: Thinking, body: Rendering, tail: str) -> State:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from jinfer.embedding import SIMILARITIES, Tokens, limit, prompt_of
 from jinfer.embedding import vectors as vectors_of
@@ -17,7 +18,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.opening.pooling import Vectors
 from jinfer.server.errors import ApiError, as_api_error, invalid, too_long, unsupported
 from jinfer.server.models import Hosted
-from jinfer.server.prompts import prompts_of
+from jinfer.server.prompts import is_one, prompts_of
 from jinfer.server.replies import Reply, listed
 from jinfer.server.schemas.vectors import (
     ClassifyRequest,
@@ -34,13 +35,14 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
     """The vectors of texts."""
     body = call.body
     call.note(user=body.user)
+    texts, param = _either(body, "input", "content")
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
         vectors, tokens = await _embedded(
             call.service,
             hosted,
-            body.input,
-            "input",
+            texts,
+            param,
             body.truncate_prompt_tokens,
             body.prompt_name,
             pooling=body.pooling,
@@ -51,8 +53,16 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
         unit = own if body.normalize is None else body.normalize
         vectors = _shortened(vectors, body.dimensions, unit)
         head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
-        texts = body.encoding_format == "base64"
-        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, texts)))
+        coded = body.encoding_format == "base64"
+        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, coded)))
+
+
+def _either(body: BaseModel, *names: str) -> tuple[Any, str]:
+    """The one of some fields that is given, and its name. Raises `ApiError`."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise invalid(f"give one of {' and '.join(names)}", names[0])
+    return getattr(body, given[0]), given[0]
 
 
 def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
@@ -117,13 +127,13 @@ def _tokens(
         prompt, skipped = prompt_of(frontend, prompt_name)
     except RequestError as error:
         raise as_api_error(error, param="prompt_name") from error
-    listed = [texts] if isinstance(texts, str) else [*texts]
+    listed = [texts] if is_one(texts) else [*texts]
     are_texts = [isinstance(one, str) for one in listed]
     if prompt_name is not None and not all(are_texts):
         raise invalid("it is for texts, not for token ids", "prompt_name")
     worded = [pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
     found = _ids(service, hosted, worded, param, truncate)
-    counts = [skipped if one else 0 for one in are_texts] if any(are_texts) else [0] * len(found)
+    counts = [skipped if one else 0 for one in are_texts]
     return [Tokens(ids, min(count, len(ids) - 1)) for ids, count in zip(found, counts, strict=True)]
 
 
@@ -195,7 +205,9 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
     """Documents by how well they fit a query."""
     body = call.body
     call.note(user=body.user)
-    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    documents, param = _either(body, "documents", "texts")
+    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    truncate = -1 if body.truncate else body.truncate_prompt_tokens
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
         scores, tokens = await _fits(
@@ -203,12 +215,23 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
             hosted,
             [body.query],
             texts,
-            ("query", "documents"),
-            body.truncate_prompt_tokens,
+            ("query", param),
+            truncate,
             (_named(hosted, "query"), _named(hosted, "document", "passage", "corpus")),
         )
         call.note(prompt_tokens=tokens)
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+        if param == "texts":
+            return Reply(
+                [
+                    {
+                        "index": i,
+                        "score": scores[i],
+                        **({"text": texts[i]} if body.return_text else {}),
+                    }
+                    for i in order
+                ]
+            )
         shown = body.return_documents is not False
         results = [
             {

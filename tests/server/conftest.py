@@ -20,6 +20,17 @@ def client(smol: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture
+def strict(smol: Running) -> Iterator[Running]:
+    """The same server as if it had been started with --strict."""
+    service = smol.service
+    object.__setattr__(service.settings, "strict", True)
+    service.models._any_name = False
+    yield smol
+    object.__setattr__(service.settings, "strict", False)
+    service.models._any_name = True
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test no block of the cache is held, and nobody runs or waits."""

@@ -128,8 +128,7 @@ def test_every_parameter_is_a_field_of_the_service() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["Hi", "--model", "other"], "there is no model 'other'; there is: smol"),
-        (["Hi", "--top-p", "2"], "top_p must be above 0, and at most 1, not 2"),
+        (["Hi", "--top-p", "2"], "top_p must be from 0 to 1, not 2"),
         (["Hi", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1: cannot be reached: "),
         (["Hi", "--url", "unix:/nowhere/s"], "unix:/nowhere/s: cannot be reached: No such file"),
         (["Hi", "--url", "ftp://x"], "ftp://x: write http://HOST:PORT"),
@@ -146,6 +145,16 @@ def test_errors_are_one_line(ask: Any, arguments: list[str], message: str) -> No
     assert (status, out) == (2, "")
     assert told.startswith(f"error: {message}")
     assert told.count("\n") == 1
+
+
+def test_a_model_that_is_not_served(
+    ask: Any, smol: Running, request: pytest.FixtureRequest
+) -> None:
+    asked = ("Hi", "--model", "other", "--max-tokens", "1")
+    assert ask(*asked)[::2] == (0, "ignored by the server: model\n")
+    request.getfixturevalue("strict")
+    told = "error: there is no model 'other'; there is: smol\n"
+    assert ask(*asked) == (2, "", told)
 
 
 def test_no_question(ask: Any) -> None:
@@ -271,8 +280,8 @@ def test_ctrl_c_stops_an_answer(smol: Running) -> None:
         time.sleep(0.02)
 
 
-def test_a_chat(smol: Running, capsys: Any, tmp_path: Path) -> None:
-    chat = RemoteChat(Server(smol.url), "smol")
+def test_a_chat(strict: Running, capsys: Any, tmp_path: Path) -> None:
+    chat = RemoteChat(Server(strict.url), "smol")
 
     def take(line: str) -> str:
         chat.take(Typed(line))
@@ -291,7 +300,7 @@ def test_a_chat(smol: Running, capsys: Any, tmp_path: Path) -> None:
     assert chat.messages == before
     assert "3 messages with smol at http://" in take("/stats")
     assert "there is no /rset; did you mean '/reset'?" in take("/rset")
-    assert "top_p must be above 0" in take("/set top_p=2")
+    assert "top_p must be from 0" in take("/set top_p=2")
     assert "one answer at a time" in take("/set n=2")
     take(f"/save {tmp_path / 'c.json'}")
     assert json.loads((tmp_path / "c.json").read_text()) == before

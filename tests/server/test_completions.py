@@ -207,6 +207,47 @@ def test_a_field_is_honoured(smol: Running, field: str, value: Any, text: str | 
             assert choice["text"]
 
 
+def test_the_best_beams(smol: Running) -> None:
+    given = {"prompt": TEXT, "max_tokens": 6, "use_beam_search": True, "beams": 3}
+    best = asked(smol, **given)["choices"][0]["text"]
+    texts = [one["text"] for one in asked(smol, **given, n=3)["choices"]]
+    assert texts[0] == best
+    assert len(set(texts)) == 3
+    for more in ({"n": 4}, {"n": 2, "best_of": 3}):
+        with smol.client() as http:
+            assert http.post("/v1/completions", json={**given, **more}).status_code == 400
+
+
+def test_no_end_before_there_are_enough_tokens(smol: Running) -> None:
+    text = asked(smol, prompt=TEXT, max_tokens=8, temperature=0)["choices"][0]["text"]
+    given = {"prompt": TEXT, "temperature": 0, "stop": [text[:3]]}
+    assert asked(smol, **given, max_tokens=8)["choices"][0]["text"] == ""
+    later = asked(smol, **given, max_tokens=8, min_tokens=4)["choices"][0]
+    assert (later["text"], later["finish_reason"]) == (text, "length")
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_by_their_ids(smol: Running, route: str) -> None:
+    chat = route != "/v1/completions"
+    given: dict[str, Any] = {"max_tokens": 2, "return_token_ids": True, "temperature": 0}
+    given |= {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 1}
+    if not chat:
+        given = {"prompt": "Hi", "logprobs": 1, "echo": True, **given}
+        given = {k: v for k, v in given.items() if k not in ("messages", "top_logprobs")}
+        given["logprobs"] = 1
+    with smol.client() as http:
+        answer = http.post(route, json={**given, "return_tokens_as_token_ids": True}).json()
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    ids = choice["token_ids"] if chat else [*choice["prompt_token_ids"], *choice["token_ids"]]
+    tokens = [one["token"] for one in found["content"]] if chat else found["tokens"]
+    assert tokens == [f"token_id:{id}" for id in ids]
+    tops = [one["top_logprobs"][0]["token"] for one in found["content"]] if chat else [
+        name for one in found["top_logprobs"] if one for name in one
+    ]  # fmt: skip
+    assert all(name.startswith("token_id:") for name in tops)
+
+
 def test_a_stream_is_one_event_for_each_token(smol: Running) -> None:
     body = {"prompt": TEXT, "temperature": 0, "max_tokens": 5, "stream": True}
     more = {"timings_per_token": True, "return_token_ids": True}

@@ -31,20 +31,22 @@ def refused(smol: Running, path: str, body: Any, status: int = 400) -> dict[str,
         ({"temprature": 1}, "temprature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 2.5}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 1.5}, "n"),
         ({"n": 2, "temperature": 0}, None),
         ({"max_tokens": -5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
         ({"n_predict": 3}, "n_predict"),
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop.1"),
         ({"seed": 2**70}, "seed"),
-        ({"logit_bias": {"hot": 1}}, "logit_bias"),
+        ({"logit_bias": {"hot": True}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, None),
         ({"samplers": ["magic"]}, "samplers"),
@@ -85,25 +87,23 @@ def test_a_field_that_is_wrong(
         ({"messages": "Hello"}, "messages", 400),
         ({"messages": [{"role": "user"}]}, "messages.0.content", 400),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", 400),
+        ({"messages": [{"role": "user", "content": "a", "b": 1}]}, "messages.0.b", 400),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, 400),
         ({"top_logprobs": 2}, "top_logprobs", 400),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", 400),
-        ({"reasoning_effort": "high"}, "reasoning_effort", 400),
         ({"chat_template_kwargs": {"special": True}}, "chat_template_kwargs.special", 400),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", 400),
         ({"chat_template": "{{ messages }}"}, "chat_template", 403),
         ({"continue_final_message": True}, "continue_final_message", 400),
-        ({"store": True}, "store", 400),
         ({"documents": [{"text": "a"}]}, "documents", 400),
         ({"audio": {"voice": "x"}}, "audio", 400),
         ({"modalities": ["audio"]}, "modalities.0", 400),
-        ({"service_tier": "flex"}, "service_tier", 400),
+        ({"verbosity": "chatty"}, "verbosity", 400),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0",
             400,
         ),
-        ({"model": "gpt-17"}, "model", 404),
     ],
 )
 def test_a_conversation_that_is_wrong(
@@ -236,8 +236,6 @@ def test_routes_and_methods(smol: Running) -> None:
 
 
 def test_typed_exceptions(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        client.chat.completions.create(model="nothing", messages=[{"role": "user", "content": ""}])
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nothing")
     with pytest.raises(openai.BadRequestError) as found:
@@ -261,10 +259,12 @@ def test_request_ids(smol: Running) -> None:
 )
 def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[str, Any]) -> None:
     more = {"service_tier": "auto", "prompt_cache_key": "a", "metadata": {"a": "b"}, "store": False}
+    more |= {"prompt_cache_retention": "24h"}
     chat = {"modalities": ["text"], "verbosity": "medium", "audio": None, "safety_identifier": "u"}
     with smol.client() as http:
         answer = http.post(path, json=base | more | (chat if path == CHAT else {"user": "u"}))
     assert answer.status_code == 200, answer.text
+    assert "x-jinfer-ignored" not in answer.headers
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_what_is_taken_and_changes_nothing(smol: Running, path: str, base: dict[
         ("/v1/completions", {"prompt": [7, "a"] * 100_000}, 400, "prompt.1"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 9000}, 400, "messages"),
         (CHAT, {**HELLO, **{f"a{i}": 0 for i in range(100_000)}}, 400, "a0"),
-        ("/v1/embeddings", {"input": ["a", 7] * 100_000}, 400, "input.0"),
+        ("/v1/embeddings", {"input": ["a", 7] * 100_000}, 400, "input"),
     ],
     ids=["values", "kinds", "messages", "fields", "texts"],
 )

@@ -111,6 +111,26 @@ def test_tokens_as_vllm_asks(smol: Running) -> None:
     assert posted(smol, "/detokenize", tokens=answer["tokens"])["prompt"] == "Hello there"
 
 
+def test_tokens_of_a_conversation_with_tools(smol: Running) -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    ids = posted(smol, "/tokenize", messages=HELLO, tools=[tool])["tokens"]
+    prompt = posted(smol, "/apply-template", messages=HELLO, tools=[tool])["prompt"]
+    assert "weather" in prompt
+    assert posted(smol, "/detokenize", tokens=ids)["content"] == prompt
+    none = posted(smol, "/tokenize", messages=HELLO, tools=[tool], tool_choice="none")["tokens"]
+    assert none == posted(smol, "/tokenize", messages=HELLO)["tokens"]
+
+
+def test_prompts_of_llama_cpp(smol: Running) -> None:
+    given = {"n_predict": 2, "temperature": 0}
+    plain = posted(smol, "/completion", prompt="One two", **given)["content"]
+    text = {"prompt_string": "One two"}
+    assert posted(smol, "/completion", prompt=text, **given)["content"] == plain
+    ids = posted(smol, "/tokenize", content=" two")["tokens"]
+    several = posted(smol, "/completion", prompt=[text, ["One", *ids], "One two"], **given)
+    assert [one["content"] for one in several] == [plain] * 3
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -124,7 +144,12 @@ def test_tokens_as_vllm_asks(smol: Running) -> None:
         ("/detokenize", {}, "tokens"),
         ("/apply-template", {"messages": []}, "messages"),
         ("/completion", {}, "prompt"),
-        ("/completion", {"prompt": "a", "id_slot": 3}, "id_slot"),
+        ("/completion", {"prompt": "a", "id_slot": "3"}, "id_slot"),
+        (
+            "/completion",
+            {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}},
+            "prompt.multimodal_data",
+        ),
         ("/completion", {"prompt": "a", "n_keep": 5}, "n_keep"),
         ("/completion", {"prompt": "a", "lora": []}, "lora"),
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),

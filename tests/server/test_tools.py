@@ -370,8 +370,6 @@ def test_a_response_with_thoughts(client: openai.OpenAI) -> None:
             },
             "tools.0.function.parameters",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}},
-         "response_format"),
         ({"tool_choice": "required", "grammar": 'root ::= "a"'}, "grammar"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tool_choice": "sometimes"}, "tool_choice"),

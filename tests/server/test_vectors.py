@@ -71,6 +71,18 @@ def test_embeddings(client_: openai.OpenAI, encoder: Running) -> None:
     np.testing.assert_allclose(plain.data[0].embedding, expected[0], atol=1e-6)
     ids = client_.embeddings.create(model="minilm", input=[llm.encode(text) for text in TEXTS])
     np.testing.assert_allclose([one.embedding for one in ids.data], expected, atol=1e-6)
+    # Texts and ids together, and llama.cpp's name of them.
+    forms: list[tuple[str, Any]] = [
+        ("input", [TEXTS[0], llm.encode(TEXTS[1]), TEXTS[2]]),
+        ("content", TEXTS),
+        ("input", [[*llm.encode(TEXTS[0])[:-1], "", llm.encode(TEXTS[0])[-1]], *TEXTS[1:]]),
+    ]
+    for name, given in forms:
+        mixed = posted(encoder, "/embeddings", model="minilm", **{name: given})
+        found = np.array([one["embedding"] for one in mixed["data"]])
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    error = posted(encoder, "/embeddings", 400, model="minilm", input="a", content="a")
+    assert error["param"] == "input"
 
 
 def test_numbers_of_an_embedding(encoder: Running) -> None:
@@ -142,6 +154,18 @@ def test_rerank_with_the_prompts_of_queries_and_documents(encoder: Running) -> N
     scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
     assert [scores[0], scores[1]] == pytest.approx([float(query @ d) for d in documents], rel=1e-4)
     jsonschema.validate(answer, schema_of("/v1/rerank", "post"))
+
+
+def test_rerank_as_tei_asks(encoder: Running) -> None:
+    whole = posted(encoder, "/rerank", query=TEXTS[0], documents=TEXTS)["results"]
+    answer = posted(encoder, "/rerank", query=TEXTS[0], texts=TEXTS, raw_scores=False)
+    assert answer == [{"index": one["index"], "score": one["relevance_score"]} for one in whole]
+    (first,) = posted(
+        encoder, "/rerank", query=TEXTS[0], texts=["word " * 600, TEXTS[0]], truncate=True,
+        return_text=True, top_n=1,
+    )  # fmt: skip
+    assert (first["index"], first["text"]) == (1, TEXTS[0])
+    assert posted(encoder, "/rerank", 400, query="a")["param"] == "documents"
 
 
 def test_score(encoder: Running) -> None:

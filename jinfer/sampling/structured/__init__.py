@@ -22,5 +22,6 @@ of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
 from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.structured.constraint import Constraint, compile_constraint
 from jinfer.sampling.structured.matcher import Matcher
+from jinfer.sampling.structured.relaxed import relaxed, supported
 
-__all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint"]
+__all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint", "relaxed", "supported"]

@@ -25,7 +25,7 @@ WHITESPACE = r" |\r?\n[ \t]{0,20}"
 _ONE = ("additionalProperties", "additionalItems", "items")  # keywords whose value is a schema
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_UNSUPPORTED = frozenset(
+UNSUPPORTED = frozenset(
     {
         *("not", "if", "then", "else"),
         *("dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
@@ -60,7 +60,7 @@ def prepare_schema(given: Any) -> Any:
     Raises:
         ConstraintError: not a schema, or a keyword that is not supported; with its place.
     """
-    schema = {"type": "object"} if given is True else _copy(given)
+    schema = {"type": "object"} if given is True else copied(given)
     if schema is True:
         schema = {}
     if schema is False:
@@ -109,7 +109,8 @@ def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{place}/{key}", value
 
 
-def _copy(given: Any) -> Any:
+def copied(given: Any) -> Any:
+    """A schema, or its JSON text, as values of its own. Raises `ConstraintError`."""
     try:
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
         copy = json.loads(text)
@@ -152,7 +153,7 @@ def _check(place: str, schema: Any) -> None:
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     for key in schema:
-        if key in _UNSUPPORTED:
+        if key in UNSUPPORTED:
             raise refuse(key, "is not supported")
     for key in _MAPS:
         if not isinstance(schema.get(key, {}), dict):

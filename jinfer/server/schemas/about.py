@@ -38,6 +38,7 @@ class Model(Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str | None = None
     max_model_len: int | None = None
     meta: dict[str, int] | None = None
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.base import MOST_PARTS, Answer, StreamOptions, Strict, Timings, Usage
+from jinfer.server.schemas.base import (
+    MOST_PARTS,
+    Answer,
+    Ignored,
+    OtherTool,
+    Replayed,
+    StreamOptions,
+    Strict,
+    Timings,
+    Usage,
+    tool_kind,
+)
 from jinfer.server.schemas.sampling import Sampling
 
-FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+CacheControl = Annotated[
+    dict[str, Any] | None, Field(description="Anthropic's: beginnings are found without it")
+]
 
 
 class Part(Strict):
@@ -21,16 +35,17 @@ class Part(Strict):
     image_url: dict[str, Any] | None = None
     input_audio: dict[str, Any] | None = None
     file: dict[str, Any] | None = None
+    cache_control: CacheControl = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(Replayed):
     """A function that the model called, and its arguments as a JSON text."""
 
     name: str
-    arguments: str
+    arguments: str = Field("", description="none: {}")
 
 
-class ToolCall(Strict):
+class ToolCall(Replayed):
     """A call in a message of the assistant."""
 
     id: str | None = None
@@ -39,18 +54,24 @@ class ToolCall(Strict):
     index: int | None = None
 
 
-class Message(Strict):
+class Message(Replayed):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(description="system, developer, user, assistant, tool, or a template's own")
     content: str | list[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # OpenAI's answers have them, mostly none.
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: FunctionCall | None = Field(None, description="an older form of one call")
+    cache_control: CacheControl = None
+
+    @property
+    def was_answer(self) -> bool:
+        """The assistant's turns were answers once."""
+        return self.role == "assistant"
 
 
 class Function(Strict):
@@ -60,6 +81,7 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema")
     strict: bool | None = None
+    cache_control: CacheControl = None
 
 
 class Tool(Strict):
@@ -67,6 +89,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl = None
 
 
 class NamedFunction(Strict):
@@ -82,11 +105,16 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_kind)
+]
+
+
 class Rendering(Strict):
     """How a conversation becomes a prompt."""
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_PARTS)
-    tools: list[Tool] | None = Field(None, max_length=MOST_PARTS)
+    tools: list[AnyTool] | None = Field(None, max_length=MOST_PARTS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -94,6 +122,14 @@ class Rendering(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = Field(None, description="where the model's template reads it")
+
+
+Store = Annotated[bool | None, Ignored("nothing is stored here", (False,))]
+ServiceTier = Annotated[str | None, Ignored("all requests are served alike", ("auto", "default"))]
+Verbosity = Annotated[
+    Literal["low", "medium", "high"] | None,
+    Ignored("how much the model says is its own matter", ("medium",)),
+]
 
 
 class ChatRequest(Sampling, Rendering):
@@ -109,11 +145,13 @@ class ChatRequest(Sampling, Rendering):
     metadata: dict[str, str] | None = Field(None, description="is logged")
     safety_identifier: str | None = None
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
-    store: bool | None = Field(None, description="only false: nothing is stored")
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: str | None = None
+    store: Store = None
+    service_tier: ServiceTier = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
-    prediction: None = None
+    verbosity: Verbosity = None
+    prediction: Annotated[dict[str, Any] | None, Ignored("the model guesses by itself")] = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     audio: None = None
     web_search_options: None = None
 

@@ -21,6 +21,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = Field(None, description="refused: models are not asked to fill in")
     add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     user: str | None = Field(None, description="is logged")
 
 

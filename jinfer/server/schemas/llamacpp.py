@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from jinfer.server.schemas.base import Answer, No, Timings, Zero
+from jinfer.server.schemas.base import Answer, No, Strict, Timings, Zero
 from jinfer.server.schemas.sampling import Sampling
 
-LlamaPrompt = str | list[int] | list[str | int] | list[str] | list[list[int]]
+
+class LlamaText(Strict):
+    """A prompt that could have pictures in it for other models."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Field(max_length=0)] | None = None
+
+
+_Piece = str | int
+LlamaPrompt = str | LlamaText | list[_Piece] | list[str | LlamaText | list[_Piece]]
 
 
 class LlamaRequest(Sampling):
@@ -21,7 +30,6 @@ class LlamaRequest(Sampling):
     return_tokens: bool | None = None
     response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
     t_max_predict_ms: int | None = Field(None, description="0: any time")
-    id_slot: Literal[-1] | None = Field(None, description="slots are chosen by what they hold")
     n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
     n_indent: Zero | None = None
     n_discard: Zero | None = None

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.base import MOST_PARTS, Answer, No, StreamOptions, Strict
-from jinfer.server.schemas.chat import FunctionName
+from jinfer.server.schemas.base import (
+    MOST_PARTS,
+    Answer,
+    Ignored,
+    No,
+    OtherTool,
+    Replayed,
+    StreamOptions,
+    Strict,
+    tool_kind,
+)
+from jinfer.server.schemas.chat import (
+    CacheControl,
+    FunctionName,
+    ServiceTier,
+    Store,
+    Verbosity,
+)
+from jinfer.server.schemas.sampling import Sampling
 
 
-class InputPart(Strict):
+class InputPart(Replayed):
     """A part of a message; only texts are read."""
 
     type: Literal[
@@ -26,9 +43,15 @@ class InputPart(Strict):
     file_data: str | None = None
     filename: str | None = None
     input_audio: dict[str, Any] | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def was_answer(self) -> bool:
+        """Its type says so."""
+        return self.type in ("output_text", "refusal")
 
 
-class InputItem(Strict):
+class InputItem(Replayed):
     """A message, a call of a function, what it gave, or what the model thought."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -42,7 +65,13 @@ class InputItem(Strict):
     arguments: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
-    encrypted_content: None = None
+    encrypted_content: Annotated[str | None, Ignored("thoughts are given as they are")] = None
+    cache_control: CacheControl = None
+
+    @property
+    def was_answer(self) -> bool:
+        """Its role or type says so."""
+        return self.role == "assistant" or self.type in ("function_call", "reasoning")
 
 
 class FunctionTool(Strict):
@@ -53,6 +82,7 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl = None
 
 
 class NamedFunctionTool(Strict):
@@ -76,30 +106,53 @@ class TextOptions(Strict):
     """How an answer is to look."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity = None
+
+
+_Summary = Annotated[
+    Literal["auto", "concise", "detailed"] | None, Ignored("thoughts are given as they are")
+]
+LOGPROBS: Final = "message.output_text.logprobs"
+Include = Literal[
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class ReasoningOptions(Strict):
     """How the model is to think."""
 
     effort: str | None = None
-    summary: None = None
+    summary: _Summary = None
+    generate_summary: _Summary = None
 
 
-class ResponseRequest(Strict):
+AnyFunctionTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(tool_kind),
+]
+
+
+class ResponseRequest(Sampling):
     """What is asked of /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MOST_PARTS)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Include] | None = Field(
+        None, description=f"{LOGPROBS}; what belongs to other services' tools changes nothing"
+    )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MOST_PARTS)
+    tools: list[AnyFunctionTool] | None = Field(None, max_length=MOST_PARTS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -107,12 +160,16 @@ class ResponseRequest(Strict):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the oldest messages are left out until the rest fits"
     )
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: Annotated[dict[str, Any] | None, Ignored("nothing reads it")] = None
+    max_tool_calls: Annotated[int | None, Ignored("no tools are called here")] = None
     user: str | None = Field(None, description="is logged")
     safety_identifier: str | None = None
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
-    service_tier: Literal["auto", "default"] | None = None
-    store: bool | None = Field(None, description="nothing is stored: only false")
+    prompt_cache_retention: str | None = None
+    service_tier: ServiceTier = None
+    store: Store = None
     background: No | None = None
     previous_response_id: None = Field(None, description="nothing is stored")
     conversation: None = Field(None, description="nothing is stored")

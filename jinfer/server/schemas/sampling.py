@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from jinfer.server.schemas.base import Strict
+from jinfer.server.schemas.base import Ignored, Strict
 from jinfer.server.schemas.parameters import tell
 
 
@@ -55,7 +55,7 @@ class Sampling(Strict):
     max_completion_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | list[list[int | float | str | bool]] | None = None
+    logit_bias: dict[str, float | bool] | list[list[int | float | str | bool]] | None = None
     response_format: ResponseFormat | None = None
     # vLLM
     top_k: int | None = Field(None, description="-1 and 0: all")
@@ -100,6 +100,8 @@ class Sampling(Strict):
     n_probs: int | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    id_slot: Annotated[int | None, Ignored("slots are chosen by what they hold", (-1,))] = None
+    verbose: Annotated[bool | None, Ignored("/props and the log say more", (False,))] = None
     # jinfer
     strategy: str | None = None
     regex: str | None = None

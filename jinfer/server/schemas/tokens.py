@@ -10,22 +10,19 @@ from jinfer.server.schemas.base import MOST_PARTS, Answer, Ids, Strict
 from jinfer.server.schemas.chat import Message, Rendering
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Rendering):
     """A text (`content`: llama.cpp, `prompt`: vLLM) or a conversation (`messages`: vLLM)."""
 
+    # Of three ways to ask it is one.
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_PARTS)  # type: ignore[assignment]
     model: str | None = None
     content: str | list[str | int] | None = None
     add_special: bool | None = Field(None, description="of content; false where not given")
     parse_special: bool | None = Field(None, description="of content; true where not given")
     with_pieces: bool | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_PARTS)
     add_special_tokens: bool | None = Field(None, description="of prompt; true where not given")
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeAnswer(Answer):

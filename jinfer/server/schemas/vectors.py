@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from jinfer.opening.pooling import Pooling, Similarity
-from jinfer.server.schemas.base import Answer, Prompts, Strict
+from jinfer.server.schemas.base import Answer, Ignored, MixedPrompts, Strict
 
 
 class EmbeddingRequest(Strict):
     """What is asked of /v1/embeddings."""
 
-    input: Prompts
+    input: MixedPrompts | None = None
+    content: MixedPrompts | None = Field(None, description="llama.cpp's name of input")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
@@ -58,7 +59,13 @@ class RerankRequest(Strict):
     """What is asked of /v1/rerank."""
 
     query: str
-    documents: list[str | Document] = Field(min_length=1)
+    documents: list[str | Document] | None = Field(None, min_length=1)
+    texts: list[str] | None = Field(
+        None, min_length=1, description="TEI's name of documents, which has TEI's answer"
+    )
+    return_text: bool | None = Field(None, description="TEI's; false if not given")
+    raw_scores: Annotated[bool | None, Ignored("scores are as the model compares", (False,))] = None
+    truncate: bool | None = Field(None, description="TEI's: longer texts are cut")
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool | None = None
@@ -74,7 +81,15 @@ class RankedDocument(Answer):
     document: dict[str, Any] | None = None
 
 
-class RerankAnswer(Answer):
+class RankedText(Answer):
+    """The same in the words of TEI (text-embeddings-inference)."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class RankedDocuments(Answer):
     """The documents, those that fit best first."""
 
     id: str
@@ -82,6 +97,10 @@ class RerankAnswer(Answer):
     usage: EmbeddingUsage
     similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
     results: list[RankedDocument]
+
+
+class RerankAnswer(RootModel[RankedDocuments | list[RankedText]]):
+    """The documents, those that fit best first; a bare list where `texts` were sent."""
 
 
 class ScoreRequest(Strict):

@@ -160,7 +160,7 @@ def test_settings_are_sent(page: Any) -> None:
 
 def test_a_setting_that_cannot_be(page: Any) -> None:
     bodies = script(page, written("Yes."))
-    for name, text in (("top_p", "3"), ("top_p", "0"), ("top_k", "1.5"), ("logit_bias", "{")):
+    for name, text in (("top_p", "3"), ("top_p", "-1"), ("top_k", "1.5"), ("logit_bias", "{")):
         set_values(page, {name: text})
         say(page, "Well?")
         expect(page.locator("#settings")).to_be_visible()
