@@ -95,17 +95,15 @@ class Answering:
     ) -> None:
         settings = self.service.settings
         try:
-            takes = self.endpoint.takes
-            large = len(data) > _LARGE
-            parsed = (
-                await self.service.beside(body.parse, data or b"{}", takes)
-                if large
-                else body.parse(data or b"{}", takes)
-            )
+            given = data or b"{}", self.endpoint.takes
+            if len(data) > _LARGE:
+                parsed, unread = await self.service.beside(_read, *given)
+            else:
+                parsed, unread = _read(*given)
             if settings.log_prompts and data:
                 notes["body"] = data.decode("utf-8", "replace")
             call = Call(self.service, parsed, request, notes.get("id", ""), notes)
-            for field, why in ignored_fields(parsed):
+            for field, why in unread:
                 call.ignore(field, why)
             model = getattr(parsed, "model", request.query_params.get("model"))
             if model is not None and self.service.models.stands_in_for(model):
@@ -134,6 +132,12 @@ class Answering:
             _note(error)
         with contextlib.suppress(TimeoutError):
             await refusal(known).send(send, self.service.settings.send_seconds)
+
+
+def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
+    """A body, and which of its fields change nothing."""
+    parsed = body.parse(data, takes)
+    return parsed, list(ignored_fields(parsed))
 
 
 _LARGE = 16384  # bytes that are checked beside the event loop

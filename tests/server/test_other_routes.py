@@ -40,6 +40,7 @@ def test_models(client: openai.OpenAI, smol: Running) -> None:
     assert model.id == "smol"
     assert client.models.retrieve("smol") == model
     shown = got(smol, "/models")["data"][0]
+    assert shown["root"] == smol.hosted().source.path
     assert shown["max_model_len"] == 4096
     assert shown["meta"]["n_vocab"] == 49152
     assert shown["meta"]["n_params"] == 134515008

@@ -6,6 +6,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from jinfer.opening.conversation import Conversation
+from jinfer.server.errors import ApiError
+from jinfer.server.prompts import messages_of
+from jinfer.server.schemas.chat import Message
+from jinfer.server.tools.shape import shape_of, shaped
+from jinfer.spec.model import PromptSpec
+from jinfer.template import ChatTemplate
 from tests.server.running import Running
 
 CHAT = "/v1/chat/completions"
@@ -64,11 +71,12 @@ def test_null_is_nothing(smol: Running) -> None:
     )  # fmt: skip
     with smol.client() as http:
         schema = {"type": "object", "properties": {"a": {"enum": [None]}}, "required": ["a"],
-                  "additionalProperties": False}  # fmt: skip
+                  "additionalProperties": False, "x-guidance": {"whitespace_flexible": False},
+                  }  # fmt: skip
         body = {"messages": HELLO, "json_schema": schema, "max_tokens": 20, "stop": None}
         answer = http.post(CHAT, json=body).json()
     # Where null has a meaning of its own it keeps it.
-    assert "null" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["message"]["content"] == '{"a":null}'
 
 
 @pytest.mark.parametrize("said", ["", " ", "null", "{}", None])
@@ -120,6 +128,7 @@ def test_what_other_services_put_beside_an_answer(smol: Running) -> None:
         "provider_specific_fields": {"thoughts": 1},
         "thinking_blocks": [],
         "tool_calls": [{**CALL, "async_": True}],
+        "parsed": {"a": 1},
         **cached,
     }
     asked = {"role": "user", "content": [{"type": "text", "text": "Why?", **cached}], **cached}
@@ -136,18 +145,43 @@ def test_what_other_services_put_beside_an_answer(smol: Running) -> None:
         "messages.1.audio",
         "messages.1.reasoning_details",
         "messages.1.provider_specific_fields",
+        "messages.1.parsed",
     ]
 
 
-def test_thoughts_by_their_other_name() -> None:
-    from jinfer.server.prompts import messages_of
-    from jinfer.server.schemas.chat import Message
+def messages(template: str, *given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Messages as that template is given them."""
+    conversation = Conversation(PromptSpec(), template)
+    return messages_of([Message.model_validate(one) for one in given], conversation)
 
-    both = [{"reasoning": "Hm."}, {"reasoning_content": "Hm."}]
-    told = [Message.model_validate({"role": "assistant", "content": "Yes.", **one}) for one in both]
-    first, second = messages_of(told, None)  # type: ignore[arg-type]
+
+def test_thoughts_by_their_other_name() -> None:
+    said = {"role": "assistant", "content": "Yes."}
+    first, second = messages("", said | {"reasoning": "Hm."}, said | {"reasoning_content": "Hm."})
     assert first == second
     assert first["reasoning_content"] == "Hm."
+
+
+def test_a_template_that_takes_arguments_apart() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% for k, v in c.function.arguments | items %}"
+        "<{{ k }}={{ v }}>{% endfor %}{% endfor %}"
+        "{% endfor %}"
+    )
+    way = shape_of(template)
+    assert way is not None
+    for said, shown in (("", "f"), ("null", "f"), ('{"a": 1}', "f<a=1>")):
+        call = {**CALL, "function": {"name": "f", "arguments": said}}
+        given = messages(template, {"role": "assistant", "tool_calls": [call]})
+        assert ChatTemplate(template).render(shaped(given, way)) == shown
+
+
+def test_a_role_of_a_template() -> None:
+    given = {"role": "control", "content": "thinking"}
+    assert messages("{% if m.role == 'control' %}{% endif %}", given) == [given]
+    with pytest.raises(ApiError, match="'control' is none of system, developer, user"):
+        messages("{{ messages }}", given)
 
 
 def test_names_of_tools(smol: Running) -> None:
