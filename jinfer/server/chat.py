@@ -88,7 +88,7 @@ def prepare_chat(
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
     read = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
-    if read.changes and body.response_format is not None:
+    if read.changes and body.response_format is not None and body.response_format.type != "text":
         # It is about words, of which there will be none.
         ignore("response_format", "it cannot be used where tools have to be called")
         body = body.model_copy(update={"response_format": None})
