@@ -153,6 +153,10 @@ class Models:
                 return one
         raise unknown_model(name, [one.name for one in self.hosted])
 
+    def meant(self, name: str | None) -> Hosted:
+        """The model that a request means. Raises `ApiError` where there is none."""
+        return self.hosted[0] if self._any_name else self.named(name)
+
     def stands_in_for(self, name: str) -> bool:
         """Whether the one model that is served answers for another that a client thinks of."""
         one = self.hosted[0]
@@ -166,7 +170,7 @@ class Models:
             ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
                 service is closing.
         """
-        one = self.hosted[0] if self._any_name else self.named(name)
+        one = self.meant(name)
         if self._closing:
             raise closing()
         if not self._started and one.state != "ready":

@@ -10,7 +10,9 @@ from jinfer.records import dataclass, field
 from jinfer.sampling.keywords import over_defaults
 from jinfer.sampling.names import PARAMETERS, own_names
 from jinfer.sampling.params import CONSTRAINTS, SamplingParams
+from jinfer.sampling.ranges import RANGES
 from jinfer.server.errors import invalid
+from jinfer.server.schemas.base import whole
 from jinfer.server.schemas.sampling import ResponseFormat, Sampling, StructuredOutputs
 
 # Fields that a request may have and that say nothing of how a token is chosen.
@@ -183,6 +185,8 @@ def _values(
             plain = PARAMETERS.get(sent, sent)
             given = _TABLE[sent](value) if sent in _TABLE else {plain: value}
         for name, one in given.items():
+            if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
+                one = whole(one)
             if name in values and values[name] != one:
                 raise invalid(f"{names[name]} and {sent} say different things", sent)
             values[name], names[name] = one, sent

@@ -287,7 +287,7 @@ async def score(call: Call[ScoreRequest]) -> Reply:
 
 async def classify(call: Call[ClassifyRequest]) -> Reply:
     """Refused: no family has a head for classes."""
-    hosted = call.service.models.named(call.body.model)
+    hosted = call.service.models.meant(call.body.model)
     message = f"the model {hosted.name} has no head that puts texts into classes"
     raise ApiError(501, message, param="model", code="not_supported")
 

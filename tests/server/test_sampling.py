@@ -171,7 +171,7 @@ def test_what_holds_if_nothing_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("alg", "strategy"),
-    [("sample.fsd", "fsd"), ("", "sample"), ({"name": "sample.top_k", "max_k": 3}, "top_k")],
+    [("sample.fsd", "fsd"), ("", "sample"), ({"name": "sample.top_k", "max_k": 3.0}, "top_k")],
 )
 def test_strategies_of_inferflow(alg: Any, strategy: str) -> None:
     given = {"text": "a", "decoding_alg": alg, "max_output_len": 5, "random_seed": 7}

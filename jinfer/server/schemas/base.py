@@ -32,7 +32,7 @@ class Ignored:
     but: tuple[Any, ...] = ()
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """JSON has one kind of numbers, and some clients write 16 as 16.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -46,8 +46,8 @@ def _lenient(schema: Any) -> None:
         if kind == "int":
             inner: Any = dict(schema)
             schema.clear()
-            schema.update(core_schema.no_info_before_validator_function(_whole, inner))
-        elif kind != "function-before" or schema["function"]["function"] is not _whole:
+            schema.update(core_schema.no_info_before_validator_function(whole, inner))
+        elif kind != "function-before" or schema["function"]["function"] is not whole:
             for part in schema.values():
                 _lenient(part)
     elif isinstance(schema, list | tuple):
@@ -140,7 +140,7 @@ def _same_type(kind: type) -> BeforeValidator:
     """Python takes 0 for false and 1.0 for 1, which JSON does not."""
 
     def check(value: Any) -> Any:
-        value = _whole(value) if kind is int else value
+        value = whole(value) if kind is int else value
         if value is not None and type(value) is not kind:
             raise ValueError(f"Input should be of the type {kind.__name__}")
         return value
