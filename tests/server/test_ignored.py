@@ -17,7 +17,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "a", "n_predict": 1},
     "/apply-template": {"messages": [{"role": "user", "content": "Hello"}]},
     "/tokenize": {"messages": [{"role": "user", "content": "Hello"}]},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
 }
 KWARGS = {"chat_template_kwargs": {"enable_thinking": False}}
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
@@ -47,7 +46,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/completion", {"id_slot": 0}, "id_slot"),
     ("/apply-template", {"reasoning_effort": "low"}, "reasoning_effort"),
     ("/tokenize", KWARGS, "chat_template_kwargs.enable_thinking"),
-    ("/v1/rerank", {"raw_scores": True}, "raw_scores"),
 ]  # fmt: skip
 
 

@@ -160,6 +160,11 @@ def test_rerank_as_tei_asks(encoder: Running) -> None:
     whole = posted(encoder, "/rerank", query=TEXTS[0], documents=TEXTS)["results"]
     answer = posted(encoder, "/rerank", query=TEXTS[0], texts=TEXTS, raw_scores=False)
     assert answer == [{"index": one["index"], "score": one["relevance_score"]} for one in whole]
+    with encoder.client() as http:
+        given = {"query": TEXTS[0], "texts": TEXTS, "raw_scores": True}
+        raw = http.post("/rerank", json=given)
+    assert raw.json() == answer
+    assert raw.headers["x-jinfer-ignored"] == "raw_scores"
     (first,) = posted(
         encoder, "/rerank", query=TEXTS[0], texts=["word " * 600, TEXTS[0]], truncate=True,
         return_text=True, top_n=1,
