@@ -10,7 +10,7 @@ from typing import Any
 from jinfer.checkpoint import Tensor
 from jinfer.opening.recognize import Located
 
-from .roles import Line, is_ignorable, module_of, roles_of
+from .roles import Line, is_ignorable, module_of, roles_of, state_modules
 
 # jinfer's word -> the words that config files have for it, and what holds without any.
 _DIMS = {
@@ -58,7 +58,8 @@ def draft(opened: Located, weights: str = "") -> str:
     roles = roles_of(tensors)
     found = {role: modules[module] for module, role in roles.items() if role}
     stacks = sorted({role.partition(".")[0] for role in found} & {"encoder", "decoder"})
-    unnamed = [module for module, role in roles.items() if not role]
+    state = state_modules(tensors)
+    unnamed = [module for module, role in roles.items() if not role and module not in state]
     at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
     parts = [_TO_CHECK, at, _match(opened)]
     if opened.checkpoint.format != "gguf":  # whose sizes specs/formats/gguf.toml supplies
@@ -70,9 +71,20 @@ def draft(opened: Located, weights: str = "") -> str:
     parts.append(_tensors(opened, roles, modules, tensors))
     if unnamed:
         parts.append("\n".join(f"# no name found for {json.dumps(module)}" for module in unnamed))
+    parts += _state_blocks(state)
     if opened.checkpoint.format not in ("gguf", "llama2c"):
         parts.append(_unread(opened.config, "".join(parts)))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _state_blocks(state: Mapping[str, str]) -> Iterator[str]:
+    """What is to be said of blocks that keep a state, one text each."""
+    for block in dict.fromkeys(state.values()):
+        parts = [m.removeprefix(block).lstrip(".") for m, other in state.items() if other == block]
+        yield (
+            f"# {block} is a state block, of which jinfer has none yet, so this\n"
+            f"# model cannot be described. Its parts: {', '.join(parts)}"
+        )
 
 
 def _match(opened: Located) -> str:

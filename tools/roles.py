@@ -60,6 +60,13 @@ _OUTSIDE = {
     "norm": r".*norm.*|ln_f|ln_out",
 }
 _IGNORED = re.compile(r"(.*\.)?(inv_freq|masked_bias|position_ids|causal_mask)")
+# Tensors of blocks that keep a state from token to token (Mamba, delta nets, linear recurrences,
+# short convolutions), of which jinfer has none.
+_STATE = re.compile(
+    r"A_log|dt_bias|([qkv]_)?conv_?1d|conv|time_decay|time_first|time_mix_\w+|recurrent_param"
+    r"|slope_rate|ssm_\w+|shortconv"
+)
+_STATE_BLOCK = re.compile(r"(.*?\.\d+\.(?:ssm_|shortconv\.|[^.]+\.))(.+)")
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 
 type Shape = tuple[int, ...]
@@ -89,7 +96,10 @@ class Line:
 
 def module_of(tensor: Tensor) -> str:
     """A tensor's name without weight or bias, the layer's number as {i} and an expert's as {e}."""
-    name = _LEAF.sub("", tensor.name)
+    return _module(_LEAF.sub("", tensor.name))
+
+
+def _module(name: str) -> str:
     return numbered(name, "ie" if re.search(r"experts?\.\d+(\.|$)", name) else "i")
 
 
@@ -144,6 +154,25 @@ def only_stack(names: Collection[str]) -> str:
     return "encoder" if named == {"encoder"} else "decoder"
 
 
+def state_modules(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """The modules of a file that are parts of state blocks alone -> the block's name."""
+    names = [_LEAF.sub("", tensor.name) for tensor in tensors]
+    placed = {name: found for name in names if (found := _STATE_BLOCK.fullmatch(name))}
+    blocks = {
+        found[1]
+        for name, found in placed.items()
+        if _STATE.fullmatch(found[2].rpartition(".")[2]) or found[1].endswith(("ssm_", "conv."))
+    }
+    inside, outside = dict[str, str](), set[str]()
+    for name in names:
+        module = _module(name)
+        if name in placed and placed[name][1] in blocks:
+            inside[module] = numbered(placed[name][1].rstrip("."), "i")
+        else:
+            outside.add(module)
+    return {module: block for module, block in inside.items() if module not in outside}
+
+
 def _word(table: Mapping[str, str], word: str) -> str:
     return next((role for role, words in table.items() if re.fullmatch(words, word)), "")
 
@@ -151,13 +180,15 @@ def _word(table: Mapping[str, str], word: str) -> str:
 def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     """What each module of a file most likely is; "" for those that are not plain, or seen before.
 
-    Buffers that no model needs are left out.
+    Buffers that no model needs are left out. Parts of state blocks are not plain.
     """
+    tensors = list(tensors)
+    state = state_modules(tensors)
     modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
     roles: dict[str, str] = {}
     only, seen = only_stack(modules), set[str]()
     for module, tensor in modules.items():
-        role = role_of(tensor, modules, only)
+        role = "" if module in state else role_of(tensor, modules, only)
         roles[module] = "" if role in seen else role
         seen.add(role)
     return roles
@@ -170,7 +201,8 @@ def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
         name = numbered(_LEAF.sub("", each.parameter), "i")
         wanted.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
     modules: dict[str, dict[str, Tensor]] = {}
-    for tensor in unused:
+    state = state_modules(unused)
+    for tensor in (each for each in unused if module_of(each) not in state):
         modules.setdefault(module_of(tensor), {}).setdefault(leaf_of(tensor.name), tensor)
     lines: dict[str, Line] = {}
     only = only_stack(modules)

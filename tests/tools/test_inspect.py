@@ -210,6 +210,28 @@ def test_drafts_name_most_tensors(name: str) -> None:
     assert right >= 0.8 * len(lines) > 6
 
 
+def test_a_draft_tells_state_blocks_from_attention(tmp_path: Path) -> None:
+    """A hybrid: attention in one layer, and in the others what jinfer has no block for."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [n for n in tensors if ".self_attn." in n and ".layers.1." not in n]:
+            del tensors[name]
+        for i, block in ((0, "linear_attn"), (2, "self_attn")):
+            for part in ("A_log", "dt_bias", "conv1d.weight", "in_proj.weight", "out_proj.weight"):
+                tensors[f"model.layers.{i}.{block}.{part}"] = np.zeros((4, 4), np.float32)
+
+    found = describe(changed(tmp_path, change, "HybridForCausalLM"), {})
+    text = draft(found.opened)
+    assert '"decoder.{i}.attn.o" = "model.layers.{i}.self_attn.o_proj"' in text
+    assert "linear_attn.out_proj" not in text
+    assert "no name found" not in text
+    for block in ("linear_attn", "self_attn"):
+        assert (
+            f"# model.layers.{{i}}.{block} is a state block, of which jinfer has none yet" in text
+        )
+    assert text.count("Its parts: A_log, conv1d, dt_bias, in_proj, out_proj\n") == 2
+
+
 def _agrees(line: str, entries: Any) -> bool:
     parameter, _, source = line.partition(" = ")
     of_family = {name: entry.names for name, entry in entries}.get(parameter.strip('"'), ())
