@@ -31,7 +31,8 @@ class Description:
         problem: why there is no specification.
         wrong: tensors of a wrong shape, one clause each.
         unread: keys of config.json or GGUF's metadata that nothing looked up, with their values.
-        consequences: those of them that are known to change the computation -> how.
+        consequences: those of them, with dots inside tables, that are known to change the
+            computation -> their value, and how.
     """
 
     opened: Located
@@ -44,7 +45,7 @@ class Description:
     missing: tuple[Missing, ...] = ()
     wrong: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
-    consequences: Mapping[str, str] = field(default_factory=dict)
+    consequences: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     @property
     def unused(self) -> list[Tensor]:
@@ -54,7 +55,8 @@ class Description:
     @property
     def fits(self) -> bool:
         """Whether the model can be loaded."""
-        return bool(self.spec) and not (self.unused or self.missing or self.wrong)
+        refused = self.consequences and self.spec and self.spec.trust_config == "refuse"
+        return bool(self.spec) and not (self.unused or self.missing or self.wrong or refused)
 
 
 def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
@@ -92,7 +94,8 @@ def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
     found = Path(opened.family()).stem
     if opened.checkpoint.format == "llama2c":
         return found, "the family of llama2.c files"
-    key = "general.architecture" if opened.checkpoint.format == "gguf" else "architectures"
+    key = "architectures" if opened.config.get("architectures") else "model_type"
+    key = "general.architecture" if opened.checkpoint.format == "gguf" else key
     return found, f"found by {key} = {', '.join(opened.architectures)}"
 
 

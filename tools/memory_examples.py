@@ -16,11 +16,11 @@ from jinfer.partition.cost import MACHINES
 from jinfer.partition.memory import MemoryPlan, memory_plan
 from jinfer.partition.placing import plan_of
 from jinfer.spec.files import find_family, format_table, with_families
+from jinfer.spec.lookup import lookup_in
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.partition import AUTO, PartitionSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.tables import nested
-from jinfer.spec.values import lookup_in
 from jinfer.weights.storage import choose_storages, stored
 
 from .known_shapes import SHAPES

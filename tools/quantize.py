@@ -30,6 +30,7 @@ from jinfer.engine.memory import free_memory
 from jinfer.model import AbstractModel, build
 from jinfer.opening.recognize import open_source
 from jinfer.opening.settings import open_model
+from jinfer.opening.unread import check_followed
 from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration import Inputs
@@ -90,7 +91,8 @@ def convert(
         if isinstance(checkpoint, ConvertedCheckpoint):
             reason = "is converted already; give the checkpoint that it was made from"
             raise CheckpointError(checkpoint.path, reason)
-        spec = located.spec(overrides)
+        spec, left = located.resolved(overrides)
+        check_followed(left, located.config, spec)
         # Not this machine's choice of a type: what the checkpoint says must not be lost.
         model = build(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         origins = find_origins(model, checkpoint, spec.tensors)

@@ -161,10 +161,14 @@ def unread(found: Description) -> list[str]:
     """Keys that nothing looked up, those first that are known to change the computation."""
     known = found.consequences
     rest = {key: value for key, value in found.unread.items() if key not in known}
-    lines = [f"{key} = {_value(found.unread[key])}  # {how}" for key, how in known.items()]
+    lines = [f"{key} = {_value(value)}  # {how}" for key, (value, how) in known.items()]
     lines += [f"{k} = {_value(v)}" for k, v in rest.items() if not SAYS_NOTHING.fullmatch(k)]
     plain = [key for key in rest if SAYS_NOTHING.fullmatch(key)]
     return [*lines, f"of no consequence: {', '.join(plain)}"] if plain else lines
+
+
+def _unchanging(found: Description) -> dict[str, tuple[Any, str | None]]:
+    return {key: (value, None) for key, value in found.unread.items()}
 
 
 def _value(value: Any) -> str:
@@ -254,8 +258,8 @@ def to_json(found: Description) -> dict[str, Any]:
             for row in found.rows
         ],
         "unread": [
-            {"key": key, "value": _value(value), "changes": found.consequences.get(key)}
-            for key, value in found.unread.items()
+            {"key": key, "value": _value(value), "changes": how}
+            for key, (value, how) in (_unchanging(found) | dict(found.consequences)).items()
         ],
         "unused": [tensor.name for tensor in found.unused],
         "missing": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,14 +16,15 @@ from jinfer.guard.downloads import read_downloaded
 from jinfer.guard.files import FileRefused, is_there
 from jinfer.opening.names import in_full
 from jinfer.opening.sources import SourceError, locate
-from jinfer.opening.unread import unread
+from jinfer.opening.unread import consequences, unread
 from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError, show
-from jinfer.spec.files import find_family, format_table, read_toml, with_families
+from jinfer.spec.files import architecture_of, find_family, format_table, read_toml, with_families
+from jinfer.spec.lookup import lookup_in
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import STACKS, Facts, resolve
 from jinfer.spec.tables import check_text
-from jinfer.spec.values import Missing, lookup_in, rows_in
+from jinfer.spec.values import Missing, rows_in
 from jinfer.weights.settle import heads_left_out, settle
 
 MAX_CONFIG_BYTES = 64 << 20
@@ -94,7 +96,10 @@ class Located:
         return self.resolved(overrides)[0]
 
     def resolved(self, overrides: Mapping[str, Any]) -> tuple[ModelSpec, dict[str, Any]]:
-        """How the model is built, and the keys of `config` that nothing looked up; as `spec`."""
+        """How the model is built, and the keys of `config` that nothing looked up; as `spec`.
+
+        What a specification or the user replaces in a family is looked up by their choice.
+        """
         own = self.own if self.describes_model else {**self.own, "family": self.family()}
         families = with_families(dict(own), self.path)
         # A family that was found is one of jinfer's own.
@@ -109,7 +114,13 @@ class Located:
             tables.append({"modules": {name: {"when": False} for name in absent}})
             spec = resolve(tables, str(self.path), facts, base)
         self._check_layers(spec)
-        return settle(spec, self.checkpoint), unread(self.config, asked)
+        left = unread(self.config, asked)
+        if consequences(left, self.config, spec):
+            for replaced in filter(None, (families[:-1], families)):
+                with suppress(SpecError):  # it may need what is laid over it
+                    resolve(replaced, str(self.path), facts, base)
+            left = unread(self.config, asked)
+        return settle(spec, self.checkpoint), left
 
     def _check_layers(self, spec: ModelSpec) -> None:
         """Refuses layers that the file cannot have, before they take time and memory.
@@ -238,7 +249,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(own, dict):
         return config
     given = {key: value for key, value in own.items() if value is not None}
-    return config | given | {"architectures": config.get("architectures")}
+    return config | given | {key: config.get(key) for key in ("architectures", "model_type")}
 
 
 def _config_path(weights: Path) -> Path:
@@ -279,13 +290,7 @@ def _facts(
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else weights.name
-        found = lookup_in(config)
-
-        def named(key: str) -> Any:
-            asked.add(key)
-            return found(key)
-
-        return Facts(checkpoint.format, named, has, source, rows)
+        return Facts(checkpoint.format, lookup_in(config, asked), has, source, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
@@ -301,8 +306,11 @@ def _facts(
 def _architectures(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[str]:
     if checkpoint.format == "gguf":
         return [str(config.get("general.architecture", ""))]
-    names = config.get("architectures")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    names, type_ = config.get("architectures"), config.get("model_type")
+    names = [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+    if not names and isinstance(type_, str):
+        return [architecture_of(type_) or type_]
+    return names
 
 
 __all__ = ["CheckpointError", "Located", "Recognized", "open_source", "read_json", "recognize"]

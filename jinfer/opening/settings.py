@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from jinfer.opening.keywords import check_keywords
 from jinfer.opening.pooling import PoolingSpec, find_pooling
 from jinfer.opening.recognize import Recognized, recognize
 from jinfer.opening.sources import SourceError
-from jinfer.opening.unread import consequences
+from jinfer.opening.unread import check_followed
 from jinfer.quant.kind import Kind, parse_kind
 from jinfer.quant.tensor import Activations
 from jinfer.records import dataclass
@@ -31,8 +30,6 @@ from jinfer.spec.resolve import merge
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from jinfer.tokenizer.config import MAX_TOKENS
 from jinfer.xla.device import platform
-
-_log = logging.getLogger("jinfer")
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     if alone and found.spec.follows is not None:
         reason = "it drafts for another model: open that one, and name this in speculation.draft"
         raise SpecError(found.spec.path, "decoder.follows", reason)
-    for key, how in consequences(found.unread, found.config, found.spec).items():
-        value = repr(found.unread[key])[:60]
-        _log.warning("%s: %s = %s is not followed: %s", found.spec.path, key, value, how)
+    check_followed(found.unread, found.config, found.spec)
     file, said = generation_config(found.checkpoint)
     defaults = generation_defaults(found.spec.generation, said, file, found.spec.path)
     sampling_params(defaults, found.spec.path)  # wrong ones show at once

@@ -98,12 +98,18 @@ def format_table(format: str) -> Table:
     return read_toml(path) if is_there(path) else {}
 
 
+def architecture_of(model_type: str) -> str | None:
+    """The architecture that goes without saying for a `model_type` of a config.json."""
+    known = format_table("architectures").get(model_type)
+    return known if isinstance(known, str) else None
+
+
 def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Path:
     """The family that a checkpoint without a specification belongs to.
 
     Args:
-        architectures: the names it gives itself: `architectures` of config.json, GGUF's
-            `general.architecture`; none for llama2.c.
+        architectures: the names it gives itself: `architectures` of config.json, or what its
+            `model_type` stands for; GGUF's `general.architecture`; none for llama2.c.
 
     Raises:
         SpecError: no family matches, or several do.

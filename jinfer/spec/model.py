@@ -131,6 +131,8 @@ class ModelSpec:
         stacks: the encoder, the decoder, or both.
         tensors: the file's names for the parameters.
         dtype: of the computation; "auto": float32 on a CPU, bfloat16 elsewhere.
+        trust_config: what to do about keys of the checkpoint that change the computation and that
+            the specification does not follow: "refuse" the model, or only "warn".
         generation: defaults of `SamplingParams`.
     """
 
@@ -140,6 +142,7 @@ class ModelSpec:
     stacks: tuple[StackSpec, ...]
     tensors: TensorMap
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_config: Literal["refuse", "warn"] = "refuse"
     prompt: PromptSpec = PromptSpec()
     engine: EngineSpec = EngineSpec()
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from jinfer.records import dataclass, field
 from jinfer.spec.bounds import Count, NotNegative, Positive, Size, dim
+
+_STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +19,8 @@ class Scaling:
 
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
         "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" enlarges theta with
-        the length of the sequence; "default" and "none" change nothing.
-    factor: how many times longer the context is than trained.
+        the length of the sequence; "default" and "none" change nothing, nor does an empty table.
+    factor: how many times longer the context is than trained; longrope alone needs none.
     original_max_position_embeddings: the context trained; for all but linear.
     low_freq_factor: llama3: pairs that turn fewer times than this are stretched by `factor`.
     high_freq_factor: llama3: pairs that turn more often than this are kept.
@@ -33,7 +36,9 @@ class Scaling:
     length: longrope: the longest sequence there will be; as a default, the engine's context.
     """
 
-    rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"]
+    rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"] = (
+        "default"
+    )
     factor: Positive = 1.0
     original_max_position_embeddings: int = dim("context")
     low_freq_factor: Positive = 1.0
@@ -64,6 +69,14 @@ class Scaling:
         for name in ("short_factor", "long_factor"):
             if min(getattr(self, name) or (1.0,)) <= 0:
                 return name, "has a number that is not above 0"
+        return None
+
+    def lacks(self, given: Collection[str]) -> tuple[str, str] | None:
+        """What a table with these keys leaves out, though the others need it."""
+        if given and "rope_type" not in given:
+            return "rope_type", "is missing: how do the other keys change the frequencies?"
+        if self.rope_type in _STRETCHED and "factor" not in given:
+            return "factor", f"is missing, which {self.rope_type} needs"
         return None
 
 

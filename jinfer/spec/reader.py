@@ -27,7 +27,8 @@ def read(cls: Any, written: Any, values: Values, key: str) -> Any:
         SpecError: names the key, what is wrong, and what is allowed.
     """
     words = any(option is str or get_origin(option) is Literal for option in union(cls))
-    return _typed(cls, values.value(written, key, words=words), written, values, key)
+    value = values.value(written, key, words=words, names=values.names)
+    return _typed(cls, value, written, values, key)
 
 
 def union(cls: Any) -> tuple[Any, ...]:
@@ -120,7 +121,9 @@ def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) -> Any:
     known = fields(cls)
     aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
-    given = {aliases.get(name, name): value for name, value in table.items() if name not in ignored}
+    names = [name for name in table if name not in ignored]  # the others are not read here
+    names.sort(key=lambda name: name not in aliases)  # where both stand there, the name counts
+    given = {aliases.get(name, name): table[name] for name in names}
     for name in given:
         if name not in known:
             raise SpecError(values.path, f"{key}.{name}", f"unknown key; {nearest(name, known)}")
@@ -138,5 +141,7 @@ def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) ->
             raise SpecError(values.path, f"{key}.{name}", "is missing")
     result = cls(**arguments)
     if hasattr(cls, "check") and (wrong := result.check()):
+        raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
+    if hasattr(cls, "lacks") and (wrong := result.lacks(given)):
         raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
     return result

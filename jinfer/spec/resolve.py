@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from jinfer.records import dataclass
+from jinfer.records import dataclass, replace
 from jinfer.spec.blocks import Block
 from jinfer.spec.bounds import Size
 from jinfer.spec.errors import SpecError, nearest, show
+from jinfer.spec.left_out import left_out
 from jinfer.spec.leftovers import Leftover, check_leftovers, leftovers
 from jinfer.spec.match import check_match
 from jinfer.spec.model import EngineSpec, ModelSpec, PromptSpec
@@ -34,7 +35,8 @@ STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
-TOP = (*_TEXTS, "trust", "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+_TRUST = ("trust", "trust_config")
+TOP = (*_TEXTS, *_TRUST, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def resolve(
     tensors = read_tensor_map(
         [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
     )
+    tensors = replace(tensors, left_out=left_out(whole, tensors, values))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
     if "context" in values.dims:  # often no block has it, and nobody else looks at what it is
@@ -114,7 +117,8 @@ def resolve(
         shared=tuple(shared.items()),
         stacks=tuple(built),
         tensors=tensors,
-        dtype=read(fields(ModelSpec)["dtype"][1], whole.get("dtype", "auto"), values, "dtype"),
+        dtype=_word("dtype", whole, values),
+        trust_config=_word("trust_config", whole, values),
         prompt=_prompt(whole.get("prompt", {}), values),
         engine=engine,
         quantization=read_quantization(whole.get("quantization", {}), values),
@@ -124,6 +128,12 @@ def resolve(
     )
     check_leftovers(lost, whole, spec, values)
     return spec
+
+
+def _word(name: str, whole: Mapping[str, Any], values: Values) -> Any:
+    """A key of the top that is one of a few words."""
+    field, hint = fields(ModelSpec)[name]
+    return read(hint, whole.get(name, field.default), values, name)
 
 
 def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:

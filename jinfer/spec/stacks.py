@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from jinfer.spec.following import read_follows
 from jinfer.spec.formula import Formula, Sort, compile_formula
 from jinfer.spec.model import LayerSpec, StackSpec
 from jinfer.spec.reader import read
-from jinfer.spec.tables import Table, as_table, check_keys, merge
+from jinfer.spec.tables import Table, as_table, check_keys, merge, texts_in
 from jinfer.spec.values import Values
 
 STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
@@ -118,15 +119,20 @@ def read_stack(
         outer = replace(outer, inputs={"hidden": "vectors"})
     stem, stem_modules = outer.compile("stem", table.get("stem"))
     head, head_modules = replace(outer, inputs={}).compile("head", table.get("head"))
-    layers = {}
-    for variant in dict.fromkeys(chosen):
+    layers, made = [], dict[tuple[str, int | None], LayerSpec]()
+    for i, variant in enumerate(chosen):
         content = variants[variant]
-        wiring = _Wiring(name, variant, content["modules"], shared, values, count, absent, inner)
-        layers[variant] = LayerSpec(*wiring.compile("layer", content["layer"]))
+        here = (variant, i if _names_layer(content["modules"]) else None)
+        if here not in made:
+            at = values if here[1] is None else replace(values, names={"i": i, "layers": count})
+            wiring = _Wiring(name, variant, content["modules"], shared, at, count, absent, inner)
+            layer = LayerSpec(*wiring.compile("layer", content["layer"]))
+            made[here] = next((other for other in made.values() if other == layer), layer)
+        layers.append(made[here])
     stack = StackSpec(
         name,
         stem,
-        tuple(layers[variant] for variant in chosen),
+        tuple(layers),
         head,
         tuple({**dict(follow_modules), **dict(stem_modules), **dict(head_modules)}.items()),
         follows,
@@ -174,6 +180,11 @@ def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, T
     return {name: merge(base, changes) for name, changes in variants.items()} or {"": base}
 
 
+def _names_layer(modules: Mapping[str, Any]) -> bool:
+    """Whether a value in them may depend on the layer's number."""
+    return any(re.search(r"\bi\b", text) for text in texts_in(modules))
+
+
 def _layer_key(stack: str, variant: str) -> str:
     return f"{stack}.variants.{variant}.layer" if variant else f"{stack}.layer"
 
@@ -196,11 +207,12 @@ class _Wiring:
         path = self.values.path
         key = _layer_key(self.stack, self.variant) if part == "layer" else f"{self.stack}.{part}"
         where = f"{self.stack}.modules"
-        own, absent = _present(self.own, where, self.values)
+        names = dict.fromkeys(formula.called(text, path, key))
+        own, absent = _present({n: self.own[n] for n in names if n in self.own}, where, self.values)
         absent |= self.absent
         modules = {
             name: read(Block, own[name], self.values, f"{where}.{name}")
-            for name in dict.fromkeys(formula.called(text, path, key))
+            for name in names
             if name in own
         }
         known = {**self.shared, **modules}
@@ -209,7 +221,7 @@ class _Wiring:
             path=path,
             key=key,
             inputs={**_INPUTS[part], **self.inputs},
-            modules=[*self.shared, *own],
+            modules=[*self.shared, *self.own],
             takes=lambda name: _takes(known[name]),
             constant=lambda name: self._constant(name, key),
             absent=absent,

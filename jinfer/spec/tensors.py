@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,6 +70,21 @@ class Place:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A module that the model does not have.
+
+    Attributes:
+        key: of its `when` ("encoder.modules.mlm_dense.when").
+        when: the condition, as it is written.
+        names: the file's names for its tensors, or for what they begin with.
+    """
+
+    key: str
+    when: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """Parameter names to file names, for one checkpoint format.
 
@@ -81,6 +96,7 @@ class TensorMap:
         copies: parameter -> the file's names for further tensors of the same values.
         first: the file's number of the first layer.
         table: the specification's, for errors: "tensors", or that of a format, "tensors.gguf".
+        left_out: modules that have names here, but that the checkpoint lacks by their `when`.
     """
 
     entries: tuple[tuple[str, Entry], ...]
@@ -90,6 +106,17 @@ class TensorMap:
     copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
     first: int = 0
     table: str = "tensors"
+    left_out: tuple[LeftOut, ...] = ()
+
+    def owners_left_out(self, names: Iterable[str]) -> list[LeftOut]:
+        """Of the modules that a `when` left out, those that some of these tensors belong to."""
+        bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
+        found = []
+        for each in self.left_out:
+            parts = "|".join(_regex(n).pattern for n in each.names).replace("(?P<i>", "(?:")
+            if any(re.match(rf"(?:{parts})(?:\.|$)", name) for name in bare):
+                found.append(each)
+        return found
 
     def place(self, parameter: str) -> Place | None:
         """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.

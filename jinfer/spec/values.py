@@ -75,6 +75,7 @@ class Values:
         source: what `lookup` reads, for errors ("config.json").
         rows: of the tensor that matches a pattern; raises `MissingTensor`.
         engine_context: the context that `[engine]` asks for.
+        names: what further names stand for in what `read` reads: `i` in the modules of a layer.
         used: dimensions that were asked for.
     """
 
@@ -85,6 +86,7 @@ class Values:
     source: str = "the checkpoint"
     rows: Callable[[str], int] = no_rows
     engine_context: int | None = None
+    names: Mapping[str, Any] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     _known: dict[str, Any] = field(default_factory=dict)
     _pending: list[str] = field(default_factory=list)
@@ -223,20 +225,6 @@ class _ValueScope:
             known = nearest(name, [*FUNCTIONS, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
         return FUNCTIONS[name](*arguments)
-
-
-def lookup_in(table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A lookup of dotted keys in nested tables, such as a config.json."""
-
-    def lookup(key: str) -> Any:
-        found: Any = table
-        for part in key.split("."):
-            if not isinstance(found, Mapping) or found.get(part) is None:
-                raise Missing(key)
-            found = found[part]
-        return found
-
-    return lookup
 
 
 def _alternatives(text: str) -> list[str]:

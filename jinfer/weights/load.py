@@ -66,12 +66,20 @@ def find_origins(
         raise LoadError(
             f"{checkpoint.path}: the specification has no place for {shown}; "
             f"map them in [{tensors.table}], or list them under {tensors.table}.ignore"
+            f"{_by_when(tensors, left)}"
         )
     for origin in origins.values():  # before any of them is read
         origin.check(shapes)
     for _, reason in differing_copies(tensors, files, origins.values()):
         raise LoadError(f"{checkpoint.path}: {reason}")
     return origins
+
+
+def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
+    """Whose tensors they would be, but for conditions that are not fulfilled: a clause."""
+    owners = tensors.owners_left_out(left)[:3]
+    conditions = [f'{each.key} = "{each.when}"' for each in owners]
+    return f"; left out by {' and '.join(conditions)}" if conditions else ""
 
 
 def load(

@@ -82,6 +82,38 @@ def test_gpt_neo(tmp_path: Path) -> None:
     check(tmp_path, config, shapes, forward)
 
 
+def test_gpt2_scores_that_are_divided_by_their_layers_number(tmp_path: Path) -> None:
+    """As Mistral's GPT-2 (stanford-crfm) was trained."""
+
+    def forward(tensors: Tensors) -> Floats:
+        x = tensors["wte.weight"][TOKENS] + tensors["wpe.weight"][: len(TOKENS)]
+        for i, t in enumerate(layers_of(tensors, "h.")):
+            fused = centre(x, t, "ln_1") @ t["attn.c_attn.weight"] + t["attn.c_attn.bias"]
+            q, k, v = np.split(heads(fused, 3 * HEADS), 3, axis=1)
+            out = merged(attention(q, k, v, scale=DIM**-0.5 / (i + 1)))
+            x = x + out @ t["attn.c_proj.weight"] + t["attn.c_proj.bias"]
+            inner = centre(x, t, "ln_2") @ t["mlp.c_fc.weight"] + t["mlp.c_fc.bias"]
+            x = x + gelu_tanh(inner) @ t["mlp.c_proj.weight"] + t["mlp.c_proj.bias"]
+        return centre(x, tensors, "ln_f") @ tensors["wte.weight"].T
+
+    shapes: Shapes = {"wte.weight": (VOCAB, HIDDEN), "wpe.weight": (64, HIDDEN)}
+    shapes |= norm("ln_f", True)
+    for i in range(2):
+        layer = f"h.{i}."
+        shapes |= norm(layer + "ln_1", True) | norm(layer + "ln_2", True)
+        for name, ins, outs in (
+            ("attn.c_attn", HIDDEN, 3 * HIDDEN), ("attn.c_proj", HIDDEN, HIDDEN),
+            ("mlp.c_fc", HIDDEN, 4 * HIDDEN), ("mlp.c_proj", 4 * HIDDEN, HIDDEN),
+        ):  # fmt: skip
+            shapes |= {f"{layer}{name}.weight": (ins, outs), f"{layer}{name}.bias": (outs,)}
+    config = GPT | {
+        "architectures": ["GPT2LMHeadModel"], "n_embd": HIDDEN, "n_head": HEADS, "n_layer": 2,
+        "n_positions": 64, "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": True,
+        "reorder_and_upcast_attn": True,
+    }  # fmt: skip
+    check(tmp_path, config, shapes, forward)
+
+
 def test_mpt(tmp_path: Path) -> None:
     """No biases, ALiBi for a number of heads that is no power of two, clipped q, k and v."""
     head_count, width = 6, 24

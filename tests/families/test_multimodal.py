@@ -115,7 +115,7 @@ def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:
     """The 4B model's config.json says no more than this of the language model."""
     inside = {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
-        "num_hidden_layers": 1, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "num_hidden_layers": 6, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }  # fmt: skip
     config = nested(inside, "Gemma3ForConditionalGeneration", eos_token_id=[1, 106])

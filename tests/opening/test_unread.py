@@ -1,4 +1,4 @@
-"""Keys of a config.json that nothing reads are listed; those that change answers are warned of."""
+"""Keys of a config.json that nothing reads are listed; those that change answers are refused."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ import pytest
 from jinfer.opening.recognize import recognize
 from jinfer.opening.settings import open_model
 from jinfer.opening.unread import consequences
+from jinfer.spec.errors import SpecError, show
 from tests.families.gguf_files import write_gguf
 from tests.families.test_scaled_families import LATENT, latent_shapes
 from tests.families.tiny import random_tensors, write
@@ -36,12 +37,12 @@ def with_keys(folder: Path, **keys: Any) -> Path:
 def warned(source: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jinfer"):
-        open_model(source, {})
+        open_model(source, {"trust_config": "warn"})
     return [record.getMessage() for record in caplog.records if record.name == "jinfer"]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("tok_", "real_", "vocab"))])
-def test_what_is_served_as_it_says_is_not_warned_of(name: str) -> None:
+def test_what_is_served_as_it_says_is_not_refused(name: str) -> None:
     found = recognize(GOLDENS / name, {})
     assert consequences(found.unread, found.config, found.spec) == {}
 
@@ -64,13 +65,15 @@ def test_what_is_served_as_it_says_is_not_warned_of(name: str) -> None:
         ({"rms_norm_epsilon": 3, "norm_eps": 10**400}, "the small number that norms add"),
     ],
 )
-def test_a_key_that_changes_answers_is_warned_of(
+def test_a_key_that_changes_answers_is_named(
     keys: dict[str, Any], how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_keys(tmp_path / "model", **keys)
     key, value = list(keys.items())[-1]
-    shown = repr(value)[:60]
-    assert warned(folder, caplog) == [f"{folder}: {key} = {shown} is not followed: {how}"]
+    line = f"{folder}: {key} = {show(value)} is not followed: {how}"
+    assert line in warned(folder, caplog)
+    with pytest.raises(SpecError, match=f": .* is not followed: {how}"):
+        open_model(folder, {})
     assert keys.keys() <= recognize(folder, {}).unread.keys()
 
 
@@ -128,13 +131,14 @@ def test_a_key_of_gguf(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_keys_of_a_table_are_told_apart(tmp_path: Path) -> None:
-    table = {"rope_theta": 10000.0, "spare": 3}
-    folder = with_keys(tmp_path / "model", rope_theta=None, rope_scaling={"type": "default"},
-                       rope_parameters=table, other={"a": 1})  # fmt: skip
+    """That a table was read, as positions read theirs, does not mean all that is in it."""
+    table = {"rope_theta": 10000.0, "rope_type": "default", "finetuned": True}
+    folder = with_keys(tmp_path / "model", rope_theta=None, rope_parameters=table, other={"a": 1})
     left = recognize(folder, {}).unread
-    assert left["rope_parameters.spare"] == 3
+    assert left["rope_parameters.finetuned"] is True
     assert left["other"] == {"a": 1}
-    assert not {"rope_parameters", "rope_parameters.rope_theta", "rope_scaling"} & left.keys()
+    read = {"rope_parameters", "rope_parameters.rope_theta", "rope_parameters.rope_type"}
+    assert not read & left.keys()
 
 
 def test_inspect_lists_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from jinfer.spec.errors import SpecError
 from jinfer.spec.files import format_table, with_families
+from jinfer.spec.lookup import lookup_in
 from jinfer.spec.model import ModelSpec
 from jinfer.spec.resolve import Facts, resolve
 from jinfer.spec.tables import merge, nested
-from jinfer.spec.values import Missing, Values, lookup_in, rows_in
+from jinfer.spec.values import Missing, Values, rows_in
 
 PATH = "made-up.toml"
 

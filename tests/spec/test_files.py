@@ -20,9 +20,9 @@ from jinfer.spec.files import (
     read_toml,
     with_families,
 )
+from jinfer.spec.lookup import lookup_in
 from jinfer.spec.match import matches
 from jinfer.spec.resolve import Facts
-from jinfer.spec.values import lookup_in
 
 from .helpers import PATH, facts, one_line
 
@@ -162,7 +162,8 @@ def test_a_condition_may_ask_for_rows() -> None:
     [
         ({}, ["NewForCausalLM"], "no family is known for NewForCausalLM; write a specification"),
         ({}, [], "no family is known for a safetensors file without an architecture"),
-        ({"use_sliding_window": True}, ["Qwen3MoeForCausalLM"], "no family is known for Qwen3Moe"),
+        ({"text_config": {"model_type": "ministral3"}}, ["Mistral3ForConditionalGeneration"],
+         "no family is known for Mistral3ForConditionalGeneration"),
         ({}, ["GPT2LMHeadModel", "LlamaForCausalLM"], "several families match GPT2LMHeadModel, "
          "LlamaForCausalLM: gpt2, llama; name one in a spec"),
     ],

@@ -280,6 +280,10 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
         rope_type="linear", factor=4.0, original_max_position_embeddings=64
     )
     assert scaled({"rope_type": "default", "rope_theta": 1e4}) is None
+    assert scaled({}) is scaled({"rope_theta": 1e4}) is scaled({"rope_type": "default"}) is None
+    both = scaled({"type": "yarn", "rope_type": "linear", "factor": 4})
+    assert both is not None
+    assert both.rope_type == "linear"
     assert scaled({"type": "none"}) is None
     assert scaled("none") is None
 
@@ -295,9 +299,13 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
          " is not above 0"),
         ({"type": "longrope", "long_factor": []}, "scaling.long_factor: [] is not a list of"),
         ({"type": "linear", "factor": 0}, "some.key.scaling.factor: 0 is not a number above 0"),
+        *(
+            ({"type": kind}, f"scaling.factor: is missing, which {kind} needs")
+            for kind in ("linear", "llama3", "yarn", "dynamic")
+        ),
         ({"type": "linear", "factr": 2}, "scaling.factr: unknown key; did you mean 'factor'?"),
         (
-            {"type": "llama3", "low_freq_factor": 4},
+            {"type": "llama3", "low_freq_factor": 4, "factor": 2},
             "some.key.scaling.high_freq_factor: must be above low_freq_factor",
         ),
     ],

@@ -54,6 +54,37 @@ def test_pattern(pattern: Any, config: dict[str, Any], expected: list[int | None
     assert windows(resolved(with_pattern(pattern), {"sliding_window": 8} | config)) == expected
 
 
+@pytest.mark.parametrize(
+    ("window", "config", "expected"),
+    [
+        ("$sliding_window if i % 2 else none", {}, [None, 8, None, 8]),
+        ("none if i == layers - 1 else 8", {}, [8, 8, 8, None]),
+        ("$windows[i]", {"windows": [1, 2, 3, 3]}, [1, 2, 3, 3]),
+        ("8 if $types[i] == 'local' else none | 4", {"types": ["local", "", "", ""]},
+         [8, None, None, None]),
+        ("8 if $types[i] == 'local' else none | 4", {}, [4] * 4),
+    ],
+)  # fmt: skip
+def test_values_of_a_layers_modules_may_depend_on_its_number(
+    window: str, config: dict[str, Any], expected: list[int | None]
+) -> None:
+    table = model(dims__layers=4, decoder__modules__attn__window=window)
+    spec = resolved(table, {"sliding_window": 8} | config)
+    assert windows(spec) == expected
+    assert spec.decoder is not None
+    assert len({id(layer) for layer in spec.decoder.layers}) == len(set(expected))
+
+
+def test_a_layers_number_is_known_in_layers_only() -> None:
+    table = model(decoder__modules__norm={"kind": "rms", "eps": "1e-6 * (i + 1)"})
+    assert "unknown name 'i'" in error_of(table)
+    assert "unknown name 'i'" in error_of(
+        model(dims__window="i", decoder__modules__attn__window="window")
+    )
+    table = model(decoder__modules__attn__window="$windows[i]")
+    assert "attn.window: '$windows[i]' has no value" in error_of(table, {"windows": [1]})
+
+
 def test_variants_that_no_layer_is_need_no_values() -> None:
     assert windows(resolved(with_pattern("full"), {})) == [None] * 4
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jinfer.spec.errors import SpecError
-from jinfer.spec.values import Missing, lookup_in
+from jinfer.spec.lookup import lookup_in
+from jinfer.spec.values import Missing
 
 from .helpers import one_line, values
 

@@ -94,6 +94,20 @@ def test_an_embedding_stays_for_the_head_that_is_tied_to_it() -> None:
     assert [name for name, _ in resolved(table).shared] == ["embed", "logits", "other"]
 
 
+def test_a_module_of_some_layers() -> None:
+    table = model(
+        dims__layers=3,
+        decoder__layer="n = x\nn = pre(x)\nx + attn(n)",
+        decoder__modules__pre={"kind": "rms", "when": "i > 0"},
+    )
+    decoder = resolved(table).decoder
+    assert decoder is not None
+    assert [layer.wiring.calls for layer in decoder.layers] == [
+        ("attn",), ("pre", "attn"), ("pre", "attn"),
+    ]  # fmt: skip
+    assert decoder.layers[1] is decoder.layers[2]
+
+
 def test_variants_differ_in_their_modules() -> None:
     """A module is left out of one variant, and that variant's layer loses the line."""
     table = model(

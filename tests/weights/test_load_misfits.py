@@ -71,6 +71,23 @@ def test_a_tensor_that_cannot_be_read_matters_where_it_is_used() -> None:
         load_file(abstract, packed("norm.weight"), replace(names, ignore=("scales",)))
 
 
+def test_a_condition_that_leaves_out_what_the_file_has_is_named() -> None:
+    """As in a family's table of which only the names of tensors are replaced."""
+    lines = {"head": "x = norm(x)\nx = more(x)\nlogits(x)", "layer": "x = norm(x)\nx + attn(x)"}
+    more = {"kind": "linear", "when": "has('cls.more.bias')"}
+    names = {"decoder.more": "cls.other", "decoder.{i}.extra": "layers.{i}.extra"}
+    modules = {"more": more, "extra": {"kind": "linear", "when": "has('none')"}}
+    lines["layer"] = "x = norm(x)\nx = extra(x)\nx + attn(x)"
+    over = {"decoder": lines | {"modules": modules}, "tensors": names}
+    found = {"cls.other.weight": np.zeros((8, 8)), "layers.1.extra.weight": np.zeros((8, 8))}
+    text = error_of(good() | found, **over)
+    assert text.endswith(
+        """; left out by decoder.modules.more.when = "has('cls.more.bias')" """
+        """and decoder.modules.extra.when = "has('none')\""""
+    )
+    assert "left out" not in error_of(good() | {"rotary": np.zeros(3)}, **over)
+
+
 def test_a_tied_head_stored_under_an_unknown_name() -> None:
     file = good()
     file["head.weight"] = file.pop("lm_head.weight")
