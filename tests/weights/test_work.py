@@ -37,7 +37,9 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 def test_bars_end_full(method: str, tmp_path: Path, tasks: list[Task]) -> None:
     tables = {"quantization": {"weights": "q4", "threshold": 0, "method": method}}
     convert(str(MODEL), tmp_path / "out", tables, tokens=512)
-    whats = ["quantizing", "writing a text", "quantizing"] if method == "feedback" else ["quantizing"]
+    whats = (
+        ["quantizing", "writing a text", "quantizing"] if method == "feedback" else ["quantizing"]
+    )
     assert [one.what for one in tasks] == whats
     for one in tasks:
         assert one.is_shown is False  # nobody watches here; where somebody does it is
