@@ -14,7 +14,6 @@ from jinfer.template import limits
 from jinfer.template.compiled import compile_source, render
 from jinfer.template.confined import compile_there, render_there
 from jinfer.template.errors import TemplateError
-from jinfer.template.parts import in_parts, lost, roles_in_parts
 
 _MAX_SOURCE = 1_000_000  # characters
 _MAX_COMPILED_HERE = 1 << 15  # characters; the longest known has half of that
@@ -53,8 +52,7 @@ class ChatTemplate:
         """The prompt for a conversation.
 
         Args:
-            messages: mappings with "role", "content" and whatever else the template reads;
-                texts become lists of parts where it reads only such.
+            messages: mappings with "role", "content" and whatever else the template reads.
             tools: JSON schemas of functions.
             documents: for templates of retrieval.
             add_generation_prompt: end with the beginning of the assistant's turn.
@@ -72,19 +70,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **extra,
         }
-        if self._ready.in_parts:
-            return self._ready.render(
-                {**names, "messages": in_parts(messages, self._ready.in_parts)}
-            )
-        try:
-            text = self._ready.render(names)
-        except TemplateError:
-            if not (roles := self._ready.find_parts(messages, "")):
-                raise
-        else:
-            if not (roles := self._ready.find_parts(messages, text)):
-                return text
-        return self._ready.render({**names, "messages": in_parts(messages, roles)})
+        return self._ready.render(names)
 
 
 class _Ready:
@@ -93,20 +79,9 @@ class _Ready:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self.in_parts: frozenset[str] | None = None  # None: not known yet
         self._here = compile_source(source) if len(source) <= _MAX_COMPILED_HERE else None
         if self._here is None:
             compile_there(source)
-
-    def find_parts(self, messages: Sequence[Mapping[str, Any]], text: str) -> frozenset[str]:
-        """Roles whose contents are to be lists, which a prompt without a user's text suggests."""
-        if self.in_parts is None and lost(messages, text):
-            given: dict[str, Any] = {"add_generation_prompt": False, "tools": None}
-            given |= {"documents": None, "bos_token": "", "eos_token": ""}
-            self.in_parts = roles_in_parts(
-                self._source, lambda said: self.render({**given, "messages": said})
-            )
-        return self.in_parts or frozenset()
 
     def render(self, names: Mapping[str, Any]) -> str:
         here = self._here
