@@ -137,7 +137,7 @@ def test_only_parameters_that_there_are(tmp_path: Path, monkeypatch: pytest.Monk
     ("said", "reason"),
     [
         ({"do_sample": True, "temperature": "hot"}, "temperature: temperature must be from 0"),
-        ({"do_sample": True, "top_p": -1}, "top_p: top_p must be above 0"),
+        ({"do_sample": True, "top_p": -1}, "top_p: top_p must be from 0 to 1"),
         ({"max_new_tokens": 0.5}, "max_new_tokens: max_tokens must be a whole number"),
     ],
 )
