@@ -94,6 +94,11 @@ class Attention(nnx.Module):
             case blocks.Relative():
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)
+            case blocks.Alibi() if not causal and rules.slopes is not None:
+                # Tokens ahead are as far away as those behind.
+                far = abs(jnp.arange(1 - q.shape[1], q.shape[1], dtype=jnp.float32))
+                table = -rules.slopes[:, None] * far[None]
+                return rules._replace(slopes=None, by_distance=table, lowest=1 - q.shape[1])
         return rules
 
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:

@@ -74,9 +74,10 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, block: blocks.GatedMLP, dtype: DTypeLike) -> None:
         self.gating = Gating.of(block)
-        self.gate = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
-        self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
-        self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
+        inner = block.bias is True
+        self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
+        self.up = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
+        self.down = Linear(block.width, block.inputs, bool(block.bias), dtype, ("hidden", "mlp"))
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""

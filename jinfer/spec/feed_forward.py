@@ -48,6 +48,7 @@ class GatedMLP:
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within
     -limit..limit.
 
+    bias: whether the projections have one; "down": that one alone.
     alpha: of clamped_swiglu.
     limit: of clamped_swiglu.
     """
@@ -56,7 +57,7 @@ class GatedMLP:
     inputs: int = dim("hidden")
     width: int = dim("intermediate")
     activation: GatedActivation = "silu"
-    bias: bool = False
+    bias: bool | Literal["down"] = False
     alpha: Positive = ALPHA
     limit: Positive = LIMIT
 

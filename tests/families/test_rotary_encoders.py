@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jinfer import LLM
 from tests.reference.numpy_blocks import (
     attention,
     gelu_erf,
@@ -22,7 +23,8 @@ from tests.reference.numpy_positions import Floats, rope
 from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged
 
 from . import llama_line
-from .bert_line import BERT, EPS
+from .bert_line import BERT, EPS, NAMES
+from .gguf_files import write_gguf
 from .tiny import (
     DIM,
     HEADS,
@@ -106,8 +108,8 @@ def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
         "activation_function": "swiglu",
     }  # fmt: skip
     config = {"vocab_size": VOCAB, "type_vocab_size": 2} | own if dialect == "gpt2" else BERT
-    config |= {"architectures": ["NomicBertModel"]}
-    config |= {} if dialect == "gpt2" else {"hidden_act": "silu"}
+    config = config | {"architectures": ["NomicBertModel"]}
+    config = config if dialect == "gpt2" else config | {"hidden_act": "silu"}
     llm, t = served(tmp_path, config, shapes)
     got = llm.hidden(TEXTS, token_type_ids=TYPES)
     for hidden, text, types in zip(got, TEXTS, TYPES, strict=True):
@@ -121,6 +123,111 @@ def test_nomic_bert(tmp_path: Path, dialect: str) -> None:
             inner = dense(x, layer, "mlp.fc11") * silu(dense(x, layer, "mlp.fc12"))
             x = centre(x + dense(inner, layer, "mlp.fc2"), layer, "norm2", EPS)
         close(hidden, x)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gte(tmp_path: Path, scaled: bool) -> None:
+    """Up, then gate in one tensor; with "ntk", theta and all frequencies change by the factor."""
+    shapes: Shapes = {"embeddings.word_embeddings.weight": (VOCAB, HIDDEN)} | norm(
+        "embeddings.LayerNorm"
+    )
+    shapes |= {} if scaled else {"embeddings.token_type_embeddings.weight": (2, HIDDEN)}
+    for i in range(2):
+        block = f"encoder.layer.{i}."
+        shapes |= linear(block + "attention.qkv_proj", 3 * HIDDEN, HIDDEN)
+        shapes |= linear(block + "attention.o_proj", HIDDEN, HIDDEN)
+        shapes |= linear(block + "mlp.up_gate_proj", 2 * INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.down_proj", HIDDEN, INNER)
+        shapes |= norm(block + "attn_ln") | norm(block + "mlp_ln")
+    factor = 4.0 if scaled else 1.0
+    config = BERT | {
+        "architectures": ["NewModel"], "position_embedding_type": "rope", "rope_theta": 2000.0,
+        "type_vocab_size": 0 if scaled else 2,
+        "rope_scaling": {"type": "ntk", "factor": factor} if scaled else None,
+    }  # fmt: skip
+    llm, t = served(tmp_path, config, shapes)
+    frequencies = (2000.0 * factor) ** -(np.arange(0, DIM, 2) / DIM) / factor ** (2 / DIM)
+    for hidden, text in zip(llm.hidden(TEXTS), TEXTS, strict=True):
+        at = np.arange(len(text))
+        x = t["embeddings.word_embeddings.weight"][text]
+        x = x if scaled else x + t["embeddings.token_type_embeddings.weight"][0]
+        x = centre(x, t, "embeddings.LayerNorm", EPS)
+        for layer in layers_of(t, "encoder.layer."):
+            fused = heads(dense(x, layer, "attention.qkv_proj"), 3 * HEADS)
+            q, k, v = np.split(fused, 3, axis=1)
+            q, k = (rope(part, at, inv_freq=frequencies) for part in (q, k))
+            out = dense(merged(attention(q, k, v, causal=False)), layer, "attention.o_proj")
+            x = centre(x + out, layer, "attn_ln", EPS)
+            up, gate = np.split(dense(x, layer, "mlp.up_gate_proj"), 2, axis=-1)
+            x = centre(x + dense(gelu_erf(gate) * up, layer, "mlp.down_proj"), layer, "mlp_ln", EPS)
+        close(hidden, x)
+
+
+def test_jina_bert(tmp_path: Path) -> None:
+    """Scores are lower by the distance, whether a token stands before or after; also as GGUF."""
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (VOCAB, HIDDEN),
+        "embeddings.token_type_embeddings.weight": (2, HIDDEN),
+    } | norm("embeddings.LayerNorm")
+    for i in range(2):
+        block = f"encoder.layer.{i}."
+        for name in NAMES:
+            shapes |= linear(block + name, HIDDEN, HIDDEN)
+        shapes |= linear(block + "mlp.gated_layers", 2 * INNER, HIDDEN, False)
+        shapes |= linear(block + "mlp.wo", HIDDEN, INNER)
+        shapes |= norm(block + "attention.output.LayerNorm") | norm(block + "mlp.layernorm")
+    config = BERT | {
+        "architectures": ["JinaBertModel"], "position_embedding_type": "alibi",
+        "feed_forward_type": "geglu",
+    }  # fmt: skip
+    llm, t = served(tmp_path, config, shapes)
+    file: dict[str, np.ndarray] = {
+        f"{new}.{leaf}": t[f"embeddings.{old}.{leaf}"].astype(np.float32)
+        for new, old, leaves in (
+            ("token_embd", "word_embeddings", ("weight",)),
+            ("token_types", "token_type_embeddings", ("weight",)),
+            ("token_embd_norm", "LayerNorm", ("weight", "bias")),
+        )
+        for leaf in leaves
+    }
+    named = dict(zip(NAMES, ("attn_q", "attn_k", "attn_v", "attn_output"), strict=True)) | {
+        "attention.output.LayerNorm": "attn_output_norm", "mlp.layernorm": "layer_output_norm",
+        "mlp.wo": "ffn_down",
+    }  # fmt: skip
+    for i, layer in enumerate(layers_of(t, "encoder.layer.")):
+        for name, values in layer.items():
+            module, _, leaf = name.rpartition(".")
+            if module in named:
+                file[f"blk.{i}.{named[module]}.{leaf}"] = values.astype(np.float32)
+        halves = np.split(layer["mlp.gated_layers.weight"].astype(np.float32), 2)
+        file |= {f"blk.{i}.ffn_gate.weight": halves[0], f"blk.{i}.ffn_up.weight": halves[1]}
+    known = {
+        "vocab_size": VOCAB, "embedding_length": HIDDEN, "block_count": 2, "context_length": 64,
+        "feed_forward_length": INNER, "attention.head_count": HEADS,
+        "attention.layer_norm_epsilon": EPS,
+    }  # fmt: skip
+    write_gguf(tmp_path / "m.gguf", "jina-bert-v2", known, file)
+    got = LLM(tmp_path / "m.gguf", dtype="float32").hidden(TEXTS, token_type_ids=TYPES)
+    slopes = 2.0 ** (-8 / HEADS * np.arange(1, HEADS + 1))
+    for hidden, ours, text, types in zip(
+        llm.hidden(TEXTS, token_type_ids=TYPES), got, TEXTS, TYPES, strict=True
+    ):
+        far = abs(np.arange(len(text))[:, None] - np.arange(len(text)))
+        x = t["embeddings.word_embeddings.weight"][text]
+        x = centre(
+            x + t["embeddings.token_type_embeddings.weight"][types], t, "embeddings.LayerNorm", EPS
+        )
+        for layer in layers_of(t, "encoder.layer."):
+            q, k, v = (heads(dense(x, layer, name), HEADS) for name in NAMES[:3])
+            scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(DIM) - slopes[:, None, None] * far
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out = dense(merged(np.einsum("hqk,khd->qhd", weights, v)), layer, NAMES[3])
+            x = centre(x + out, layer, "attention.output.LayerNorm", EPS)
+            gate, up = np.split(dense(x, layer, "mlp.gated_layers"), 2, axis=-1)
+            x = centre(x + dense(gelu_erf(gate) * up, layer, "mlp.wo"), layer, "mlp.layernorm", EPS)
+        close(hidden, x)
+        close(ours, x)
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
