@@ -55,8 +55,13 @@ class Description:
     @property
     def fits(self) -> bool:
         """Whether the model can be loaded."""
-        refused = self.consequences and self.spec and self.spec.trust_config == "refuse"
-        return bool(self.spec) and not (self.unused or self.missing or self.wrong or refused)
+        misfits = self.unused or self.missing or self.wrong or self.refused
+        return bool(self.spec) and not misfits
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is not opened for keys that change the computation and are not followed."""
+        return bool(self.consequences and self.spec and self.spec.trust_config == "refuse")
 
 
 def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:

@@ -200,6 +200,9 @@ def to_text(found: Description, drafted: str = "") -> str:
         parts.append(f"A first draft is in {drafted}.")
     elif found.spec is None:
         parts.append(f"A first draft, to save as a .toml:\n\n{draft(found.opened)}".rstrip())
+    if found.refused:
+        named = ", ".join(found.consequences)
+        parts.append(f'Refused for {named}; trust_config = "warn" goes on without.')
     if found.fits:
         parts.append("Every parameter has its tensor, and every tensor its place.")
     # Names come from the file, and what a terminal obeys has no place in them.

@@ -119,12 +119,12 @@ def read_stack(
         outer = replace(outer, inputs={"hidden": "vectors"})
     stem, stem_modules = outer.compile("stem", table.get("stem"))
     head, head_modules = replace(outer, inputs={}).compile("head", table.get("head"))
-    layers, made = [], dict[tuple[str, int | None], LayerSpec]()
+    layers, made = [], dict[tuple[str, Any], LayerSpec]()
     for i, variant in enumerate(chosen):
         content = variants[variant]
-        here = (variant, i if _names_layer(content["modules"]) else None)
+        at = replace(values, names={"i": i, "layers": count})
+        here = (variant, _own_values(content["modules"], at))
         if here not in made:
-            at = values if here[1] is None else replace(values, names={"i": i, "layers": count})
             wiring = _Wiring(name, variant, content["modules"], shared, at, count, absent, inner)
             layer = LayerSpec(*wiring.compile("layer", content["layer"]))
             made[here] = next((other for other in made.values() if other == layer), layer)
@@ -180,9 +180,16 @@ def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, T
     return {name: merge(base, changes) for name, changes in variants.items()} or {"": base}
 
 
-def _names_layer(modules: Mapping[str, Any]) -> bool:
-    """Whether a value in them may depend on the layer's number."""
-    return any(re.search(r"\bi\b", text) for text in texts_in(modules))
+def _own_values(modules: Mapping[str, Any], values: Values) -> Any:
+    """What distinguishes a layer from others of its variant: the values that depend on its number.
+
+    Layers are alike in most models, and reading each of them would take a millisecond.
+    """
+    texts = [text for text in texts_in(modules) if re.search(r"\bi\b", text)]
+    try:
+        return repr([values.value(text, "", names=values.names) for text in texts])
+    except SpecError:  # a plain word, or wrong: it is read as what it is to be
+        return values.names["i"]
 
 
 def _layer_key(stack: str, variant: str) -> str:

@@ -149,6 +149,7 @@ def test_inspect_lists_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0] == "  logit_scale = 0.25  # numbers are multiplied by it"
     assert lines[1] == "  odd = [1, 2]"
     assert lines[2].startswith("  of no consequence: ")
+    assert lines[-1] == 'Refused for logit_scale; trust_config = "warn" goes on without.'
     found = describe(folder, {})
     assert all(key in text for key in found.unread)
     assert "torch_dtype" in found.unread
