@@ -67,13 +67,17 @@ def prepare(
     try:
         prepared = frontend.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
     except (RequestError, ConstraintError) as error:
-        first = str(error).split(" ", 1)[0].rstrip(":")
-        raise as_api_error(error, param=asked.names.get(first, param)) from error
+        raise as_api_error(error, param=_field(error, asked) or param) from error
     prepared = [
         replace(one, request=replace(one.request, reuse=asked.reuse, shown=shown))
         for one in prepared
     ]
     return Job(ids, asked, prepared)
+
+
+def _field(error: Exception, asked: Asked) -> str | None:
+    """The field of a request that an error is about, which begins with the engine's word for it."""
+    return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
 
 
 def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
@@ -152,6 +156,8 @@ class Run:
                     if isinstance(piece, BaseException):
                         running.discard(index)
                         failure = piece
+                        if isinstance(piece, ConstraintError):
+                            failure = as_api_error(piece, param=_field(piece, self._asked[index]))
                         break
                     # Where no token is wanted, the engine has chosen one all the same.
                     nothing = self._asked[index].nothing

@@ -1,6 +1,7 @@
 """What cannot be answered is said in OpenAI's form, never with a 500."""
 
 import gzip
+import json
 from typing import Any
 
 import httpx
@@ -212,6 +213,19 @@ def test_bodies_that_are_compressed(smol: Running) -> None:
         for content in (plain, b"\xef\xbb\xbf" + plain):
             answer = http.post("/v1/completions", content=content, headers=headers)
             assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rules_that_leave_nothing(smol: Running, stream: bool) -> None:
+    """A grammar's only way on is banned; of a stream, which has begun, it is the last event."""
+    (yes,) = smol.hosted().llm.frontend.tokenizer.encode("yes")
+    body = {**HELLO, "choice": ["yes"], "banned_token_ids": [yes], "stream": stream}
+    with smol.client() as http:
+        answer = http.post(CHAT, json=body)
+    assert answer.status_code == (200 if stream else 400)
+    error = json.loads(answer.text.removeprefix("data: "))["error"]
+    assert error["param"] == "choice"
+    assert "nothing is left: banned_token_ids forbid what has to come next" in error["message"]
 
 
 def test_a_slash_at_the_end(smol: Running) -> None:
