@@ -4,12 +4,17 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
+import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
+from jinfer.engine.guided import Guides
+from jinfer.engine.requests import Failed, Request, Token
+from jinfer.engine.scheduler import Running
+from jinfer.engine.state import Choice
 from jinfer.sampling.errors import ConstraintError
 from tests.sampling.schemas import random_schema
 from tests.test_smollm2 import ROOT
@@ -97,6 +102,40 @@ def test_forced_tokens_obey_the_rules_of_the_request(llm: LLM, logprobs: int | N
     assert (answer.text, answer.finish_reason) == ("yes", "stop")
     llm.frontend.thread.run(lambda engine: None)
     assert llm.stats().blocks_held == 0
+
+
+class Whole:
+    """A matcher of an answer that is whole, of which only the end is left."""
+
+    finished = True
+
+    def mask(self, out: np.ndarray) -> None:
+        out[0] = 1 << 2
+
+    def forced(self) -> list[int]:
+        return []
+
+    def advance(self, token: int) -> None:
+        assert token == 2
+
+    def nothing_left(self, ids: list[int], rules: list[str]) -> ConstraintError:
+        return ConstraintError(f"{ids} {rules}")
+
+
+def test_only_min_tokens_give_way_to_a_whole_answer() -> None:
+    for banned, ends in ((), True), ((2,), False):
+        params = SamplingParams(choice=("a",), min_tokens=9, banned_token_ids=banned)
+        sequence = Running(Request(1, (5, 6), params, 99, (2,)), 0, [5, 6, 7], guided=True)
+        guides, matcher = Guides(), cast("Any", Whole())
+        guides.begin(sequence, matcher, Choice.of(params, (2,), 64, lambda text: [7]), ())
+        (event,) = guides._mask(sequence, np.zeros(2, np.uint32))
+        assert sequence.ended
+        if ends:
+            assert event == Token(1, 2, last="stop")
+            assert sequence.tokens == [5, 6, 7, 2]
+        else:
+            assert isinstance(event, Failed)
+            assert str(event.error) == "[2] ['banned_token_ids', 'min_tokens']"
 
 
 def test_a_limit_cuts_an_answer(llm: LLM) -> None:
