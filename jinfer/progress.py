@@ -1,6 +1,6 @@
 """Progress of what takes long: a line on a terminal, a bar in a notebook, records of the log.
 
-Nothing is shown of a task in its first half second, and what was shown is erased when it ends. Of
+Nothing is shown of a task in its first moments, and what was shown is erased when it ends. Of
 several tasks the one that began last is shown. Nothing here takes time to import.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-_AFTER, _LOGGED = 0.5, 1.0  # seconds after which a task is shown, and logged
+_AFTER, _LOGGED = 0.3, 1.0  # seconds after which a task is shown, and logged
 _EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
 _BAR, _LEAST = 20, 12  # columns of a bar; fewer than these are no room for words
 NO_ROOM = sys.maxsize  # the column of a line beside which nothing is to be shown

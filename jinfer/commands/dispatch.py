@@ -12,7 +12,6 @@ from typing import NoReturn
 from jinfer.commands.checkout import provide_tools
 from jinfer.commands.program import command, jinfer
 from jinfer.commands.table import COMMANDS, GROUPS, Command
-from jinfer.progress import task
 from jinfer.terminal.ending import leave, status_of
 from jinfer.xla.later import imported
 from jinfer.xla.undisturbed import paused
@@ -75,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Command, words: Sequence[str]) -> int:
+    # Here: with logging it takes a tenth of what a help text takes.
+    from jinfer.progress import task
+
     provide_tools()
     with command(chosen.name):
         # Programs that answer import what they need themselves, once they know what is asked.

@@ -82,6 +82,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{word!r} is one argument too many"
         flag = word.partition("=")[0]
+        if self._instead and (said := _keyword(flag)):
+            return f"there is no flag {flag}: {said}"
         known = {
             _plain(name): name
             for action in self._actions
@@ -102,6 +104,15 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser._print_message(parser.format_help(), sys.stdout)
         parser.exit()
+
+
+def _keyword(flag: str) -> str:
+    """What there is instead of a flag that `LLM` knows as a keyword of another engine; or ""."""
+    # Here: only a mistake needs it.
+    from jinfer.opening.keywords import FOREIGN
+
+    said = FOREIGN.get(flag.lstrip("-").replace("-", "_"), "")
+    return said if " " in said or not said else f"--set {said}=... is that key"
 
 
 def _plain(flag: str) -> str:

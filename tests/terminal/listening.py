@@ -15,14 +15,16 @@ from pathlib import Path
 
 from tests.terminal.terminal import ROOT
 
+_WORK = 0.005  # seconds of a processor
+
 
 @dataclass
 class Heard:
     """What a program has said on a terminal.
 
     Attributes:
-        silence: the longest time until it said something, in seconds, less what the machine did
-            not give to a thread of this process that asked for a moment meanwhile.
+        silence: the longest time until it said something, in seconds of a machine that has nothing
+            else to do: less than on the clock, where others compute as well.
         text: all that it said.
         before: the end of what it had said before that time.
     """
@@ -33,34 +35,37 @@ class Heard:
     before: str
 
 
-class Delays:
-    """How late a thread is that wants to run ten times a second, on a machine with others."""
+class Load:
+    """How much longer this process's work takes than it would alone, asked ten times a second."""
 
     def __init__(self) -> None:
-        self.late: list[tuple[float, float]] = []
+        self._found: list[tuple[float, float]] = []
         self._ended = False
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while not self._ended:
-            begun = time.monotonic()
+            begun, used = time.monotonic(), time.thread_time()
+            while time.thread_time() - used < _WORK:
+                pass
+            self._found.append((begun, (time.monotonic() - begun) / _WORK))
             time.sleep(0.1)
-            self.late.append((begun, time.monotonic() - begun - 0.1))
 
     def end(self) -> None:
-        """Lets its thread end."""
+        """Asks no more."""
         self._ended = True
 
     def within(self, begin: float, end: float) -> float:
-        """All delays of a time, together."""
-        return sum(late for when, late in self.late if begin - 0.1 <= when <= end)
+        """From 1 on, in the mean of a time."""
+        found = [load for when, load in self._found if begin - 0.2 <= when <= end]
+        return max(1.0, sum(found) / len(found)) if found else 1.0
 
 
 def listen(command: list[str], typed: str = "", folder: Path = ROOT, **environment: str) -> Heard:
     """Runs `python -m` with a command on a terminal of 80 columns, where some keys were pressed."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    delays = Delays()
+    load = Load()
     everything = {**os.environ, "TERM": "xterm", "JINFER_NO_HISTORY": "1", **environment}
     everything["PAGER"] = "cat"
     everything["PYTHONPATH"] = str(ROOT)
@@ -82,9 +87,9 @@ def listen(command: list[str], typed: str = "", folder: Path = ROOT, **environme
         if not said:
             break
         now = time.monotonic()
-        if (quiet := now - last - delays.within(last, now)) > silence:
+        if (quiet := (now - last) / load.within(last, now)) > silence:
             silence, before = quiet, text[-80:]
         last, text = now, text + said.decode(errors="replace")
     os.close(mine)
-    delays.end()
+    load.end()
     return Heard(program.wait(60), silence, text, before)

@@ -34,6 +34,11 @@ def refusal(made: argparse.ArgumentParser, line: str, capsys: pytest.CaptureFixt
         ),
         ("m --n-gpu-layers=99", "partition.cpu_layers"),
         ("m --tensor-parallel-size 2", 'partition.devices=0&1"'),
+        (
+            "m --cpu-offload-gb 3",
+            "there is no flag --cpu-offload-gb: --set partition.streamed_layers",
+        ),
+        ("m --lora x.gguf", "there is no flag --lora: "),
         ("m --port 8080", "there is no flag --port: it is for jinfer serve"),
         ("m --grammar nowhere.gbnf", "nowhere.gbnf: there is no such file"),
         ("m --json-schema there/is/none.json", "none.json: there is no such file"),
