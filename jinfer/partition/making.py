@@ -30,6 +30,7 @@ from jinfer.partition import passes
 from jinfer.partition.lanes import Lanes
 from jinfer.partition.sites import Site
 from jinfer.partition.stages import StageModel
+from jinfer.progress import task
 from jinfer.records import dataclass, field
 from jinfer.spec.following import taps
 
@@ -288,7 +289,8 @@ class Making:
         assert future is not None, "it was there, or is made here"
         if own:
             try:
-                future.set_result(make())
+                with task("compiling for these devices, once"):
+                    future.set_result(make())
             except BaseException as error:
                 with self._lock:
                     self._made.pop(key, None)
