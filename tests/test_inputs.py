@@ -157,7 +157,7 @@ def test_keywords_lie_over_parameters_and_these_over_defaults() -> None:
         ({"temprature": 1}, {}, "there is no parameter 'temprature'; did you mean 'temperature'?"),
         (SamplingParams(), {"topp": 1}, "there is no parameter 'topp'; did you mean 'top_p'?"),
         (None, {"top_p": 2}, "top_p must be from 0 to 1, not 2"),
-        ({"top_p": 2}, {}, "top_p must be above 0"),
+        ({"top_p": 2}, {}, "top_p must be from 0 to 1"),
         (SamplingParams(), {"n": 0}, "n must be a whole number from 1"),
         (None, {"stop": 5}, "stop must be a list, not 5"),
         (None, {"max_tokens": 5, "n_predict": 6}, "n_predict: max_tokens is given twice"),
