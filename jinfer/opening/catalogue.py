@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from jinfer.opening.at_hand import is_here
 from jinfer.opening.sources import SourceError
@@ -73,7 +74,8 @@ def entries(folder: Path | None = None, text: str = "") -> Iterator[Entry]:
         kind = "-".join(sorted(stacks, reverse=True))
         said, sizes = table.get("parameters"), None
         if said is not None:
-            sizes = Sizes(**check_parameters(said, path))
+            counts: Any = check_parameters(said, path)
+            sizes = Sizes(**counts)
         elif (spec := _resolved(path)) is not None:
             sizes = sizes_of(spec)
         yield Entry(
