@@ -34,7 +34,9 @@ def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]
         ApiError: a field that is not known, where a message is no earlier answer.
     """
     marks = _marks(type(body))
-    for name in body.model_fields_set & type(body).model_fields.keys():
+    for name in type(body).model_fields:
+        if name not in body.model_fields_set:
+            continue
         value, path = getattr(body, name), f"{place}{name}"
         mark = marks.get(name)
         if mark is not None and value is not None and value not in mark.but:
