@@ -140,7 +140,7 @@ class Conversation:
         """
         for number, message in enumerate(messages):
             role = message.get("role")
-            if role not in _ROLES and not self._has_role(role):
+            if role not in _ROLES and not self.has_role(role):
                 raise TemplateError(
                     f"message {number} has the role {role!r}, which is none of "
                     f"{', '.join(_ROLES)}, nor named by the chat template"
@@ -155,7 +155,7 @@ class Conversation:
             return [{"role": "system", "content": system}, *messages]
         return messages
 
-    def _has_role(self, role: Any) -> bool:
+    def has_role(self, role: Any) -> bool:
         """Whether the template names it: "document 1" too, where it looks at the first word."""
         if not isinstance(role, str) or not role.strip():
             return False

@@ -18,7 +18,7 @@ from jinfer.server.schemas.base import MOST_PARTS
 from jinfer.server.schemas.chat import Message, Rendering, Tool, ToolCall
 from jinfer.server.settings import Settings
 from jinfer.server.tools.formats import format_of
-from jinfer.server.tools.shape import shape_of, shaped
+from jinfer.server.tools.shape import shape_of, shaped, takes_system
 from jinfer.server.tools.written import IN_SYSTEM, beside_system, written
 
 # What `Conversation.encode` takes itself; "special" would make a stranger's words count.
@@ -28,7 +28,6 @@ _RESERVED = frozenset(
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ALIASES = {"developer": "system", "function": "tool"}  # roles by the names templates know
 
 
 def conversation_of(
@@ -53,11 +52,11 @@ def conversation_of(
     variables = _variables(body, conversation, ignore)
     template = conversation.jinja or ""
     if body.documents:
-        if "documents" not in template:
+        if not conversation.reads("documents"):
             raise unsupported("the model's chat template has no place for documents", "documents")
         variables["documents"] = body.documents
     tools = [] if body.tool_choice == "none" else list(map(_plain, functions_of(body)))
-    if tools and "tools" in template:
+    if tools and conversation.reads("tools"):
         variables["tools"] = tools
     if not template and (body.continue_final_message or body.add_generation_prompt is False):
         name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
@@ -105,8 +104,9 @@ def _with_calls(
     """Messages with calls as the template wants them; in words where it has no place for them."""
     template = conversation.jinja or ""
     way = shape_of(template) if template else None
-    if way is None or (tools and "tools" not in template):
-        told = written(messages, [] if "tools" in template else tools)
+    if way is None or (tools and not conversation.reads("tools")):
+        role = "system" if not template or takes_system(template) else "user"
+        told = written(messages, [] if conversation.reads("tools") else tools, role)
         return beside_system(told, tools) if tools and IN_SYSTEM in template else told
     mistral = format_of(template, conversation.prompt.tool_calls).name == "mistral"
     return shaped(messages, way, short_ids=mistral)
@@ -141,12 +141,15 @@ def messages_of(messages: Sequence[Message], conversation: Conversation) -> list
 
 def _message(message: Message, place: str, conversation: Conversation) -> dict[str, Any]:
     role = message.role
-    if role not in _ROLES and not conversation.reads(role):
+    if role not in _ROLES and not conversation.has_role(role):
         known = ", ".join(_ROLES)
         raise invalid(
             f"{role[:80]!r} is none of {known}, nor named by the chat template", f"{place}.role"
         )
-    plain: dict[str, Any] = {"role": _ALIASES.get(role, role), "content": _content(message, place)}
+    if role == "developer" and not conversation.reads(role):
+        role = "system"
+    role = "tool" if role == "function" else role
+    plain: dict[str, Any] = {"role": role, "content": _content(message, place)}
     thought = message.reasoning_content or message.reasoning
     given = {"name": message.name, "reasoning_content": thought}
     for name, value in {**given, "tool_call_id": message.tool_call_id}.items():

@@ -180,6 +180,13 @@ def test_a_template_that_takes_arguments_apart() -> None:
 def test_a_role_of_a_template() -> None:
     given = {"role": "control", "content": "thinking"}
     assert messages("{% if m.role == 'control' %}{% endif %}", given) == [given]
+    numbered = {"role": "document 1", "content": "Once upon a time"}
+    assert messages("{% if m.role.split(' ')[0] == 'document' %}{% endif %}", numbered) == [
+        numbered
+    ]
+    told = {"role": "developer", "content": "Be brief."}
+    assert messages("{% if m.role == 'developer' %}{% endif %}", told) == [told]
+    assert messages("", told) == [told | {"role": "system"}]
     with pytest.raises(ApiError, match="'control' is none of system, developer, user"):
         messages("{{ messages }}", given)
 

@@ -59,6 +59,14 @@ def shape_of(template: str) -> Shape | None:
     return None
 
 
+@lru_cache(maxsize=32)
+def takes_system(template: str) -> bool:
+    """Whether a template shows a system message, which some refuse."""
+    return _WORD in _rendered(
+        template, [{"role": "system", "content": _WORD}, {"role": "user", "content": "?"}]
+    )
+
+
 def _tried(template: str, way: Shape) -> str:
     function = {"name": "f", "arguments": {_KEY: _WORD}}
     call = {"id": _ID, "type": "function", "function": function}
@@ -67,10 +75,15 @@ def _tried(template: str, way: Shape) -> str:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": _ID, "name": "f", "content": "!"},
     ]
+    return _rendered(template, shaped(messages, way))
+
+
+def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A prompt; "" where the template refuses the messages."""
     ready = ChatTemplate(template, variables={"bos_token": "", "eos_token": ""})
     for tools in (None, [_TOOL]):  # templates for conversations with tools may want some
         try:
-            return ready.render(shaped(messages, way), tools=tools)
+            return ready.render(messages, tools=tools)
         except TemplateError:
             pass
     return ""

@@ -21,9 +21,15 @@ To call one, answer with its name and its arguments as JSON, between tags:
 
 
 def written(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    teller: str = "system",
 ) -> list[dict[str, Any]]:
-    """Messages of which a template needs to know no more than roles and contents."""
+    """Messages of which a template needs to know no more than roles and contents.
+
+    Args:
+        teller: the role whose first message tells of the tools.
+    """
     found: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message["content"] or ""
@@ -39,7 +45,7 @@ def written(
             found[-1]["answers"] = True
     for one in found:
         one.pop("answers", None)
-    return _told(found, tools) if tools else found
+    return _told(found, tools, teller) if tools else found
 
 
 def beside_system(
@@ -58,10 +64,13 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"{OPEN}\n{json.dumps(shown, ensure_ascii=False)}\n{CLOSE}"
 
 
-def _told(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _told(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], teller: str
+) -> list[Any]:
     lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
     text = _ASKS.format(tools=lines)
-    if messages and messages[0]["role"] == "system":
+    if messages and messages[0]["role"] == teller:
         first, *rest = messages
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
-    return [{"role": "system", "content": text}, *messages]
+        said = [first["content"], text] if teller == "system" else [text, first["content"]]
+        return [{**first, "content": "\n\n".join(said)}, *rest]
+    return [{"role": teller, "content": text}, *messages]

@@ -9,7 +9,7 @@ from jinfer.opening.settings import open_model
 from jinfer.server.flags import options, sources_of
 from jinfer.server.parsing import Settled
 from jinfer.server.tools.formats import FORMATS, format_of, shown, thinking_of
-from jinfer.server.tools.shape import Shape, shape_of, shaped
+from jinfer.server.tools.shape import Shape, shape_of, shaped, takes_system
 from jinfer.server.tools.written import beside_system, written
 from jinfer.spec.errors import SpecError
 from jinfer.template import ChatTemplate
@@ -102,6 +102,14 @@ def test_tools_in_words() -> None:
     told = written([{"role": "system", "content": "Be brief."}, *conversation()], [tool])
     assert told[0]["content"].startswith("Be brief.\n\n")
     assert written(conversation(), [])[0]["role"] == "user"
+    # Where a template takes no system message, the user tells of them.
+    first, *rest = written(conversation(), [tool], "user")
+    assert first["role"] == "user"
+    assert json.dumps(tool) in first["content"]
+    assert first["content"].endswith("\n\nWeather?")
+    assert rest == written(conversation(), [])[1:]
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+    assert (takes_system(PLAIN), takes_system(refuses)) == (True, False)
 
 
 def test_tools_in_the_system_message() -> None:
