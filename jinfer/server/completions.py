@@ -179,7 +179,8 @@ class _Texts:
         if tokenizer is None:
             return [0] * len(ids)
         if self._is_text(prompt):
-            return places_in(tokenizer, self.echoed(prompt), ids)
+            cut = self.call.body.truncate_prompt_tokens is not None
+            return places_in(tokenizer, self.echoed(prompt), ids, last=cut)
         return places(tokenizer.detokenizer(), ids)
 
     def _is_text(self, prompt: int) -> bool:

@@ -51,15 +51,21 @@ class Offsets:
         return [min(place, self._shown) for place in found] if ended else found
 
 
-def places_in(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> list[int]:
+def places_in(
+    tokenizer: Tokenizer, text: str, ids: Sequence[int], *, last: bool = False
+) -> list[int]:
     """Where the tokens of a text begin in it, which may name special tokens.
 
     Where a tokenizer changes what it reads, a place is as far from the beginning as the tokens
     before it are long; never beyond the end.
+
+    Args:
+        last: they may be only its last ones.
     """
     data = valid_text(text).encode()
     begins = [0, *accumulate(len(letter.encode()) for letter in valid_text(text))]
-    found, at = [], 0
+    own = b"".join(map(tokenizer.token_bytes, ids))
+    found, at = [], max(0, len(data) - len(own)) if last else 0
     for id in ids:
         own = tokenizer.spelled(id)
         if tokenizer.is_control(id) and not data.startswith(own, at):

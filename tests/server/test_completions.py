@@ -122,6 +122,15 @@ def test_offsets_are_in_characters_of_the_text(smol: Running, ids: bool, stream:
         assert "\ufffd" in token or shown[at:].startswith(token) or at == len(shown)
 
 
+def test_offsets_of_the_end_of_a_prompt(smol: Running) -> None:
+    given = {"echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}
+    (choice,) = asked(smol, prompt=TEXT, truncate_prompt_tokens=2, **given)["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].startswith(TEXT)
+    for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][at:].startswith(token)
+
+
 @pytest.mark.parametrize("most", [0, 1])
 def test_what_lm_eval_asks_for(smol: Running, most: int) -> None:
     """Its `local-completions` reads the log-probabilities of a prompt's end."""
