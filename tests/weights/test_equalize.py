@@ -12,11 +12,14 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.ggml import BLOCKS
+from jinfer.model import build
+from jinfer.opening.settings import open_model
 from jinfer.quant import parse_format
 from jinfer.quant.ggml import quantized_tensor
 from jinfer.quant.quantize import quantize, quantize_apart
 from jinfer.spec.blocks import Rope
-from jinfer.weights.equalize import Heads, exponents_of
+from jinfer.weights.equalize import Heads, equalized, exponents_of
+from jinfer.weights.find import find_weights
 from jinfer.weights.powers import Magnitude, magnitude, times_powers
 from tests.quant.test_ggml import stored, tensor
 
@@ -143,6 +146,25 @@ def test_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             "keeps the keys of decoder.0.attn, decoder.1.attn worse" in text for text in said
         )
         assert error < most * 0.01
+
+
+def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
+    """As one device loads them, and as several take their parts."""
+    opened = open_model(model(tmp_path / "large", 50.0), {"quantization.kv_cache": "q8"})
+    of = build(opened.spec, np.dtype(np.float32))
+    found = find_weights(of, opened.spec, opened.checkpoint, opened.activations)
+    weights = equalized(found, opened.kv_cache)
+    plain, whole = (dict(zip(of.names, each.load(False), strict=True)) for each in (found, weights))
+    changed = {name for name in of.names if (np.asarray(plain[name]) != whole[name]).any()}
+    assert changed == {f"decoder.{i}.attn.{x}.weight" for i in range(2) for x in "qk"}
+    name, rows = "decoder.1.attn.k.weight", range(32, 128)
+    wanted = dict.fromkeys(of.names) | {name: rows}
+    placed = dict(zip(of.names, weights.place(lambda _, x: x, False, wanted), strict=True))
+    part = placed.pop(name)
+    assert part.begin == 32
+    np.testing.assert_array_equal(part.values, np.asarray(whole[name])[32:128])
+    for each, values in placed.items():
+        np.testing.assert_array_equal(values, whole[each])
 
 
 def test_ordinary_weights_stay_as_they_are() -> None:
