@@ -15,7 +15,7 @@ from jinfer.model import build
 from jinfer.opening.settings import open_model
 from jinfer.ops.sixteen_bits import reads_as_stored
 from jinfer.spec.errors import SpecError
-from jinfer.weights import fed, kept, methods, sequential, texts
+from jinfer.weights import fed, kept, methods, sequential, texts, work
 from jinfer.weights.find import find_weights
 from jinfer.weights.load import find_origins
 from tests.checkpoint.converting import check_equal, leaves
@@ -120,7 +120,7 @@ def test_nobody_waits_long_unasked(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(methods, "_FEWEST", 0)
-    monkeypatch.setattr(methods, "_PER_WEIGHT", 1.0)
+    monkeypatch.setitem(work.PER_WEIGHT, "feedback", 1.0)
     check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="search"))
     said = capsys.readouterr().err
     assert re.fullmatch(
