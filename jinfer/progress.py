@@ -284,13 +284,10 @@ def _draw_bar(one: Task) -> None:
         form = {} if one.total else {"bar_format": "{desc} {elapsed}"}
         if one.total and one.unit == "%":
             form = {"bar_format": "{desc} {percentage:.0f}%|{bar}| {elapsed}<{remaining}"}
-        scale = one.unit == "B"
-        _bar = (
-            one,
-            tqdm(
-                desc=one.what, total=one.total, unit=one.unit, unit_scale=scale, leave=False, **form
-            ),
-        )
+        about = {"desc": one.what, "total": one.total, "unit": one.unit}
+        made: Any = tqdm(**about, unit_scale=one.unit == "B", leave=False, **form)
+        made.start_t -= time.monotonic() - one.begun
+        _bar = one, made
     bar = _bar[1]
     bar.n = one.done
     bar.set_description_str(one.what)
