@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
 
 _AFTER, _LOGGED = 0.3, 1.0  # seconds after which a task is shown, and logged
@@ -173,8 +173,15 @@ def line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Beside:
-    """A program's standard output, which may be the terminal that tasks are shown on."""
+@contextmanager
+def throughout(what: str) -> Iterator[None]:
+    """A program's own task: a line stands wherever nothing else says more, and it may print."""
+    with task(what), redirect_stdout(cast("TextIO", _Beside(sys.stdout))):
+        yield
+
+
+class _Beside:
+    """Standard output, which may be the terminal that tasks are shown on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

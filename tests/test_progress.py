@@ -147,6 +147,17 @@ def test_bars_of_others_are_not_spoilt(screen: Screen) -> None:
     assert screen.getvalue() == ""
 
 
+def test_a_program_that_prints(screen: Screen, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line goes before what is printed, and comes again."""
+    with progress.throughout("jinfer bench"):
+        until(screen, "jinfer bench")
+        print("a row")
+        assert screen.getvalue().endswith("\r\x1b[K")
+        screen.truncate(0)
+        until(screen, "jinfer bench")
+    assert capsys.readouterr().out == "a row\n"
+
+
 def test_no_thread_is_left(screen: Screen) -> None:
     with progress.task("working"):
         until(screen, "working")

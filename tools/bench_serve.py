@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinfer.commands.program import program
+from jinfer.progress import throughout
 from jinfer.terminal.arguments import Parser
 
 from .serve_figures import Answered, Figures, Limits, drawing, figures, record, table
@@ -249,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--svg", metavar="FILE", help="a drawing of them")
     options = parser.parse_args(arguments)
     try:
-        return report(options, asyncio.run(measure(options)))
+        with throughout(parser.prog):
+            return report(options, asyncio.run(measure(options)))
     except ModuleNotFoundError as error:
         needed = f"run: {sys.executable} -m pip install 'jinfer[bench]'"
         print(f"error: this needs the package {error.name}; {needed}", file=sys.stderr)

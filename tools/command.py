@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, cast
 
 from jinfer.commands.program import program
 from jinfer.errors import USER_ERRORS
 from jinfer.opening.sources import SourceError
 from jinfer.ops.platforms import start
 from jinfer.ops.switches import SwitchError
-from jinfer.progress import Beside, take_warnings, task
+from jinfer.progress import take_warnings, throughout
 
 
 def check_places(*files: str | None) -> None:
@@ -35,7 +33,7 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
     """
     take_warnings()
     try:
-        with task(program(work.__module__)), contextlib.redirect_stdout(_beside()):
+        with throughout(program(work.__module__)):
             return work(options)
     except BrokenPipeError:
         raise  # nobody reads any more, which is no error
@@ -53,10 +51,6 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
             print(f"error: {error}", file=sys.stderr)
             return 2
         raise
-
-
-def _beside() -> IO[str]:
-    return cast("IO[str]", Beside(sys.stdout))
 
 
 def width(text: str) -> str:
