@@ -340,6 +340,14 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "heads that do not fit": ("such a size", lambda: turn(1, 1, 48)),
     "heads smaller than what is rotated": ("such a size", lambda: turn(1, 1, 4)),
     "heads of nothing": ("such a size", lambda: turn(1, 1, 0)),
+    "transforms of heads that do not fit": (
+        "such a size",
+        lambda: call([int(Operation.HADAMARD), 0, 48, 1], [1], X),
+    ),
+    "transforms of no heads": (
+        "such a size",
+        lambda: call([int(Operation.HADAMARD), 0, 0, 0], [1], X),
+    ),
     "norms that do not fit": ("such a size", lambda: call([*NORM, 48], [1], X)),
     "norms of nothing": ("such a size", lambda: call([*NORM, 0], [1], X)),
     "attention that is cut off": ("do not fit", lambda: call([*ATTENTION[:9]], [1], X)),

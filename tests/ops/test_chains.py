@@ -14,6 +14,7 @@ import pytest
 from jinfer.cpu import build
 from jinfer.ops.activation import activate
 from jinfer.ops.chains import chained, chains_here
+from jinfer.ops.hadamard import hadamard
 from jinfer.ops.linear import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.rotation import rotate
@@ -121,6 +122,16 @@ def rotations(x: jax.Array, w: Weights) -> jax.Array:
     return x + linear(mixed(q * k), w["o"])
 
 
+def transforms(x: jax.Array, w: Weights) -> jax.Array:
+    """Hadamard transforms stay in the call that gives the heads."""
+    q, k = linears(norm(x), [w["q"], w["o"]], [None, None])
+    q, k = (
+        hadamard(part[0].reshape(part.shape[1], -1, 32), query=query).reshape(part.shape)
+        for part, query in ((q, True), (k, False))
+    )
+    return x + linear(mixed(q * k), w["o"])
+
+
 # What is left of calls, by name; "": those of a product by itself.
 CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "one after the other": (one_after_the_other, {"jinfer_chain": 2}),
@@ -128,6 +139,7 @@ CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "biases and factors": (with_biases, {"jinfer_chain": 3}),
     "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
     "rotations": (rotations, {"jinfer_chain": 2}),
+    "transforms": (transforms, {"jinfer_chain": 2}),
     "heads": (heads, {"jinfer_chain": 1}),
     "a row of its own": (a_row_of_its_own, {"jinfer_chain": 1}),
     "without a gate": (without_a_gate, {"jinfer_chain": 1}),
