@@ -34,3 +34,14 @@ def test_a_first_answer(cache: Path) -> None:
     assert heard.status == 0, heard.text
     assert heard.silence <= MOST, (heard.silence, heard.before)
     assert "compiling" in heard.text or "opening" in heard.text
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+def test_a_first_answer_on_a_new_machine(tmp_path: Path) -> None:
+    """With nothing in the cache: the custom calls are compiled, and every program."""
+    words = ["jinfer", "generate", "smollm2_135m_instruct", "Why is the sky blue?"]
+    heard = listen([*words, "--max-tokens", "8"], "", ROOT, JINFER_CACHE=str(tmp_path))
+    assert heard.status == 0, heard.text
+    assert heard.silence <= MOST, (heard.silence, heard.before)
+    assert "compiling custom calls for" in heard.text
