@@ -21,7 +21,7 @@ SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     engine = {"engine": {"context": 512, "slots": 4}}
-    with serving([Source("smol", SPEC, engine)], Settings(warm_up=False)) as running:
+    with serving([Source("smol", SPEC, engine)], Settings(strict=True, warm_up=False)) as running:
         yield running
 
 
