@@ -313,3 +313,27 @@ def test_commas_in_texts_are_no_values(smol: Running) -> None:
     words = 'a, "b\\", ' * 100_000
     error = refused(smol, "/v1/completions", {"prompt": words, "max_tokens": 1})
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "why"),
+    [
+        ("/v1/responses", "previous_response_id", "r", "send the whole conversation as input"),
+        ("/v1/responses", "conversation", {"id": "c"}, "send the whole conversation as input"),
+        ("/v1/responses", "background", True, "and wait"),
+        ("/v1/responses", "background", 1, "and wait"),
+        ("/v1/chat/completions", "audio", {"voice": "x"}, "texts only"),
+        ("/completion", "post_sampling_probs", True, "before the samplers"),
+        ("/completion", "min_keep", False, "min_keep: Input should be of the type int"),
+    ],
+)
+def test_a_field_without_a_value_says_why(
+    smol: Running, path: str, field: str, value: Any, why: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    bodies = {"/v1/responses": {"input": "a"}, "/completion": {"prompt": "a"}}
+    with smol.client() as http:
+        error = http.post(path, json=bodies.get(path, chat) | {field: value}).json()["error"]
+    assert error["param"] == field
+    assert why in error["message"]
+    assert "Value error" not in error["message"]

@@ -29,6 +29,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+    (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"id_slot": 0}, "id_slot"),
     (CHAT, {"verbose": True}, "verbose"),
     (CHAT, {"model": "gpt-3.5-turbo"}, "model"),

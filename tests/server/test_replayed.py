@@ -1,5 +1,6 @@
 """A message that a client got, from whatever server, may be sent back as it is."""
 
+import json
 from typing import Any
 
 import openai
@@ -100,8 +101,24 @@ def test_a_call_without_arguments(smol: Running, said: str | None) -> None:
         assert http.post("/v1/responses", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("said", ["[]", "5", '"a"', '{"a":'])
-def test_arguments_that_are_none(smol: Running, said: str) -> None:
+def test_arguments_as_an_object(smol: Running) -> None:
+    given = {"a": 1, "b": {"c": ["ä", None]}}
+    text = json.dumps(given)
+
+    def called(said: Any) -> str:
+        call = {**CALL, "function": {"name": "f", "arguments": said}}
+        return prompt_of(smol, {"role": "assistant", "tool_calls": [call]}, ANSWERED)
+
+    assert called(given) == called(text)
+    with smol.client() as http:
+        call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": given}
+        output = {"type": "function_call_output", "call_id": "a", "output": "21"}
+        body = {"input": [*HELLO, call, output], "max_output_tokens": 1}
+        assert http.post("/v1/responses", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("said", ["[]", "5", '"a"', '{"a":', [], 5])
+def test_arguments_that_are_none(smol: Running, said: Any) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": said}}
     body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}, ANSWERED]}
     with smol.client() as http:

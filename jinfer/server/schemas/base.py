@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,7 +13,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jinfer.records import dataclass
 
@@ -142,12 +143,34 @@ def _same_type(kind: type) -> BeforeValidator:
     def check(value: Any) -> Any:
         value = whole(value) if kind is int else value
         if value is not None and type(value) is not kind:
-            raise ValueError(f"Input should be of the type {kind.__name__}")
+            raise PydanticCustomError("type", f"Input should be of the type {kind.__name__}")
         return value
 
     return BeforeValidator(check)
 
 
+def refused(why: str) -> BeforeValidator:
+    """Says why a field can have no value but null, or false, and what to do instead."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value is not False:
+            raise PydanticCustomError("refused", why)
+        return value
+
+    return BeforeValidator(check)
+
+
+def written(value: Any) -> Any:
+    """The JSON text of an object, which some clients send in its place."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise PydanticCustomError("type", "the object is nested too deeply") from None
+
+
+JsonText = Annotated[str, BeforeValidator(written)]
 No = Annotated[Literal[False], _same_type(bool)]
 Zero = Annotated[Literal[0], _same_type(int)]
 Ids = list[int]

@@ -10,12 +10,14 @@ from jinfer.server.schemas.base import (
     MOST_PARTS,
     Answer,
     Ignored,
+    JsonText,
     OtherTool,
     Replayed,
     StreamOptions,
     Strict,
     Timings,
     Usage,
+    refused,
     tool_kind,
 )
 from jinfer.server.schemas.sampling import Sampling
@@ -42,7 +44,7 @@ class FunctionCall(Replayed):
     """A function that the model called, and its arguments as a JSON text."""
 
     name: str
-    arguments: str = Field("", description="none: {}")
+    arguments: JsonText = Field("", description="none: {}; an object counts as its text")
 
 
 class ToolCall(Replayed):
@@ -152,8 +154,10 @@ class ChatRequest(Sampling, Rendering):
     verbosity: Verbosity = None
     prediction: Annotated[dict[str, Any] | None, Ignored("the model guesses by itself")] = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
-    audio: None = None
-    web_search_options: None = None
+    audio: Annotated[None, refused("answers are texts only")] = None
+    web_search_options: Annotated[
+        dict[str, Any] | None, Ignored("nothing here searches the web")
+    ] = None
 
 
 class TopLogprob(Answer):

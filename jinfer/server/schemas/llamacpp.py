@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from jinfer.server.schemas.base import Answer, No, Strict, Timings, Zero
+from jinfer.server.schemas.base import Answer, No, Strict, Timings, Zero, refused
 from jinfer.server.schemas.sampling import Sampling
 
 
@@ -34,7 +34,9 @@ class LlamaRequest(Sampling):
     n_indent: Zero | None = None
     n_discard: Zero | None = None
     min_keep: Zero | None = None
-    post_sampling_probs: No | None = None
+    post_sampling_probs: Annotated[
+        No | None, refused("probabilities are those before the samplers; leave it out")
+    ] = None
 
 
 class LlamaOne(Answer):

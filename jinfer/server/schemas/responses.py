@@ -10,11 +10,13 @@ from jinfer.server.schemas.base import (
     MOST_PARTS,
     Answer,
     Ignored,
+    JsonText,
     No,
     OtherTool,
     Replayed,
     StreamOptions,
     Strict,
+    refused,
     tool_kind,
 )
 from jinfer.server.schemas.chat import (
@@ -62,7 +64,7 @@ class InputItem(Replayed):
     phase: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: JsonText | None = None
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
     encrypted_content: Annotated[str | None, Ignored("thoughts are given as they are")] = None
@@ -139,6 +141,9 @@ AnyFunctionTool = Annotated[
 ]
 
 
+_NOT_STORED = refused("nothing is stored here; send the whole conversation as input, and wait")
+
+
 class ResponseRequest(Sampling):
     """What is asked of /v1/responses."""
 
@@ -170,10 +175,12 @@ class ResponseRequest(Sampling):
     prompt_cache_retention: str | None = None
     service_tier: ServiceTier = None
     store: Store = None
-    background: No | None = None
-    previous_response_id: None = Field(None, description="nothing is stored")
-    conversation: None = Field(None, description="nothing is stored")
-    prompt: None = Field(None, description="nothing is stored")
+    background: Annotated[No | None, _NOT_STORED] = None
+    previous_response_id: Annotated[None, _NOT_STORED] = Field(
+        None, description="nothing is stored"
+    )
+    conversation: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
+    prompt: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
 
 
 class ResponseUsage(Answer):
