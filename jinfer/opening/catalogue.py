@@ -127,7 +127,7 @@ def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -
     if not found:
         near = get_close_matches(text, [path.stem for path in specs_folder().glob("**/*.toml")], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise SpecError(f"--list {text!r}", "", f"fits the name of no model or family{hint}")
+        raise SpecError(repr(text), "", f"fits the name of no model or family{hint}")
     if memory:
         return _lines([_MEMORY_HEADS, *map(_memory_row, found)], _MEMORY_NUMBERS, _MEMORY_NOTE)
     beside = folder or specs_folder()

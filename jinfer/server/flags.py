@@ -18,7 +18,7 @@ from jinfer.server.settings import Settings, Source
 from jinfer.spec.files import parse_override
 from jinfer.spec.resolve import merge
 from jinfer.terminal.arguments import Parser
-from jinfer.terminal.foreign import INSTEAD
+from jinfer.terminal.foreign import SERVING
 
 PREFIX = "JINFER_"
 _SHORT = (
@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         "JINFER_SOURCE has sources. The command line wins.",
         argument_default=argparse.SUPPRESS,
         short=_SHORT,
-        instead=INSTEAD,
+        instead=SERVING,
     )
     made.add_argument(
         "source",

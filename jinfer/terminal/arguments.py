@@ -82,14 +82,15 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{word!r} is one argument too many"
         flag = word.partition("=")[0]
-        if self._instead and (said := _keyword(flag)):
-            return f"there is no flag {flag}: {said}"
         known = {
             _plain(name): name
             for action in self._actions
             for name in action.option_strings
             if name.startswith("--") and action.help != argparse.SUPPRESS
         }
+        same = _plain(flag) in known
+        if self._instead and not same and (said := _keyword(flag)):
+            return f"there is no flag {flag}: {said}"
         near = difflib.get_close_matches(_plain(flag), known, 1, _CLOSE)
         hint = f"; did you mean {known[near[0]]}?" if near else ""
         return f"there is no flag {flag}{hint}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jinfer.sampling.foreign import LORA
+
 _DEVICES = "--set partition.devices=... says which device computes what (jinfer docs partition)"
 _MAPPED = "leave it out: files are mapped, and what is read of them let go"
 
@@ -43,6 +45,40 @@ INSTEAD: Mapping[tuple[str, ...], str] = {
     ("-fa", "--flash-attn", "--enforce-eager"): "leave it out: there is one way to compute",
     ("-mm", "--mmproj"): "models read text alone",
     ("--host", "--port"): "it is for jinfer serve",
+    ("--stream", "--no-stream"): "leave it out: an answer is written as it comes",
+}
+
+_ALWAYS = "leave it out: it is always so"
+_ASKED = (
+    "each request says it; what holds where it does not: --set generation.temperature=... and so on"
+)
+
+# The same for a server, before what is said above.
+SERVING: Mapping[tuple[str, ...], str] = {
+    ("-t", "--threads", "-tb", "--threads-batch"): (
+        "it computes on all cores that it may use: taskset, or CPUAffinity= of systemd, says which"
+    ),
+    (
+        *("--jinja", "--enable-auto-tool-choice", "-cb", "--cont-batching", "--metrics"),
+        *("--slots", "--props", "--enable-chunked-prefill", "--enable-prefix-caching"),
+    ): _ALWAYS,
+    (
+        *("--embedding", "--embeddings", "--task", "--runner", "--convert", "--rerank"),
+        *("--reranking", "--pooling"),
+    ): "leave it out: /v1/embeddings gives vectors of any model, pooled as its files say",
+    ("--lora", "--lora-modules", "--enable-lora"): LORA,
+    ("-v", "--verbose", "-lv", "--log-verbosity"): "--log-level debug",
+    ("--log-disable", "--disable-log-requests", "--disable-log-stats"): "--log-level warning",
+    ("--no-webui",): "--no-page",
+    ("--chat-template-kwargs", "--default-chat-template-kwargs"): (
+        "each request has its own chat_template_kwargs"
+    ),
+    (
+        *("-s", "--seed", "--temp", "--temperature", "--top-k", "--top-p", "--min-p"),
+        *("-n", "--predict", "--n-predict", "--max-tokens", "--repeat-penalty"),
+        *("--presence-penalty", "--frequency-penalty"),
+    ): _ASKED,
+    **INSTEAD,
 }
 
 # Flags whose name differs and whose meaning does not: ours -> theirs.

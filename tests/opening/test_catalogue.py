@@ -79,7 +79,7 @@ def test_a_text_chooses_by_name_and_family(capsys: pytest.CaptureFixture[str]) -
 def test_a_text_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "falcon_7b_instrukt"]) == 2
     assert capsys.readouterr().err == (
-        "error: --list 'falcon_7b_instrukt': fits the name of no model or family; "
+        "error: 'falcon_7b_instrukt': fits the name of no model or family; "
         "did you mean 'falcon_7b_instruct'?\n"
     )
 

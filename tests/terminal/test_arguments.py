@@ -43,6 +43,7 @@ def refusal(made: argparse.ArgumentParser, line: str, capsys: pytest.CaptureFixt
         ("m --grammar nowhere.gbnf", "nowhere.gbnf: there is no such file"),
         ("m --json-schema there/is/none.json", "none.json: there is no such file"),
         ("m -c x", "'x' is not a whole number"),
+        ("m --stream", "leave it out: an answer is written as it comes"),
     ],
 )
 def test_mistakes(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +55,30 @@ def test_mistakes(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_mistakes_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --port?" in refusal(server(), "m --prot 1", capsys)
     assert "partition.cpu_layers" in refusal(server(), "m -ngl 99", capsys)
+    assert "did you mean --max-model-len?" in refusal(server(), "m --max_model_len 9", capsys)
     assert "write the question without a flag" in refusal(client("c"), "--prompt x", capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-t 4", "taskset"),
+        ("--jinja", "leave it out"),
+        ("--metrics", "leave it out"),
+        ("--embedding", "/v1/embeddings"),
+        ("--task embed", "/v1/embeddings"),
+        ("--lora-modules a=b", "merge them"),
+        ("--verbose", "--log-level debug"),
+        ("--chat-template-kwargs {}", "each request"),
+        ("--temp 0.3", "each request"),
+        ("--trust-remote-code", "no code of a checkpoint"),
+    ],
+)
+def test_flags_of_other_servers(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(server(), f"m {line}", capsys)
+    assert said.startswith(f"error: there is no flag {line.split()[0]}: ")
+    assert words in said
+    assert "LLM" not in said
 
 
 @pytest.mark.parametrize(
