@@ -11,6 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.converted import ConvertedCheckpoint
 from jinfer.spec.drawing import draw, layer_sorts, numbers_text
 from jinfer.spec.html import table as html_table
+from jinfer.spec.html import written
 from jinfer.weights.sizes import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
 from .converted_rows import converted_facts
@@ -46,7 +47,7 @@ def facts(found: Description) -> list[tuple[str, str]]:
     return [
         *lines,
         ("type", found.spec.type),
-        ("dims", ", ".join(f"{name} {value}" for name, value in found.spec.dims.items())),
+        ("dims", ", ".join(f"{name} {written(value)}" for name, value in found.spec.dims.items())),
         (
             "parameters",
             f"{count_text(sizes.parameters)}: {tables}, {sizes.matrices + sizes.heads:,} in other "

@@ -19,7 +19,8 @@ def spec_html(spec: ModelSpec) -> str:
     return f"<div>{heading}{table(('size', 'value'), sizes)}{draw(spec)}</div>"
 
 
-def _written(cell: Any) -> str:
+def written(cell: Any) -> str:
+    """A value as it was meant, which may have gone through 32 bits."""
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
@@ -42,7 +43,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     def cells(row: Sequence[Any], tag: str) -> str:
         sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]
         return "".join(
-            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(_written(cell))}</{tag}>'
+            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(written(cell))}</{tag}>'
             for cell, side in zip(row, sides, strict=True)
         )
 

@@ -46,7 +46,11 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     ("name", "type", "words"),
     [
         ("llama2", "decoder-only", ["found by architectures = LlamaForCausalLM", "x = x + attn("]),
-        ("gguf_llama2", "decoder-only", ["found by general.architecture = llama", "gguf"]),
+        (
+            "gguf_llama2",
+            "decoder-only",
+            ["found by general.architecture = llama", "gguf", "eps 1e-05"],
+        ),
         ("llama2c_v0/model.bin", "decoder-only", ["the family of llama2.c files"]),
         ("bert", "encoder-only", ["encoder.{0..2}.attn.q.weight", "pooled = tanh(pooler("]),
         ("t5", "encoder-decoder", ["cross(cross_norm(x), encoded)", "decoder.{0..1}.cross.k"]),

@@ -141,7 +141,7 @@ AnyFunctionTool = Annotated[
 ]
 
 
-_NOT_STORED = refused("nothing is stored here; send the whole conversation as input, and wait")
+_NOT_STORED = refused("nothing is stored here; send the whole conversation as input")
 
 
 class ResponseRequest(Sampling):
@@ -175,7 +175,9 @@ class ResponseRequest(Sampling):
     prompt_cache_retention: str | None = None
     service_tier: ServiceTier = None
     store: Store = None
-    background: Annotated[No | None, _NOT_STORED] = None
+    background: Annotated[
+        No | None, refused("no answer is kept for later; wait for it, or stream it")
+    ] = None
     previous_response_id: Annotated[None, _NOT_STORED] = Field(
         None, description="nothing is stored"
     )
