@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Unpack
@@ -66,7 +67,10 @@ class LLM(Loaded):
         Raises:
             SourceError, SpecError, CheckpointError, LoadError, TokenizerError, TemplateError: one
                 line that names the file, the key or tensor, and what to do.
+            RequestError: an argument that cannot be.
         """
+        if not isinstance(source, str | PathLike):
+            raise RequestError(f"a source is {source!r:.80}; give a path, or a model's name")
         start = None if first is None else lambda frontend: first(self._with(frontend))
         shown = watched() if progress is None else progress
         with task(f"opening {Path(source).name or source}", shown=shown):

@@ -79,6 +79,16 @@ FOREIGN: Mapping[str, str] = {
 }
 
 
+# Of tables that other engines have as one value, the key of that value.
+_MAIN: Mapping[str, str] = {
+    "quantization": "quantization.weights",
+    "speculation": "speculation.draft",
+    "partition": "partition.devices",
+    "prompt": "prompt.chat_template",
+    "engine": "engine.context",
+}
+
+
 def check_keywords(given: Mapping[str, Any]) -> None:
     """Leads from names that no specification has to those that stand for them.
 
@@ -86,9 +96,13 @@ def check_keywords(given: Mapping[str, Any]) -> None:
         given: keys of a specification, dotted or not, and their values.
 
     Raises:
-        RequestError: one is another engine's, a key without its table, or a request's parameter.
+        RequestError: one is another engine's, a key without its table, a table without a key, or a
+            request's parameter.
     """
     for key, value in given.items():
+        if key in _MAIN and isinstance(value, str | int | float):
+            call = f"LLM(source, **{{{_MAIN[key]!r}: {value!r}}})"
+            raise RequestError(f"{key} is a table; this may be {_MAIN[key]}: {call}")
         name = key.partition(".")[0] if isinstance(key, str) else ""
         if name in TOP:
             continue

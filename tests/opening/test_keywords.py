@@ -38,6 +38,25 @@ def test_foreign_keys(given: dict[str, Any], told: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"quantization": "q4"}, r"LLM\(source, \*\*\{'quantization.weights': 'q4'\}\)"),
+        ({"speculation": "ngram"}, "this may be speculation.draft"),
+        ({"engine": 512}, "this may be engine.context"),
+    ],
+)
+def test_tables_that_other_engines_have_as_a_value(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        LLM(GOLDEN, **given)
+
+
+@pytest.mark.parametrize("source", [5, None, ["llama2"]])
+def test_what_is_no_source(source: Any) -> None:
+    with pytest.raises(RequestError, match=r"a source is .*; give a path, or a model's name"):
+        LLM(source)
+
+
 def test_keys_of_specifications_are_not_foreign() -> None:
     assert not FOREIGN.keys() & set(TOP)
     check_keywords({"engine.context": 5, "engine": {"slots": 2}, "dtype": "float32"})
