@@ -5,12 +5,23 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from http import HTTPStatus
 from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 
 import orjson
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+_REQUEST = {"method", "path", "status"}
+# Words of a request's line for a person: the record's name of each.
+_SHORT = {
+    "seconds": "seconds",
+    "prompt": "prompt_tokens",
+    "answer": "completion_tokens",
+    "end": "finish_reason",
+}
 
 
 class JsonLines(logging.Formatter):
@@ -37,11 +48,24 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
         more = {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
+        event = record.getMessage()
+        if more.keys() >= _REQUEST:
+            event, more = _request(more)
         words = ", ".join(f"{key} {_shown(value)}" for key, value in more.items())
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = f"{when} {level}{record.getMessage()}{words and f': {words}'}"
+        text = f"{when} {level}{event}{words and f': {words}'}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _request(given: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """A request in few columns: its id, for other programs' logs, only where the server failed."""
+    more = dict(given)
+    method, path, status = (more.pop(name) for name in ("method", "path", "status"))
+    if not isinstance(status, int) or status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        more.pop("request_id", None)
+    told = {short: more.pop(name) for short, name in _SHORT.items() if name in more}
+    return f"{method} {path} {status}", {**told, **more}
 
 
 def _shown(value: object) -> str:
