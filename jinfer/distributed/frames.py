@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from jax import Array
 
@@ -17,7 +18,21 @@ from jinfer.records import dataclass
 
 HEAD = 12  # bytes: how long the JSON is, and how long the arrays are
 _TEXT, _DATA = 64 << 20, 1 << 36  # bytes of each, at most
+_LONGEST = 200  # characters of a reason
 _ALIGNED = 64  # where arrays begin
+# By name: NumPy would read a name that it does not know as a text that describes a type.
+_TYPES: dict[str, np.dtype] = {
+    dtype.name: dtype
+    for dtype in map(
+        np.dtype,
+        [
+            *(np.bool_, np.int8, np.int16, np.int32, np.int64),
+            *(np.uint8, np.uint16, np.uint32, np.uint64, np.float16, np.float32, np.float64),
+            *(ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.uint4),
+            *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+        ],
+    )
+}
 
 
 class FrameError(ValueError):
@@ -60,8 +75,9 @@ def unpacked(text: bytes, data: memoryview) -> Any:
     """The message; its arrays are views of `data`. Raises `FrameError`."""
     try:
         return _decoded(json.loads(text), _Reading(data))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FrameError(f"a message that cannot be read: {error}") from None
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST]
+        raise FrameError(f"a message that cannot be read: {reason}") from None
 
 
 def _padding(size: int) -> int:
@@ -78,6 +94,8 @@ def _coded(tree: Any, arrays: list[np.ndarray]) -> Any:
             return {"dict": [[key, _coded(value, arrays)] for key, value in tree.items()]}
         case np.ndarray() | np.generic() | Array():
             array = np.ascontiguousarray(tree)
+            if array.dtype.name not in _TYPES:
+                raise TypeError(f"an array of {array.dtype.name} cannot be sent")
             arrays.append(array)
             return {"array": [array.dtype.name, *np.shape(tree)]}
         case _ if isinstance(tree, Sequence):
@@ -91,11 +109,11 @@ class _Reading:
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
-    def take(self, name: str, shape: Sequence[int]) -> np.ndarray:
+    def take(self, name: Any, shape: Sequence[Any]) -> np.ndarray:
         """An array of a type and a shape."""
-        dtype = np.dtype(name)
-        if dtype.hasobject or any(type(n) is not int or n < 0 for n in shape):
-            raise FrameError(f"an array of {name} and {shape}")
+        dtype = _TYPES.get(name) if isinstance(name, str) else None
+        if dtype is None or any(type(n) is not int or n < 0 for n in shape):
+            raise FrameError(f"an array of {name!r} and {shape}")
         size = math.prod(shape) * dtype.itemsize
         if self.at + size > len(self.data):
             raise FrameError("arrays that are cut short")
@@ -109,10 +127,21 @@ def _decoded(coded: Any, reading: _Reading) -> Any:
         return [_decoded(value, reading) for value in coded]
     if not isinstance(coded, dict):
         return coded
+    if len(coded) != 1:
+        raise FrameError("neither an array nor a dictionary")
     ((kind, parts),) = coded.items()
-    if kind == "ref":
-        return Ref(*parts)
-    if kind == "dict":
-        return {key: _decoded(value, reading) for key, value in parts}
-    name, *shape = parts
-    return reading.take(name, shape)
+    match kind, parts:
+        case "ref", [int(call), str(name)]:
+            return Ref(call, name)
+        case "dict", list():
+            return dict(_pair(each, reading) for each in parts)
+        case "array", [name, *shape]:
+            return reading.take(name, shape)
+    raise FrameError(f"a part {kind!r} that cannot be read")
+
+
+def _pair(coded: Any, reading: _Reading) -> tuple[str | int, Any]:
+    match coded:
+        case [str() | int() as key, value]:
+            return key, _decoded(value, reading)
+    raise FrameError("a dictionary's part that is no key with a value")

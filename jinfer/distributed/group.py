@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from jinfer.distributed.link import Link, LinkError
+from jinfer.distributed.frames import FrameError
+from jinfer.distributed.link import Link, LinkError, MessageError
+from jinfer.distributed.messages import kind
 from jinfer.distributed.results import Results
 from jinfer.opening.sources import SourceError
 from jinfer.records import dataclass, field
 
 LOST = 3  # the exit status of whoever loses another process
 _PARTING = 10.0  # seconds that others may take to end
+_BEAT = 2.0  # seconds between two signs of life
+SILENT = 10.0  # seconds without one after which a process is said not to answer
+_log = logging.getLogger("jinfer")
 
 
 @dataclass(eq=False)
@@ -30,6 +37,8 @@ class Group:
         said: messages of each other process, in their order.
         results: what calls give.
         calls: numbers of calls, no two of which are the same in a job.
+        mute: why devices of several processes cannot exchange sums; "": they can.
+        farewells: are told why this process ends, before it does, and may take a second each.
     """
 
     rank: int
@@ -38,17 +47,22 @@ class Group:
     said: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     calls: Iterator[int] = field(default_factory=count)
+    mute: str = ""
+    farewells: list[Callable[[str], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _gone: dict[int, threading.Event] = field(default_factory=dict)
+    _heard: dict[int, float] = field(default_factory=dict)
     _ending: bool = False
 
     def __post_init__(self) -> None:
         for other, link in self.links.items():
             self.said[other], self._gone[other] = SimpleQueue(), threading.Event()
-            reader = threading.Thread(
-                target=self._read, args=(other, link), name=f"process {other}", daemon=True
-            )
-            reader.start()
+            self._heard[other] = time.monotonic()
+            for work in (self._read, self._beat):
+                thread = threading.Thread(
+                    target=work, args=(other, link), name=f"process {other}", daemon=True
+                )
+                thread.start()
 
     def tell(self, other: int, **message: Any) -> None:
         """Says something to another process."""
@@ -65,6 +79,17 @@ class Group:
     def hear(self, other: int) -> Any:
         """The next message of another process; waits for it."""
         return self.said[other].get()
+
+    def silence(self, other: int) -> float:
+        """Seconds since another process gave a sign of life, which it does all the time."""
+        return time.monotonic() - self._heard[other]
+
+    def complaint(self) -> str:
+        """Which other process does not answer; "": all do."""
+        for other in self.links:
+            if (seconds := self.silence(other)) > SILENT:
+                return f"{self._named(other)} has not answered for {seconds:.0f} s"
+        return ""
 
     def gathered(self, value: Any) -> list[Any]:
         """What each process gives, in process 0; in the others their own alone."""
@@ -100,7 +125,10 @@ class Group:
     def leave(self, status: int, reason: str) -> None:
         """Ends this process at once, with a line."""
         if reason:
-            print(f"error: {reason}", file=sys.stderr)
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        for farewell in self.farewells:
+            with suppress(Exception):  # nothing keeps it from ending
+                farewell(reason)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -111,21 +139,50 @@ class Group:
         self.end(LOST, reason)
         self.leave(LOST, reason)
 
+    def forsake(self) -> None:
+        """The job does not begin: whoever is lost from now on is none of it."""
+        with self._lock:
+            self._ending = True
+
     def _read(self, other: int, link: Link) -> None:
         while True:
             try:
                 message = link.receive()
-            except LinkError:
+                what = kind(message)
+            except (LinkError, FrameError) as error:
                 self._gone[other].set()
-                self._lost(other)
+                unread = isinstance(error, MessageError | FrameError)
+                self._lost(other, f"sent what cannot be read: {error}" if unread else "was lost")
                 return
-            if "result" in message:
-                self.results.put(message["call"], message["result"], message["value"])
-            elif "end" in message:
-                given = message["end"], message["reason"]
-                threading.Thread(target=self._ended, args=given, daemon=True).start()
-            else:
-                self.said[other].put(message)
+            self._heard[other] = time.monotonic()
+            match what:
+                case "beat":
+                    pass
+                case "result":
+                    self.results.put(message["call"], message["result"], message["value"])
+                case "end":
+                    given = message["end"], message["reason"]
+                    threading.Thread(target=self._ended, args=given, daemon=True).start()
+                case _:
+                    self.said[other].put(message)
+
+    def _beat(self, other: int, link: Link) -> None:
+        """Gives signs of life, and says when another process gives none, and gives some again."""
+        missed = 0  # beats of this process
+        said = False
+        for number in count():
+            if self._gone[other].wait(_BEAT) or self._ending:
+                return
+            # Twice, as this process may have been stopped itself.
+            missed = missed + 1 if self.silence(other) > SILENT else 0
+            if (missed > 1) != said:
+                said = not said
+                change = "does not answer; what needs it waits" if said else "answers again"
+                _log.warning("%s %s", self._named(other), change)
+            try:
+                link.send({"beat": number})
+            except LinkError:
+                return  # whoever reads knows
 
     def _ended(self, status: int, reason: str) -> None:
         """Another process ends the job, and this one with it, whatever it does at the moment."""
@@ -151,13 +208,15 @@ class Group:
                 gone.wait(_PARTING)
         jax.distributed.shutdown()
 
-    def _lost(self, other: int) -> None:
+    def _lost(self, other: int, how: str = "was lost") -> None:
         with self._lock:
             if self._ending:
                 return
             self._ending = True
-        where = self.links[other].where
-        self.leave(LOST, f"process {other} of {self.size} at {where} was lost; the job ends")
+        self.leave(LOST, f"{self._named(other)} {how}; the job ends")
+
+    def _named(self, other: int) -> str:
+        return f"process {other} of {self.size} at {self.links[other].where}"
 
 
 _current: Group | None = None

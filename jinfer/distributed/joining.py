@@ -2,7 +2,8 @@
 
 What is wrong shows here, as one line for each: JAX itself would end the process with a dump.
 Process 0 waits at the job's address. The others tell it who they are and where they listen, and
-are told of one another; JAX's own service then gets a port that is free.
+are told of one another; JAX's own service is reached through processes that know the job's key.
+Whoever calls is heard beside the others, and strangers are turned away with a line.
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import asdict, replace
 
 import jax
 
+from jinfer.distributed.callers import Callers, address, listen, listening
+from jinfer.distributed.collectives import listen_at
+from jinfer.distributed.frames import FrameError
 from jinfer.distributed.group import Group, become
 from jinfer.distributed.job import Job
 from jinfer.distributed.keeping import keep_programs
-from jinfer.distributed.link import Link, LinkError, hello, known
+from jinfer.distributed.link import Link, LinkError, MessageError, StrangerError, has_key, known
+from jinfer.distributed.messages import Hello, Welcome, place, read_welcome
+from jinfer.distributed.passage import Passage
 from jinfer.opening.sources import SourceError
 from jinfer.version import __version__
 
 PATIENCE = "JINFER_JOIN_SECONDS"  # of the environment: that the others may take to start
 SECONDS = 300.0  # where it says nothing
 _PAUSE, _ANSWER = 0.25, 20.0  # seconds between two calls, and for an answer
+# Seconds after which JAX's service takes a process that does not answer for lost. `Group` knows
+# better, and a process that was stopped for some time may go on.
+_NEVER = 30 * 86_400
 
 
 def join(job: Job) -> Group:
@@ -37,26 +46,34 @@ def join(job: Job) -> Group:
     """
     deadline = time.monotonic() + _patience()
     links: dict[int, Link] = {}
+    passage = Passage()
     try:
-        service = (_call if job.rank else _lead)(job, deadline, links)
+        (_call if job.rank else _lead)(job, deadline, links, passage)
     except BaseException:
         for link in links.values():
             link.close()
+        passage.close()
         raise
     _aside()
-    same = len({link.host for link in links.values()}) == 1
     keep_programs()
-    _initialize(job, service, service if same else f"[::]:{service.rpartition(':')[2]}")
     for link in links.values():
         link.wait(None)
-    group = Group(job.rank, job.size, links)
+    mute = listen_at(links[1 if job.rank == 0 else 0].host)
+    # Before JAX waits for the others: one may be lost meanwhile.
+    group = Group(job.rank, job.size, links, mute=mute, farewells=[lambda _: passage.close()])
+    try:
+        _initialize(job, passage.service)
+    except BaseException:
+        group.forsake()
+        raise
     become(group)
     return group
 
 
-def _lead(job: Job, deadline: float, links: dict[int, Link]) -> str:
+def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
     """Process 0: waits for all others; tells them of one another, and where JAX's service is."""
     heard: dict[int, str] = {}
+    turned = ""
 
     def refuse(reason: str, *more: Link) -> SourceError:
         for link in (*links.values(), *more):
@@ -66,68 +83,101 @@ def _lead(job: Job, deadline: float, links: dict[int, Link]) -> str:
             link.close()
         return SourceError(reason)
 
-    with _listener(job.host, job.port) as listener:
+    with listening(job.host, job.port) as listener, _heard(listener) as callers:
         while len(links) < job.size - 1:
             try:
-                link, said = _accepted(listener, deadline)
+                link, said = callers.next(deadline)
             except TimeoutError:
                 missing = [str(n) for n in range(1, job.size) if n not in links]
                 named = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {job.size}"
-                raise refuse(f"{named} did not join in time; see whether they run") from None
-            except LinkError as error:
-                print(f"jinfer: a caller was turned away: {error}", file=sys.stderr)
-                continue
-            if reason := _wrong(job, said, links):
+                more = f" ({turned})" if turned else ""
+                reason = f"{named} did not join in time; see whether they run{more}"
+                raise refuse(reason) from None
+            if not said.at:
+                callers.turn_away(link, "it does not say where it waits")
+            elif not (reason := _wrong(job, said, links)):
+                if said.process in links:  # it has been started anew
+                    links[said.process].close()
+                links[said.process], heard[said.process] = link, said.at
+            elif has_key():
                 raise refuse(reason, link)
-            links[said["process"]], heard[said["process"]] = link, said["at"]
-        port = _free_port(listener.getsockname()[0])
+            else:  # of anybody, who may not end the job
+                turned = reason
+                callers.turn_away(link, reason, told=True)
+        way = listen(listener.getsockname()[0], 0)
+        passage.lead(way, job.size)
     for rank, link in links.items():
         # Seen from there: this host's address, and the others'.
-        service = _address(link.host, port)
+        service = address(link.host, way.getsockname()[1])
         before = {str(other): at for other, at in heard.items() if other < rank}
-        link.send({"service": service, "before": before})
-    return _address(links[1].host, port)
+        try:
+            link.wait(_ANSWER)
+            link.send({"service": service, "before": before})
+        except LinkError:
+            raise refuse(f"process {rank} at {link.where} ended before all had joined") from None
 
 
-def _wrong(job: Job, said: Any, links: dict[int, Link]) -> str:
+def _wrong(job: Job, said: Hello, links: dict[int, Link]) -> str:
     """What is wrong with a process; "": nothing."""
-    rank, size = said["process"], said["processes"]
+    rank, size = said.process, said.processes
     if size != job.size:
         return f"process {rank} was told of {size} processes, and process 0 of {job.size}"
-    if rank in links or rank == 0:
+    if rank == 0 or (rank in links and not links[rank].ended):
         return f"two processes have the number {rank}; give each its own --process"
-    for what in ("jinfer", "jax"):
-        if said[what] != (here := _versions()[what]):
-            return f"process {rank} has {what} {said[what]}, and process 0 has {here}"
+    for what, theirs in (("jinfer", said.jinfer), ("jax", said.jax)):
+        if theirs != (here := _versions()[what]):
+            return f"process {rank} has {what} {theirs}, and process 0 has {here}"
     return ""
 
 
-def _call(job: Job, deadline: float, links: dict[int, Link]) -> str:
+def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
     """Another process: calls process 0, and those with numbers between; as `_lead`."""
     first = links[0] = _reached(job.host, job.port, deadline, "process 0")
-    with _listener(first.host, 0) as listener:
-        at = _address(*listener.getsockname()[:2])
-        mine = {"process": job.rank, "processes": job.size, **_versions()}
-        try:
-            first.send({**mine, "at": at})
-            first.wait(max(1.0, deadline - time.monotonic()) + _ANSWER)
-            told = first.receive()
-        except LinkError:
-            raise SourceError("process 0 ended before all had joined; see what it says") from None
-        if "refused" in told:
-            raise SourceError(told["refused"])
-        for other, where in sorted(told["before"].items()):
-            host, _, port = where.rpartition(":")
-            link = _reached(host.strip("[]"), int(port), deadline, f"process {other}")
-            link.send(mine)
+    with listening(first.host, 0) as listener, _heard(listener) as callers:
+        at = address(*listener.getsockname()[:2])
+        mine = Hello(job.rank, job.size, **_versions())
+        told = _welcomed(first, replace(mine, at=at), deadline)
+        for other, where in sorted(told.before.items()):
+            link = _reached(*place(where), deadline, f"process {other}")
             links[int(other)] = link
+            with suppress(LinkError):  # the group finds that it is lost
+                link.send(asdict(mine))
         while len(links) < job.size - 1:
             try:
-                link, said = _accepted(listener, deadline)
-            except (TimeoutError, LinkError) as error:
-                raise SourceError(f"a process did not call: {error}") from None
-            links[said["process"]] = link
-    return str(told["service"])
+                link, said = callers.next(deadline)
+            except TimeoutError:
+                missing = ", ".join(str(n) for n in range(job.size) if n not in {*links, job.rank})
+                raise SourceError(f"process {missing} of {job.size} did not call in time") from None
+            if said.processes != job.size or said.process in links or said.process <= job.rank:
+                callers.turn_away(link, "it is not of this job")
+            else:
+                links[said.process] = link
+    passage.call(place(told.service), mine)
+
+
+def _welcomed(first: Link, mine: Hello, deadline: float) -> Welcome:
+    """What process 0 answers, once all have called. Raises `SourceError`."""
+    try:
+        first.wait(_ANSWER)
+        first.send(asdict(mine))
+        first.wait(max(1.0, deadline - time.monotonic()) + _ANSWER)
+        told = read_welcome(first.receive())
+    except (MessageError, FrameError) as error:
+        raise SourceError(f"process 0 at {first.where} cannot be understood: {error}") from None
+    except LinkError:
+        raise SourceError("process 0 ended before all had joined; see what it says") from None
+    if told.refused:
+        raise SourceError(told.refused)
+    return told
+
+
+@contextmanager
+def _heard(listener: socket.socket) -> Iterator[Callers]:
+    callers = Callers(listener)
+    try:
+        yield callers
+    finally:
+        callers.close()
 
 
 def _patience() -> float:
@@ -148,64 +198,16 @@ def _reached(host: str, port: int, deadline: float, who: str) -> Link:
         try:
             connection = socket.create_connection((host, port), timeout=_ANSWER)
             return known(connection, called=True, seconds=_ANSWER)
-        except LinkError as error:
-            reason = f"{who} at {_address(host, port)}: {error}"
+        except StrangerError as error:
+            reason = f"{who} at {address(host, port)}: {error}"
             raise SourceError(reason) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 reason = (
-                    f"{who} cannot be reached at {_address(host, port)}: {error.strerror or error}"
+                    f"{who} cannot be reached at {address(host, port)}: {error.strerror or error}"
                 )
                 raise SourceError(f"{reason}; see whether it runs, and --coordinator") from None
             time.sleep(_PAUSE)
-
-
-def _accepted(listener: socket.socket, deadline: float) -> tuple[Link, Any]:
-    """Whoever calls next, and what it says. Raises `TimeoutError`, `LinkError`."""
-    listener.settimeout(max(0.01, deadline - time.monotonic()))
-    connection, _ = listener.accept()
-    link = known(connection, called=False, seconds=_ANSWER)
-    try:
-        said = hello(link)
-    except LinkError:
-        link.close()
-        raise
-    if not isinstance(said, dict) or type(said.get("process")) is not int:
-        link.close()
-        raise LinkError("a caller did not say who it is")
-    return link, said
-
-
-@contextmanager
-def _listener(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens at an address of this machine; at all, where it goes by another one."""
-    try:
-        listener = _listening(host, port)
-    except OSError as error:
-        try:
-            listener = _listening("", port)
-        except OSError:
-            where = _address(host, port)
-            reason = f"process 0 cannot wait at {where}: {error.strerror}; is another job there?"
-            raise SourceError(reason) from None
-    with listener:
-        yield listener
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    found = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    return socket.create_server(found[4][:2], family=found[0], backlog=256)
-
-
-def _free_port(host: str) -> int:
-    with _listening(host, 0) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _aside() -> None:
@@ -215,9 +217,8 @@ def _aside() -> None:
     os.dup2(2, 1)
 
 
-def _initialize(job: Job, service: str, bound: str) -> None:
+def _initialize(job: Job, service: str) -> None:
     """Tells JAX. Raises `SourceError`."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM, which is the server's.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -227,7 +228,8 @@ def _initialize(job: Job, service: str, bound: str) -> None:
             job.rank,
             local_device_ids=job.devices,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bound,
+            coordinator_bind_address=service,
+            heartbeat_timeout_seconds=_NEVER,
             shutdown_timeout_seconds=10,
         )
     except RuntimeError as error:

@@ -48,3 +48,10 @@ def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
             f"leaves process {idle[0]} of {group.size} without a device; devices are numbered "
             "through all processes, those of process 0 first",
         )
+    shared = any(
+        len({device.process_index for device in stage.site.devices}) > 1
+        and stage.site.devices[0].platform == CPU
+        for stage in stages
+    )
+    if shared and group.mute:
+        raise SpecError(path, "partition.devices", f"divides a stage among hosts, and {group.mute}")

@@ -13,10 +13,11 @@ from jinfer.server.service import Call
 
 
 async def health(call: Call[Any]) -> Reply:
-    """Whether requests are answered."""
-    if call.service.models.ready:
+    """Whether requests are answered: the model is there, and all processes of a job answer."""
+    message = call.service.models.complaint() if call.service.models.ready else "Loading model"
+    if not message:
         return Reply({"status": "ok"})
-    error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
     return Reply({"error": error}, 503)
 
 

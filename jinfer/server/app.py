@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,10 +16,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jinfer.distributed.group import current
 from jinfer.errors import USER_ERRORS
 from jinfer.server import ignored
 from jinfer.server.endpoint import Answering, Endpoint
-from jinfer.server.errors import ApiError
+from jinfer.server.errors import ApiError, lost
 from jinfer.server.gate import Gate
 from jinfer.server.metrics import Metrics
 from jinfer.server.models import Models
@@ -27,6 +29,7 @@ from jinfer.server.routes import ENDPOINTS, PAGE
 from jinfer.server.service import Service
 from jinfer.server.settings import Settings, Source
 
+_MOMENT, _FLUSH = 1.0, 0.02  # seconds for all clients, and for what is on its way to one
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
@@ -57,6 +60,8 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if (group := current()) is not None:
+            group.farewells.append(partial(_farewell, service, asyncio.get_running_loop()))
         tasks = {
             asyncio.ensure_future(_start(models, failed)),
             asyncio.ensure_future(metrics.watch_loop()),
@@ -87,6 +92,20 @@ def build_app(
             expose_headers=["x-request-id", ignored.HEADER],
         )
     return gated
+
+
+def _farewell(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+    """Tells clients why the process ends at once; gives them a moment to be told."""
+
+    async def tell() -> None:
+        service.models.admit_nobody()
+        service.end_answers(lost(reason))
+        while service.answers:
+            await asyncio.sleep(_FLUSH)
+        await asyncio.sleep(_FLUSH)
+
+    if reason:
+        asyncio.run_coroutine_threadsafe(tell(), loop).result(_MOMENT)
 
 
 async def _start(models: Models, failed: Callable[[BaseException], Any]) -> None:

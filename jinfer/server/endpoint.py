@@ -12,10 +12,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from jinfer.engine.requests import ClosedError
 from jinfer.records import dataclass
 from jinfer.server import body
-from jinfer.server.errors import CLOSING, as_api_error
+from jinfer.server.errors import as_api_error, ended_by
 from jinfer.server.ignored import ignored_fields
 from jinfer.server.replies import Reply, Stream, refusal
 from jinfer.server.service import Call, Handler, Service
@@ -117,9 +116,9 @@ class Answering:
             # Nobody reads it: the connection is of no use.
             notes["gone"] = True
         except asyncio.CancelledError as error:
-            if error.args != (CLOSING,):
+            if (reason := ended_by(error)) is None:
                 raise
-            await self._refuse(ClosedError(CLOSING), notes, send)
+            await self._refuse(reason, notes, send)
         except Exception as error:
             await self._refuse(error, notes, send)
 

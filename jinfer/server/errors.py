@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,6 @@ TYPES: Mapping[int, str] = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-
-
-CLOSING = "the service is closing"  # says why the task of an answer is cancelled
 
 
 class ApiError(Exception):
@@ -115,11 +113,32 @@ def busy(retry_after: int) -> ApiError:
     )
 
 
+def ended_by(cancelled: asyncio.CancelledError) -> ApiError | None:
+    """Why the service has ended an answer, as its client is told; None: the client has."""
+    reason = cancelled.args[0] if cancelled.args else None
+    return reason if isinstance(reason, ApiError) else None
+
+
+def lost(reason: str) -> ApiError:
+    """The service ends at once: a process of its job is lost."""
+    return ApiError(503, reason, code="process_lost")
+
+
+def silent(reason: str, retry_after: int = 1) -> ApiError:
+    """A process of the job does not answer, and no request is answered until it does."""
+    return ApiError(
+        503,
+        f"{reason}; try again later",
+        code="process_silent",
+        headers={"retry-after": str(retry_after)},
+    )
+
+
 def closing(retry_after: int = 1) -> ApiError:
     """The service ends: another one may answer, or the next one here."""
     return ApiError(
         503,
-        f"{CLOSING}; try again later",
+        "the service is closing; try again later",
         code="closing",
         headers={"retry-after": str(retry_after)},
     )

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from jinfer.assembly import all_shapes
+from jinfer.distributed.group import current
 from jinfer.engine.stats import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
 from jinfer.llm import LLM
 from jinfer.records import dataclass, field
 from jinfer.sampling.errors import ConstraintError
-from jinfer.server.errors import ApiError, closing, loading, unknown_model
+from jinfer.server.errors import ApiError, closing, loading, silent, unknown_model
 from jinfer.server.settings import Source
 from jinfer.weights.sizes import sizes_of
 
@@ -111,6 +112,11 @@ class Models:
         """Whether the models that are loaded at the start are there."""
         return self._started
 
+    def complaint(self) -> str:
+        """Why no model answers although they are there: another process of the job; "": they do."""
+        group = current()
+        return "" if group is None else group.complaint()
+
     async def start(self) -> None:
         """Loads as many models as may be in memory.
 
@@ -168,13 +174,15 @@ class Models:
 
         Raises:
             ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
-                service is closing.
+                service is closing, or another process of the job does not answer.
         """
         one = self.meant(name)
         if self._closing:
             raise closing()
         if not self._started and one.state != "ready":
             raise loading()
+        if reason := self.complaint():
+            raise silent(reason)
         one.users += 1
         try:
             if one.state != "ready":

@@ -10,9 +10,8 @@ from typing import Any
 import orjson
 from starlette.types import Send
 
-from jinfer.engine.requests import ClosedError
 from jinfer.records import dataclass, field
-from jinfer.server.errors import CLOSING, ApiError, as_api_error
+from jinfer.server.errors import ApiError, as_api_error, ended_by
 
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -113,9 +112,9 @@ class Stream:
             except TimeoutError:
                 raise
             except asyncio.CancelledError as error:
-                if not begun or error.args != (CLOSING,):
+                failure = ended_by(error)
+                if not begun or failure is None:
                     raise
-                failure = ClosedError(CLOSING)
             except Exception as error:
                 if not begun:
                     raise

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from jinfer.engine.answers import best
 from jinfer.engine.generation import Chunk, Completion, Usage, completion
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.frontend import Frontend, Prepared
 from jinfer.records import dataclass, field, replace
 from jinfer.sampling.errors import ConstraintError
@@ -19,6 +21,9 @@ from jinfer.server.errors import as_api_error, invalid, too_long
 from jinfer.server.metrics import Watch
 from jinfer.server.sampling import Asked
 
+# Seconds after its deadline until an answer is given up here, where the engine, which may wait for
+# another process, has not given it up.
+_GRACE = 1.0
 _PROGRESS_SECONDS = 0.25  # between two words on how far a prompt is
 
 
@@ -149,7 +154,10 @@ class Run:
                 batch: list[tuple[int, Chunk]] = []
                 failure: BaseException | None = None
                 taken = False
-                for index, piece in await _ready(queue, self.ping):
+                left = self._left(running)
+                if left < 0 and queue.empty():
+                    raise DeadlineError("the request's deadline has passed")
+                for index, piece in await _ready(queue, max(0.0, min(left, self.ping))):
                     if piece is None:
                         taken = True
                         continue
@@ -184,6 +192,12 @@ class Run:
                 self.watch.abort(index)
                 with contextlib.suppress(RequestError):  # the model was closed
                     self.frontend.thread.cancel(self.prepared[index].request.id)
+
+    def _left(self, running: Iterable[int]) -> float:
+        """Seconds until the first of the answers that run is given up here."""
+        deadlines = (self.prepared[index].request.deadline for index in running)
+        end = min((one for one in deadlines if one is not None), default=math.inf)
+        return end + _GRACE - time.monotonic()
 
     def show(self, index: int, chunk: Chunk) -> None:
         """A piece is about to be shown, of several perhaps that came together."""

@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from jinfer.engine.requests import DeadlineError
 from jinfer.records import dataclass, field
 from jinfer.server import ignored
-from jinfer.server.errors import CLOSING, unsupported
+from jinfer.server.errors import ApiError, closing, unsupported
 from jinfer.server.metrics import Metrics, Watch
 from jinfer.server.models import Hosted, Models
 from jinfer.server.running import Job, Run
@@ -35,10 +36,10 @@ class Service:
     metrics: Metrics
     answers: set[asyncio.Future[None]] = field(default_factory=set)
 
-    def end_answers(self) -> None:
-        """Ends all answers; their clients are told why."""
+    def end_answers(self, reason: ApiError | None = None) -> None:
+        """Ends all answers; their clients are told why: the service is closing, or what is given."""
         for one in self.answers:
-            one.cancel(CLOSING)
+            one.cancel(reason or closing(self.settings.retry_after))  # type: ignore[call-arg]
 
     def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
         """The answers to some prompts, which one request may have twice as many of as slots."""
@@ -52,9 +53,18 @@ class Service:
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
 
     async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The result of what has an engine compute it, and waits for that beside the event loop."""
+        """The result of what has an engine compute it, and waits for that beside the event loop.
+
+        Raises:
+            DeadlineError: it takes longer than an answer may.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.models.waiters, partial(work, *args, **kwargs))
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                given = partial(work, *args, **kwargs)
+                return await loop.run_in_executor(self.models.waiters, given)
+        except TimeoutError:
+            raise DeadlineError("the request's deadline has passed") from None
 
 
 @dataclass(frozen=True)
