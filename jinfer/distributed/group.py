@@ -23,6 +23,7 @@ from jinfer.records import dataclass, field
 LOST = 3  # the exit status of whoever loses another process
 _PARTING = 10.0  # seconds that others may take to end
 _BEAT = 2.0  # seconds between two signs of life
+_SHOWS = 1.0  # seconds in which it shows that another process is lost
 SILENT = 10.0  # seconds without one after which a process is said not to answer
 _log = logging.getLogger("jinfer")
 
@@ -51,6 +52,7 @@ class Group:
     farewells: list[Callable[[str], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _gone: dict[int, threading.Event] = field(default_factory=dict)
+    _one_gone: threading.Event = field(default_factory=threading.Event)
     _heard: dict[int, float] = field(default_factory=dict)
     _ending: bool = False
 
@@ -135,7 +137,11 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Ends the job because something failed here that nobody can mend."""
-        reason = f"process {self.rank} failed: {type(error).__name__}: {error}"
+        # A sum with a process that is lost fails as well, perhaps before anything else shows it.
+        if self._one_gone.wait(_SHOWS):
+            threading.Event().wait()  # whoever has seen it ends this process
+        said = " ".join(str(error).split())
+        reason = f"process {self.rank} failed: {type(error).__name__}: {said}"
         self.end(LOST, reason)
         self.leave(LOST, reason)
 
@@ -151,6 +157,7 @@ class Group:
                 what = kind(message)
             except (LinkError, FrameError) as error:
                 self._gone[other].set()
+                self._one_gone.set()
                 unread = isinstance(error, MessageError | FrameError)
                 self._lost(other, f"sent what cannot be read: {error}" if unread else "was lost")
                 return

@@ -108,9 +108,7 @@ def place(where: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check(
-    message: Any, types: Mapping[str, type], more: Mapping[str, type] | None = None
-) -> None:
+def _check(message: Any, types: Mapping[str, type], more: Mapping[str, type] | None = None) -> None:
     """Raises `FrameError` for what has not the keys of `types`, and perhaps of `more`."""
     known = {**types, **(more or {})}
     if not isinstance(message, dict) or not types.keys() <= message.keys() <= known.keys():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.distributed.callers import HEARD, Callers
-from jinfer.distributed.link import LinkError, known
+from jinfer.distributed.link import known
 from jinfer.distributed.messages import Hello
 
 _LONGEST = 100  # bytes of a Unix socket's path; few systems allow many more
@@ -105,9 +105,7 @@ def _to_passage(own: socket.socket, where: tuple[str, int], mine: Hello) -> None
     """Brings a connection of JAX's client here to process 0."""
     with own:
         try:
-            link = known(
-                socket.create_connection(where, timeout=HEARD), called=True, seconds=HEARD
-            )
+            link = known(socket.create_connection(where, timeout=HEARD), called=True, seconds=HEARD)
             link.send(asdict(mine))
         except OSError:
             time.sleep(_HELD)
@@ -117,12 +115,14 @@ def _to_passage(own: socket.socket, where: tuple[str, int], mine: Hello) -> None
             back.start()
             _copied(far, own, told=False)
             back.join(_HELD)
+            _end(own, far)
 
 
 def _joined(one: socket.socket, other: socket.socket) -> None:
     """What comes from the one goes to the other, until one of them ends."""
     _beside(_copied, one, other)
     _copied(other, one)
+    _end(one, other)
 
 
 def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) -> None:
@@ -137,6 +137,13 @@ def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) 
     if told:
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
+
+
+def _end(*connections: socket.socket) -> None:
+    """Ends connections that other threads may wait for, which would keep them open."""
+    for each in connections:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _beside(work: Callable[..., None], *given: Any) -> None:

@@ -37,9 +37,9 @@ class Service:
     answers: set[asyncio.Future[None]] = field(default_factory=set)
 
     def end_answers(self, reason: ApiError | None = None) -> None:
-        """Ends all answers; their clients are told why: the service is closing, or what is given."""
+        """Ends all answers; their clients are told why: the service closes, or what is given."""
         for one in self.answers:
-            one.cancel(reason or closing(self.settings.retry_after))  # type: ignore[call-arg]
+            one.cancel(reason or closing(self.settings.retry_after))
 
     def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
         """The answers to some prompts, which one request may have twice as many of as slots."""

@@ -23,9 +23,13 @@ def free_port() -> int:
 
 
 def started(
-    arguments: Sequence[str], *, devices: int = 1, **variables: str
+    arguments: Sequence[str], *, devices: int = 1, before: Sequence[str] = (), **variables: str
 ) -> subprocess.Popen[str]:
-    """A process of Python with so many virtual devices."""
+    """A process of Python with so many virtual devices.
+
+    Args:
+        before: of the command.
+    """
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -35,7 +39,7 @@ def started(
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [*before, sys.executable, *arguments],
         cwd=ROOT, env=environment, text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Messages as bytes and back; what is none is refused."""
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +40,8 @@ def test_all_that_is_sent() -> None:
 
 
 def test_what_cannot_be_sent() -> None:
+    with pytest.raises(TypeError, match="an array of str96 cannot be sent"):
+        packed(np.array("abc"))
     with pytest.raises(TypeError, match="object cannot be sent"):
         packed({"what": object()})
 
@@ -51,6 +54,15 @@ def test_what_cannot_be_sent() -> None:
         b'{"array": ["float32", -1]}',
         b'{"array": ["nothing", 1]}',
         b'{"array": []}',
+        b'{"array": ["f4,(2", 1]}',
+        b'{"array": ["(,)", 1]}',
+        b'{"array": [["float32"], 1]}',
+        b'{"array": ["float32", 0, 100000000000000000000000000000]}',
+        b'{"dict": [[["a"], 1]]}',
+        b'{"dict": [["a"]]}',
+        b'{"dict": {"a": 1}}',
+        b'{"ref": ["1", 2]}',
+        b'{"ref": 1}',
         b'{"other": 1}',
         b'{"a": 1, "b": 2}',
         b"[" * 100_000,
@@ -68,6 +80,21 @@ def test_anything(text: bytes, data: bytes) -> None:
     """Is a message or refused, whatever it is."""
     with suppress(FrameError):
         unpacked(text, memoryview(data))
+
+
+_WORDS = st.sampled_from(["array", "dict", "ref", "float32", "bool", "f4,(2", "(,)", "O", "a"])
+_PARTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | _WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_WORDS, inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@given(_PARTS)
+def test_any_json(parts: Any) -> None:
+    """The same of what has the form of messages."""
+    with suppress(FrameError):
+        unpacked(json.dumps(parts).encode(), memoryview(bytes(64)))
 
 
 def test_lengths_are_bounded() -> None:

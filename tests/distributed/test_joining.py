@@ -1,13 +1,16 @@
 """Who belongs to a job, and what is said to those who do not."""
 
 import socket
+import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jinfer.distributed import joining, link
+from jinfer.distributed import callers, collectives, joining, link
 from jinfer.distributed.frames import packed
 from jinfer.distributed.group import Group
 from jinfer.distributed.job import Job, find_job
@@ -188,3 +191,119 @@ def test_a_stranger_s_first_message_is_bounded() -> None:
             own.wait(10)
             with pytest.raises(link.LinkError, match=r"a message of \d+ bytes"):
                 link.hello(own)
+
+
+def stranger(port: int, *messages: Any) -> socket.socket:
+    """Somebody who calls, without a key, and says something."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    if messages:
+        own = link.known(connection, called=True, seconds=20)
+        for message in messages:
+            own.send(message)
+    return connection
+
+
+MALFORMED: list[Any] = [
+    {"process": 1},
+    {"process": 1, "processes": 2, "jinfer": 1, "jax": 2, "at": ""},
+    [],
+    "hello",
+]
+OTHERS = [
+    {"process": 1, "processes": 5, "jinfer": "1", "jax": "1", "at": "a:1"},
+    {"process": 1, "processes": 2, "jinfer": "9\n", "jax": "1", "at": "a:1"},
+    {"process": 1, "processes": 2, "jinfer": "9", "jax": "1", "at": "a:1"},
+]
+
+
+def test_strangers_keep_nobody_out(
+    patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Idle, slow, wrong: each is a line, and the others join meanwhile."""
+    patience.setenv("JINFER_JOIN_SECONDS", "60")
+    patience.setattr(callers, "HEARD", 30.0)
+    port, found = free_port(), list[Group | str]()
+    leading = threading.Thread(target=lambda: found.extend(joined([Job("127.0.0.1", port, 2, 0)])))
+    leading.start()
+    strangers = [stranger(port) for _ in range(5)]
+    strangers += [stranger(port, message) for message in MALFORMED + OTHERS]
+    strangers[0].sendall(b"j")
+    begun = time.monotonic()
+    (group,) = joined([Job("127.0.0.1", port, 2, 1)])
+    assert time.monotonic() - begun < 25, "it waits for nobody"
+    leading.join()
+    for each in (group, *found):
+        assert isinstance(each, Group)
+        each.forsake()
+    for connection in strangers:
+        connection.close()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(MALFORMED + OTHERS)
+    assert all("was turned away: " in line for line in said)
+    assert sum("process 1 was told of 5 processes" in line for line in said) == 1
+
+
+def test_a_caller_has_so_long_in_all(
+    patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever sends a byte now and then is turned away as well."""
+    patience.setattr(callers, "HEARD", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        calling = socket.create_connection(server.getsockname())
+        heard = callers.Callers(server)
+        ended = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not ended.wait(0.1):
+                    calling.sendall(b"j")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(TimeoutError):
+            heard.next(time.monotonic() + 2)
+        ended.set()
+        dripping.join()
+        heard.close()
+        calling.close()
+    assert "was turned away: timed out" in capsys.readouterr().err
+
+
+def test_many_callers(patience: pytest.MonkeyPatch) -> None:
+    """Those who have said nothing for longest have to go."""
+    patience.setattr(callers, "_MOST", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        heard = callers.Callers(server)
+        calling = [socket.create_connection(server.getsockname()) for _ in range(5)]
+        with pytest.raises(TimeoutError):
+            heard.next(time.monotonic() + 0.5)
+        for each in calling:
+            each.settimeout(5)
+        size = len(link._MAGIC) + link._NONCE
+        assert [len(each.recv(size)) for each in calling[2:]] == [size] * 3
+        assert all(not each.recv(1 << 10)[size:] for each in calling[:2])
+        assert [each.recv(1) for each in calling[:2]] == [b"", b""]
+        heard.close()
+        for each in calling:
+            each.close()
+
+
+def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo listens where the others look for it; else the line says what to do."""
+    if sys.platform == "linux":
+        assert collectives.interface_of("127.0.0.1") == "lo"
+    assert collectives.interface_of("203.0.113.7") == ""
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert collectives.misleading("127.0.1.1") == ""
+    said = collectives.misleading("10.0.0.2")
+    assert "the hostname here leads to (127.0.1.1)" in said
+    assert "write 10.0.0.2 before here in /etc/hosts" in said
