@@ -67,8 +67,10 @@ def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> in
             follow()
             group.hear(0)  # the end, which ends the process
         status = lead()
+        group.parting = True
         close_all()  # what is on its way needs the others
     except KeyboardInterrupt:
+        group.parting = True
         close_all()
         group.end()
         raise

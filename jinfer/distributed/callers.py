@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
+from jinfer import progress
 from jinfer.distributed.link import Link, LinkError, hello, known
 from jinfer.distributed.messages import Hello
 from jinfer.opening.sources import SourceError
@@ -126,7 +126,7 @@ class Callers:
             count = self._turned
         if count <= _SAID:
             more = "; of further ones nothing is said" if count == _SAID else ""
-            print(f"jinfer: a caller at {where} was turned away: {reason}{more}", file=sys.stderr)
+            progress.line(f"jinfer: a caller at {where} was turned away: {reason}{more}")
 
 
 def address(host: str, port: int) -> str:

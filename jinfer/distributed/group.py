@@ -39,6 +39,8 @@ class Group:
         results: what calls give.
         calls: numbers of calls, no two of which are the same in a job.
         mute: why devices of several processes cannot exchange sums; "": they can.
+        parting: whether this process is about to end, and waits for no other one that does not
+            answer.
         farewells: are told why this process ends, before it does, and may take a second each.
     """
 
@@ -49,6 +51,7 @@ class Group:
     results: Results = field(default_factory=Results)
     calls: Iterator[int] = field(default_factory=count)
     mute: str = ""
+    parting: bool = False
     farewells: list[Callable[[str], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _gone: dict[int, threading.Event] = field(default_factory=dict)
@@ -149,6 +152,8 @@ class Group:
         """The job does not begin: whoever is lost from now on is none of it."""
         with self._lock:
             self._ending = True
+        for gone in self._gone.values():
+            gone.set()
 
     def _read(self, other: int, link: Link) -> None:
         while True:
@@ -178,8 +183,10 @@ class Group:
         missed = 0  # beats of this process
         said = False
         for number in count():
-            if self._gone[other].wait(_BEAT) or self._ending:
+            if self._gone[other].wait(_BEAT):
                 return
+            if self.parting and self.silence(other) > SILENT:
+                self.leave(LOST, f"{self._named(other)} does not answer; the job ends without it")
             # Twice, as this process may have been stopped itself.
             missed = missed + 1 if self.silence(other) > SILENT else 0
             if (missed > 1) != said:

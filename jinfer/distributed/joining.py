@@ -28,11 +28,13 @@ from jinfer.distributed.link import Link, LinkError, MessageError, StrangerError
 from jinfer.distributed.messages import Hello, Welcome, place, read_welcome
 from jinfer.distributed.passage import Passage
 from jinfer.opening.sources import SourceError
+from jinfer.progress import task
 from jinfer.version import __version__
 
 PATIENCE = "JINFER_JOIN_SECONDS"  # of the environment: that the others may take to start
 SECONDS = 300.0  # where it says nothing
 _PAUSE, _ANSWER = 0.25, 20.0  # seconds between two calls, and for an answer
+_TRIES = 3  # calls that end before the other side has shown who it is
 # Seconds after which JAX's service takes a process that does not answer for lost. `Group` knows
 # better, and a process that was stopped for some time may go on.
 _NEVER = 30 * 86_400
@@ -75,6 +77,10 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
     heard: dict[int, str] = {}
     turned = ""
 
+    def missing() -> str:
+        left = [str(n) for n in range(1, job.size) if n not in links]
+        return f"process{'es' * (len(left) > 1)} {', '.join(left)} of {job.size}"
+
     def refuse(reason: str, *more: Link) -> SourceError:
         for link in (*links.values(), *more):
             with suppress(LinkError):
@@ -83,15 +89,18 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
             link.close()
         return SourceError(reason)
 
-    with listening(job.host, job.port) as listener, _heard(listener) as callers:
+    with (
+        listening(job.host, job.port) as listener,
+        _heard(listener) as callers,
+        task(f"waiting for {missing()}") as waiting,
+    ):
         while len(links) < job.size - 1:
+            waiting.say(f"waiting for {missing()}")
             try:
                 link, said = callers.next(deadline)
             except TimeoutError:
-                missing = [str(n) for n in range(1, job.size) if n not in links]
-                named = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {job.size}"
                 more = f" ({turned})" if turned else ""
-                reason = f"{named} did not join in time; see whether they run{more}"
+                reason = f"{missing()} did not join in time; see whether they run{more}"
                 raise refuse(reason) from None
             if not said.at:
                 callers.turn_away(link, "it does not say where it waits")
@@ -161,7 +170,8 @@ def _welcomed(first: Link, mine: Hello, deadline: float) -> Welcome:
         first.wait(_ANSWER)
         first.send(asdict(mine))
         first.wait(max(1.0, deadline - time.monotonic()) + _ANSWER)
-        told = read_welcome(first.receive())
+        with task("waiting for the other processes"):
+            told = read_welcome(first.receive())
     except (MessageError, FrameError) as error:
         raise SourceError(f"process 0 at {first.where} cannot be understood: {error}") from None
     except LinkError:
@@ -193,20 +203,22 @@ def _versions() -> dict[str, str]:
 
 
 def _reached(host: str, port: int, deadline: float, who: str) -> Link:
-    """A link to a process that may yet have to start."""
-    while True:
-        try:
-            connection = socket.create_connection((host, port), timeout=_ANSWER)
-            return known(connection, called=True, seconds=_ANSWER)
-        except StrangerError as error:
-            reason = f"{who} at {address(host, port)}: {error}"
-            raise SourceError(reason) from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                reason = (
-                    f"{who} cannot be reached at {address(host, port)}: {error.strerror or error}"
-                )
-                raise SourceError(f"{reason}; see whether it runs, and --coordinator") from None
+    """A link to a process that may yet have to start. Raises `SourceError`."""
+    broken, where = 0, address(host, port)
+    with task(f"waiting for {who} at {where}"):
+        while True:
+            try:
+                connection = socket.create_connection((host, port), timeout=_ANSWER)
+                return known(connection, called=True, seconds=_ANSWER)
+            except LinkError as error:
+                # Among many strangers a process may be cut short, though not each time.
+                broken += 1
+                if isinstance(error, StrangerError) or broken == _TRIES:
+                    raise SourceError(f"{who} at {where}: {error}") from None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    reason = f"{who} cannot be reached at {where}: {error.strerror or error}"
+                    raise SourceError(f"{reason}; see whether it runs, and --coordinator") from None
             time.sleep(_PAUSE)
 
 

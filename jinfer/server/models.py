@@ -135,6 +135,8 @@ class Models:
     def admit_nobody(self) -> None:
         """From now on every request is refused; those that run go on."""
         self._closing = True
+        if (group := current()) is not None:
+            group.parting = True
 
     async def close(self) -> None:
         """Ends every model."""

@@ -2,18 +2,24 @@
 
 import json
 import signal
+import socket
 import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
 
+import jax
 import pytest
 
 from jinfer.cpu.instructions import own_isa
+from jinfer.distributed.link import known
+from jinfer.distributed.messages import Hello, read_welcome
+from jinfer.version import __version__
 from tests.distributed.jobs import ended, flags, free_port, ran, started, started_job
 
 GOLDEN = "tests/goldens/llama2"
@@ -85,6 +91,29 @@ def test_a_lost_process_ends_all(lost: int) -> None:
     assert f"error: process {lost} of 2" in other.err
     assert "was lost; the job ends" in other.err
     ran(job)
+
+
+def test_a_process_is_lost_while_jax_waits_for_it() -> None:
+    """Nobody waits for JAX's own patience of minutes."""
+    port = free_port()
+    leading = started([*GENERATE, *PLAN, *flags(port, 2, 0)])
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            assert leading.poll() is None
+            time.sleep(0.1)
+    calling = known(connection, called=True, seconds=60)
+    calling.send(asdict(Hello(1, 2, __version__, jax.__version__, "127.0.0.1:1")))
+    assert read_welcome(calling.receive()).service
+    calling.close()
+    found = ended(leading, 60)
+    assert found.status == 3, found
+    assert "error: process 1 of 2 at 127.0.0.1" in found.err
+    assert "was lost; the job ends" in found.err
 
 
 @pytest.mark.soak

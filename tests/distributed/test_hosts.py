@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
+from jinfer.distributed.link import known
+from jinfer.distributed.messages import Hello
+from jinfer.version import __version__
 from tests.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
 from tests.distributed.jobs import ended, started
 
@@ -137,7 +140,7 @@ def serving(
     transport = httpx.HTTPTransport(uds=str(folder / "http"))
     job = [start(0)]
     try:
-        with httpx.Client(base_url="http://jinfer", transport=transport, timeout=120) as http:
+        with httpx.Client(base_url="http://jinfer", transport=transport, timeout=300) as http:
             service = Service(job, folder / "http", http)
             service.until(lambda: WHERE in hosts.listeners(0))
             between()
@@ -186,21 +189,40 @@ def told_of_the_end(events: Sequence[str]) -> bool:
     return "process_lost" in last and "was lost; the job ends" in last
 
 
+def idle(hosts: Hosts, strangers: ExitStack) -> None:
+    """Strangers call who waits to be joined, and say nothing of use."""
+    for content in (b"", b"", b"", b"GET / HTTP/1.0\r\n\r\n", b"jinfer 1" + bytes(64)):
+        strangers.enter_context(hosts.call(1, WHERE, content))
+
+
+def greeting(hosts: Hosts, strangers: ExitStack) -> None:
+    """Strangers who speak as processes do, where there is no key: none of them is this job's."""
+    idle(hosts, strangers)
+    for said in (
+        {"process": 1},
+        asdict(Hello(1, 5, __version__, jax.__version__, "10.77.0.2:1")),
+        asdict(Hello(1, 2, "0.0.1", jax.__version__, "10.77.0.2:1")),
+    ):
+        connection = hosts.call(1, WHERE)
+        strangers.enter_context(connection)
+        known(connection, called=True, seconds=20).send(said)
+
+
 def test_by_tensors_with_strangers(hosts: Hosts, tmp_path: Path, expected: list[list[int]]) -> None:
     """Whoever does not know the key keeps nobody out, and ends nothing."""
-    open_: list[socket.socket] = []
-
-    def strangers() -> None:
-        for content in (b"", b"", b"", b"GET / HTTP/1.0\r\n\r\n", b"jinfer 1" + bytes(64)):
-            open_.append(hosts.call(1, WHERE, content))
-
-    with serving(hosts, tmp_path, "0&1", between=strangers, key="known") as service:
+    with (
+        ExitStack() as strangers,
+        serving(
+            hosts, tmp_path, "0&1", between=lambda: idle(hosts, strangers), key="known"
+        ) as service,
+    ):
         assert service.tokens() == expected
         for host in range(2):
             found = hosts.listeners(host)
             assert {address for address, _ in found} == {ADDRESSES[host]}, found
         for where in hosts.listeners(0):
-            open_ += [hosts.call(1, where, content) for content in (b"", b"\0" * 999, b"{}")]
+            for content in (b"", b"\0" * 999, b"{}"):
+                strangers.enter_context(hosts.call(1, where, content))
         speaks = [*hosts.before(1), sys.executable, "-c", STRANGER]
         named = [f"{address}:{port}" for address, port in hosts.listeners(0)]
         for speaking in [subprocess.Popen([*speaks, one], stdout=subprocess.PIPE) for one in named]:
@@ -211,14 +233,17 @@ def test_by_tensors_with_strangers(hosts: Hosts, tmp_path: Path, expected: list[
         lost(service, 1, 10)
         busy.join()
         assert told_of_the_end(service.events), service.events[-4:]
-    for each in open_:
-        each.close()
 
 
 @pytest.mark.soak
 def test_by_layers_with_a_pause(hosts: Hosts, tmp_path: Path, expected: list[list[int]]) -> None:
     """Whatever goes on after a while loses nothing; what does not is said."""
-    with serving(hosts, tmp_path, "0;1", "--timeout", "6") as service:
+    with (
+        ExitStack() as strangers,
+        serving(
+            hosts, tmp_path, "0;1", "--timeout", "6", between=lambda: greeting(hosts, strangers)
+        ) as service,
+    ):
         assert service.tokens() == expected
         hosts.cable("down")
         time.sleep(8)

@@ -126,7 +126,7 @@ def test_all_are_linked_with_all(patience: pytest.MonkeyPatch) -> None:
         assert [group.hear(other) for other in sorted(group.links)] == [
             {"value": other} for other in sorted(group.links)
         ]
-        group._ending = True  # so that nobody is lost when the test lets go of them
+        group.forsake()  # so that nobody is lost when the test lets go of them
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,14 @@ def test_a_process_that_does_not_answer(
         beating.set()
         thread.join()
         assert other.receive().keys() == {"beat"}  # the other hears of this one as well
+        left: list[Any] = []
+        monkeypatch.setattr(group, "leave", lambda *how: left.append(how))
+        group.parting = True  # it ends, and does not wait for the other
+        until(lambda: bool(left))
+        group.parting = False
         group.forsake()
+    assert left[0][0] == groups.LOST
+    assert "does not answer; the job ends without it" in left[0][1]
 
 
 def test_a_message_that_is_none_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ class Job:
 
     farewells: list[Any] = field(default_factory=list)
     complains: str = ""
+    parting: bool = False
 
     def complaint(self) -> str:
         return self.complains
