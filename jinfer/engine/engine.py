@@ -80,7 +80,7 @@ class Engine(Device):
         if self.speculator is not None:
             self.speculator.release()
             self.speculator = None
-        self.guides.computed = None
+        self.guides.close()
         # Else the two keep each other.
         self.scheduler.on_release = lambda _: None
 
@@ -119,7 +119,7 @@ class Engine(Device):
             self._drivers[request.id] = driver
         if matcher is not None:
             never = self.model.never
-            self._events += self.guides.begin(sequence, matcher, choice, never)
+            self.guides.begin(sequence, matcher, choice, never, self.programs.words)
 
     def finish(self, request: int) -> Running | None:
         """Ends a request, wherever it is; what it held is free at once."""
@@ -149,10 +149,10 @@ class Engine(Device):
         self._involved = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
         tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
-        tokens += self.guides.choose(self)
+        tokens += [*self.guides.settle(self), *self.guides.choose(self)]
         drafts, calls = self.speculator, self._launched
         while drafts and any_for(calls, own := self.scheduler.upcoming()) and drafts.waits(own):
-            tokens += self.read_all(own)
+            tokens += [*self.read_all(own), *self.guides.settle(self)]
         plan = self._plan()
         while plan.wait:
             # Read before anything is preempted; what was admitted is on its way already.
@@ -166,9 +166,9 @@ class Engine(Device):
             tokens += driver.advance(self, self._ready(driver))
         # Masks need the tokens before; the device computes the logits that they are for.
         most = self.scheduler.calls_ahead(launched, len(self._launched))
-        while len(self._launched) > (0 if self.guides.computed else most):
+        while len(self._launched) > (0 if self.guides.due else most):
             tokens += self._read(self._launched.popleft())
-        return [*tokens, *self._flushed()]
+        return [*tokens, *self.guides.settle(self), *self._flushed()]
 
     def _flushed(self) -> list[Token | Failed]:
         events, self._events = self._events, []
@@ -252,6 +252,7 @@ class Engine(Device):
 
     def _released(self, sequence: Running) -> None:
         """A sequence is about to give its blocks back."""
+        self.guides.drop(sequence)
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.drop(self, sequence.request.id)
         if self.speculator is not None:
@@ -302,7 +303,7 @@ class Engine(Device):
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
         if any(sequence.guided for sequence in chosen):
-            self.guides.computed = logits, tuple(chosen)
+            self.guides.computed = logits, tuple(enumerate(chosen))
             return False
         if not chosen:
             return False
@@ -366,9 +367,7 @@ class Engine(Device):
             if not sequence.guided:
                 yield from new
                 continue
-            yield from self.guides.take(sequence, list(new))
-            if sequence.in_prompt:
-                self.enter(sequence)
+            self.guides.take(sequence, list(new), self.programs.words)
 
     def _take(
         self, sequence: Running, chosen: Chosen, row: int, origins: Sequence[str]

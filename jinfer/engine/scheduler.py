@@ -38,6 +38,7 @@ class Running:
         driven: the host drives it token by token; only what comes before its last token is
             computed in chunks.
         guided: it has a grammar, so the host has to know each token before the next is chosen.
+        waits: for its grammar; until then nothing is computed of it.
         ended: nothing more is computed of it.
         preempted: how often it had to give its blocks back.
         drafted, accepted: tokens that were drafted for it, and those of them that were right.
@@ -56,6 +57,7 @@ class Running:
     cached: int | None = None
     driven: bool = False
     guided: bool = False
+    waits: bool = False
     ended: bool = False
     preempted: int = 0
     drafted: int = 0
@@ -375,7 +377,8 @@ class Scheduler:
 
 def _able(sequence: Running) -> bool:
     """Whether a call can do something for it."""
-    return sequence.in_prompt or (not sequence.driven and sequence.left > 0)
+    able = sequence.in_prompt or (not sequence.driven and sequence.left > 0)
+    return able and not sequence.waits
 
 
 def shares[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:

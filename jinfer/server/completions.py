@@ -57,7 +57,7 @@ async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
     call.note(user=call.body.user)
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.beside(_prepared, call, hosted)
+        jobs = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, jobs)
         it = _Texts(call, hosted, jobs, run)
         try:

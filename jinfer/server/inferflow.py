@@ -76,7 +76,7 @@ async def _running(call: Call[InferflowRequest]) -> AsyncIterator[_Inferflow]:
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        job = await service.beside(_prepared, call, hosted)
+        job = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, [job])
         try:
             yield _Inferflow(job, run)

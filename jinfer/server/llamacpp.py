@@ -49,7 +49,7 @@ async def _running(call: Call[LlamaRequest]) -> AsyncIterator[_Llama]:
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.beside(_prepared, call, hosted)
+        jobs = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, jobs)
         try:
             yield _Llama(call, hosted, jobs, run)

@@ -104,6 +104,8 @@ class Models:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # What takes long, such as the tokens of a long text, is done beside the event loop.
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
+        # Some grammars take seconds to compile, which keeps none but others with grammars.
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="compiler")
         # Who waits for an engine would keep the workers from those who need none.
         self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
 
@@ -147,6 +149,7 @@ class Models:
         self._loader.shutdown(wait=False, cancel_futures=True)
         self.workers.shutdown(wait=False, cancel_futures=True)
         self.waiters.shutdown(wait=False, cancel_futures=True)
+        self.compilers.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
         """The figures of each model in memory."""

@@ -95,7 +95,7 @@ async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, read = await service.beside(_prepared, call, hosted)
+        job, read = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, [job])
         try:
             yield _Response(call, hosted, job, read, run)

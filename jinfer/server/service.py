@@ -19,6 +19,14 @@ from jinfer.server.models import Hosted, Models
 from jinfer.server.running import Job, Run
 from jinfer.server.settings import Settings
 
+# Fields that an answer's grammar may come of.
+_GRAMMARS = frozenset(
+    {
+        *("json_schema", "regex", "choice", "grammar", "structured_outputs"),
+        *("response_format", "text", "tool_choice"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class Service:
@@ -51,6 +59,15 @@ class Service:
         """The result of what takes its time, done beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
+
+    async def prepared[T](self, body: BaseModel, work: Callable[..., T], *args: Any) -> T:
+        """A request made ready to be run, beside the event loop.
+
+        One that has a grammar keeps only others that have one waiting.
+        """
+        grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
+        pool = self.models.compilers if grammar else self.models.workers
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
 
     async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of what has an engine compute it, and waits for that beside the event loop.

@@ -17,7 +17,7 @@ EVERYTHING = np.uint32(0xFFFFFFFF)
 
 
 def allowed(
-    matcher: Matcher, tree: Tree, words: int, *, forcing: bool
+    state: Matcher, mask: UInt[np.ndarray, " words"], tree: Tree, *, forcing: bool
 ) -> tuple[Tree, list[UInt[np.ndarray, " words"]]]:
     """The nodes of a chain after which the grammar leaves a choice; masks of the root and of these.
 
@@ -25,15 +25,11 @@ def allowed(
     reads it has something to do before the next one.
 
     Args:
-        words: of a mask.
+        state: a fork of the answer's own, which goes along the chain.
+        mask: of the root.
         forcing: whether forced tokens are not chosen.
-
-    Raises:
-        ConstraintError: nothing goes on from here.
     """
-    mask = np.zeros(words, np.uint32)
-    matcher.mask(mask)
-    masks, kept, state = [mask], list[int](), matcher.fork()
+    masks, kept = [mask], list[int]()
     last = ROOT
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if parent != last or not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
@@ -41,7 +37,7 @@ def allowed(
         state.advance(token)
         if _ended(state) or (forcing and state.forced()):
             break
-        after = np.zeros(words, np.uint32)
+        after = np.zeros_like(mask)
         try:
             state.mask(after)
         except ConstraintError:

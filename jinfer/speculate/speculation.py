@@ -16,7 +16,6 @@ from jinfer.engine.launched import Launched
 from jinfer.engine.programs import Program, Shape
 from jinfer.engine.scheduler import Plan, Running
 from jinfer.records import dataclass, field
-from jinfer.sampling.errors import ConstraintError
 from jinfer.sampling.order import stage_sets
 from jinfer.speculate.control import Control, Mean
 from jinfer.speculate.drafter import Drafter
@@ -136,13 +135,15 @@ class Speculation:
             tree = first_path(trees.get(sequence.slot, Tree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
-                matcher = engine.guides.matchers[sequence.request.id]
-                forcing = sequence.request.sampling.logprobs is None
-                try:
-                    tree, own = allowed(matcher, tree, words, forcing=forcing)
-                except ConstraintError:
-                    return None  # it fails where one token is chosen
-                masks[sequence.slot] = own
+                guide = engine.guides.of[sequence.request.id]
+                assert guide.mask is not None, "its turn is done, and tokens may follow"
+                forcing, state = sequence.request.sampling.logprobs is None, guide.matcher.fork()
+                found = engine.guides.promptly(
+                    sequence, allowed, state, guide.mask, tree, forcing=forcing
+                )
+                if found is None:
+                    return None
+                tree, masks[sequence.slot] = found
             trees[sequence.slot] = tree
         size = _size_of(decoding, trees, sizes)
         shape = self._shape(engine, size, decoding, 0, masked=True)

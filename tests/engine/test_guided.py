@@ -2,7 +2,9 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,11 +13,15 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.engine.guided import Guides
-from jinfer.engine.requests import Failed, Request, Token
+from jinfer.engine import guided
+from jinfer.engine.guided import Guide, Guides
+from jinfer.engine.requests import EngineError, Failed, Request, Token
 from jinfer.engine.scheduler import Running
 from jinfer.engine.state import Choice
+from jinfer.engine.turns import Position, Turn, take_turn
 from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.forbidden import Forbidden
+from jinfer.sampling.structured import Matcher
 from tests.sampling.schemas import random_schema
 from tests.test_smollm2 import ROOT
 
@@ -109,15 +115,6 @@ class Whole:
 
     finished = True
 
-    def mask(self, out: np.ndarray) -> None:
-        out[0] = 1 << 2
-
-    def forced(self) -> list[int]:
-        return []
-
-    def advance(self, token: int) -> None:
-        assert token == 2
-
     def nothing_left(self, ids: list[int], rules: list[str]) -> ConstraintError:
         return ConstraintError(f"{ids} {rules}")
 
@@ -126,8 +123,9 @@ def test_only_min_tokens_give_way_to_a_whole_answer() -> None:
     for banned, ends in ((), True), ((2,), False):
         params = SamplingParams(choice=("a",), min_tokens=9, banned_token_ids=banned)
         sequence = Running(Request(1, (5, 6), params, 99, (2,)), 0, [5, 6, 7], guided=True)
-        guides, matcher = Guides(), cast("Any", Whole())
-        guides.begin(sequence, matcher, Choice.of(params, (2,), 64, lambda text: [7]), ())
+        rules = Forbidden.of(params, Choice.of(params, (2,), 64, lambda text: [7]).sampler, None)
+        mask = np.array([1 << 2, 0], np.uint32)
+        guides = Guides({1: Guide(sequence, cast("Any", Whole()), rules, mask)})
         (event,) = guides._mask(sequence, np.zeros(2, np.uint32))
         assert sequence.ended
         if ends:
@@ -143,6 +141,52 @@ def test_a_limit_cuts_an_answer(llm: LLM) -> None:
     answer = llm.generate([PROMPT], params)[0]
     assert answer.finish_reason == "length"
     assert len(answer.token_ids) == 3
+
+
+def test_a_slow_grammar_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on; it is chosen from other logits than it would be, and has the same tokens."""
+    slow = SamplingParams(regex=r"[a-f]{4}( and so it was: [a-f]{3})", temperature=1.0, seed=3)
+    others = [
+        SamplingParams(json_schema=PERSON, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=6, ignore_eos=True),
+    ]
+    expected = [a.token_ids for a in llm.generate([PROMPT] * 3, [slow, *others])]
+    held, taken = threading.Event(), take_turn
+
+    def waits(matcher: Matcher, rules: Any, at: Position, *given: Any) -> Turn:
+        if matcher._kind == "regex" and at.drawn in (0, 2):
+            held.wait(300)  # until the others are done
+        return taken(matcher, rules, at, *given)
+
+    monkeypatch.setattr(guided, "take_turn", waits)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            held.clear()
+            first = pool.submit(llm.generate, [PROMPT], slow)
+            found = [a.token_ids for a in llm.generate([PROMPT] * 2, others)]
+            assert found == expected[1:]
+            assert not first.done()
+            held.set()
+            assert first.result()[0].token_ids == expected[0]
+
+
+def test_a_grammar_that_fails_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = take_turn
+
+    def fails(matcher: Matcher, *given: Any) -> Turn:
+        if matcher._kind == "regex":
+            raise ZeroDivisionError("none")
+        return taken(matcher, *given)
+
+    monkeypatch.setattr(guided, "take_turn", fails)
+    with pytest.raises(EngineError, match="a grammar failed: ZeroDivisionError: none"):
+        llm.generate([PROMPT], SamplingParams(regex="a+b"))
+    assert llm.generate([PROMPT], SamplingParams(choice=("yes",)))[0].text == "yes"
+
+
+def test_a_state_that_costs_too_much(llm: LLM) -> None:
+    with pytest.raises(ConstraintError, match="regex: after 1 tokens: more than 16384 bytes"):
+        llm.generate([PROMPT], SamplingParams(regex="[ab]c{30000000}"))
 
 
 def test_what_cannot_be_kept(llm: LLM) -> None:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from jinfer.errors import USER_ERRORS
-from jinfer.sampling.structured import ConstraintError, compile_constraint
+from jinfer.sampling.structured import (
+    Constraint,
+    ConstraintError,
+    compile_constraint,
+    constraint,
+)
+from jinfer.sampling.structured.matcher import MAX_FORCED
+from jinfer.sampling.structured.trial import UnfinishedError
 from tests.sampling.test_structured_masks import SMALL
 from tests.sampling.vocabularies import ListTokenizer, tokenizer
 
@@ -142,6 +149,10 @@ def searches(count: int, shape: str) -> list[str]:
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
+    "a million bytes without a choice": {"regex": "(a{1000}){1000}"},
+    "any number of them": {"regex": "a{30000000}"},
+    "some of them": {"regex": "(k{300}){300}"},
+    "a long constant": {"json_schema": {"const": "x" * 100_000}},
     "nested": {"json_schema": nested(500)},
     "nested text": {"json_schema": "[" * 100_000},
     "nested regex": {"regex": "(" * 100_000 + ")" * 100_000},
@@ -215,6 +226,37 @@ def test_great_counts_are_kept_without_delay(given: dict[str, Any]) -> None:
         if matcher.finished:
             break
     assert time.process_time() - before < 10
+
+
+def test_what_is_forced_is_bounded_in_the_middle_too() -> None:
+    """As many bytes as an answer may have to have at once, and one more after a choice."""
+    words = np.zeros(-(-SMALL.vocab_size // 32), np.uint32)
+    given = f"[bc]a{{{MAX_FORCED}}}"
+    matcher = compile_constraint(SMALL, regex=given).start()
+    matcher.mask(words)
+    matcher.advance(ord("b"))
+    assert sum(len(SMALL.tokens[id]) for id in matcher.forced()) >= MAX_FORCED - 1
+    matcher = compile_constraint(SMALL, regex=given.replace("a{", "aa{")).start()
+    matcher.advance(ord("b"))
+    assert matcher.forced() == []
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match=f"regex: after 1 tokens: more than {MAX_FORCED}"):
+            matcher.mask(words)
+
+
+def test_why_a_constraint_is_refused_is_found_once() -> None:
+    kept, made = constraint._Kept(), list[str]()
+
+    def refuses(error: type[ConstraintError]) -> Constraint:
+        made.append("")
+        raise error("regex: no")
+
+    for error, times in ((ConstraintError, 1), (UnfinishedError, 3)):
+        made.clear()
+        for _ in range(3):
+            with pytest.raises(ConstraintError, match="regex: no"):
+                kept.get(error, lambda error=error: refuses(error))  # type: ignore[misc]
+        assert len(made) == times
 
 
 @pytest.mark.parametrize("name", ["tok_spm_unigram_t5", "tok_m2m100", "tok_wordpiece"])

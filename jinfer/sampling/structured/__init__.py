@@ -5,13 +5,13 @@ How an engine's step uses it, without jax:
 1. When a request comes, in the thread that receives it (it may take some time):
    `constraint = compile_constraint(tokenizer, json_schema=…)`; a `ConstraintError` is the request's
    answer. `matcher = constraint.start()` for each of its sequences.
-2. Before the first step `forced = matcher.forced()` are appended to the prompt's tokens, as tokens
-   that are computed like a prompt's but belong to the answer, and `advance` takes each.
-3. While the device computes a step's logits, a worker thread writes `matcher.mask(row)` into the
-   row of a `uint32[batch, words]` array; rows of unconstrained requests are all ones. The sampler
-   adds -inf where `mask[row, v // 32] >> (v % 32) & 1` is 0, before anything else.
-4. When the token is known: `matcher.advance(token)`. Then `matcher.forced()` again: what it gives
-   needs no sampling and goes with the token into the next step as a chunk of several tokens.
+2. A worker thread takes the tokens of a step into the grammar: `matcher.advance(token)` for each
+   that was chosen; then `forced = matcher.forced()`, which need no sampling and go into the next
+   step as a chunk of several known tokens, and `advance` for each of those.
+3. While the device computes a step's logits, the same thread writes `matcher.mask(row)` into the
+   row of a `uint32[batch, words]` array; rows of unconstrained requests are all ones.
+4. The sampler adds -inf where `mask[row, v // 32] >> (v % 32) & 1` is 0, before anything else. A
+   mask takes 0.1 ms, or 0.1 s: who has none yet is left out of the step.
 5. `matcher.finished`: the answer is complete, and the request ends ("stop") without waiting for an
    end of sequence, also where `ignore_eos` or `min_tokens` would go on.
 

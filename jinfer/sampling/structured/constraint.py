@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Lock, RLock
 from time import monotonic
 from typing import Any
 
@@ -13,11 +15,11 @@ from llguidance import LLMatcher, LLParserLimits
 
 from jinfer.progress import task
 from jinfer.sampling.errors import ConstraintError
-from jinfer.sampling.structured.matcher import Matcher
-from jinfer.sampling.structured.messages import failure
+from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
+from jinfer.sampling.structured.messages import failure, too_much_forced
 from jinfer.sampling.structured.reach import find_answer
 from jinfer.sampling.structured.source import Kind, Source, source_of
-from jinfer.sampling.structured.trial import try_apart
+from jinfer.sampling.structured.trial import UnfinishedError, try_apart
 from jinfer.sampling.structured.vocabulary import Vocabulary, vocabulary
 from jinfer.tokenizer import Tokenizer
 
@@ -26,14 +28,18 @@ MAX_KEPT = 64  # compiled constraints, those used last
 # llguidance's limits on the work of compiling and of a mask, which takes at most some 0.1 s.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
-    "initial_lexer_fuel": 1_000_000,
+    "initial_lexer_fuel": 200_000,  # also what the first state may force, by some bytes a unit
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,  # 1 to 2 kB each
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
+# Of constraints that are too great for those, which are compiled one after the other.
+GREAT = LIMITS | {"initial_lexer_fuel": 1_000_000}
 
+_COMPILES_GREAT = Lock()
+_TOO_GREAT = re.compile("initial lexer configuration|initial_lexer_fuel|fuel exhausted|expressions")
 
 _SEARCH_SECONDS = 1.0  # to find the part of a schema that is wrong
 
@@ -47,7 +53,8 @@ class Constraint:
         self._vocabulary = vocabulary
         can_write = vocabulary.can_write(source.written)
         self._grammar = source.grammar(forcing=can_write, leading_space=leading_space)
-        self._lock = Lock()
+        self._lock, self._turns = Lock(), RLock()
+        self._limits = LIMITS
         message = self._first_error(source)
         if message:
             raise failure(source, message, self._apart if source.risky else self._errors_of)
@@ -61,22 +68,30 @@ class Constraint:
         """Begins an answer."""
         with self._lock:
             state = self._compiled.deep_copy()
-        return Matcher(self.kind, self._vocabulary, state, self._renew)
+        return Matcher(self.kind, self._vocabulary, state, self._renew, self._turns)
 
     def _first_error(self, source: Source) -> str:
         """Compiles and makes the first mask; llguidance's message, or nothing."""
         if source.risky:
             try:
-                (message,) = try_apart([self._grammar], LIMITS)
-            except ConstraintError as error:
-                raise ConstraintError(f"{self.kind}: {error}") from None
+                (message,) = try_apart([self._grammar], GREAT)
+            except UnfinishedError as error:
+                raise UnfinishedError(f"{self.kind}: {error}") from None
             if message:
                 return message
+        message = self._first_of(LIMITS)
+        if _TOO_GREAT.search(message):
+            with _COMPILES_GREAT:
+                message = self._first_of(GREAT)
+        return message
+
+    def _first_of(self, limits: dict[str, Any]) -> str:
+        self._limits = limits
         self._compiled = self._compile(self._grammar)
         return _error_of(self._compiled.deep_copy())
 
     def _compile(self, grammar: str) -> LLMatcher:
-        limits = LLParserLimits(**LIMITS)
+        limits = LLParserLimits(**self._limits)
         return LLMatcher(self._vocabulary.trie, grammar, log_level=0, limits=limits)
 
     def _errors_of(self, grammars: list[str]) -> list[str]:
@@ -85,8 +100,8 @@ class Constraint:
 
     def _apart(self, grammars: list[str]) -> list[str]:
         try:
-            return try_apart(grammars, LIMITS)
-        except ConstraintError:
+            return try_apart(grammars, self._limits)
+        except UnfinishedError:
             return []
 
     def _renew(self) -> LLMatcher:
@@ -98,10 +113,23 @@ class Constraint:
 
 
 def _error_of(matcher: LLMatcher) -> str:
-    """What is wrong at the beginning already; llguidance's message, or nothing."""
+    """What is wrong at the beginning already; llguidance's message, or nothing.
+
+    The beginning goes on to where there is a choice: what is forced up to there costs as much as a
+    mask may, for each answer again.
+    """
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return str(matcher.get_error())
+    if matcher.is_error():
+        return str(matcher.get_error())
+    if len(matcher.compute_ff_bytes()) > MAX_FORCED:
+        return too_much_forced(MAX_FORCED)
+    forced = matcher.compute_ff_tokens()
+    if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
+        matcher.compute_bitmask()
+    error = str(matcher.get_error())
+    # That the vocabulary cannot go on after what is forced shows where an answer comes to it.
+    return "" if "NoExtension" in error else error
 
 
 def _example(vocabulary: Vocabulary) -> str:
@@ -111,24 +139,45 @@ def _example(vocabulary: Vocabulary) -> str:
 
 
 class _Kept:
-    """The constraints used last, for all tokenizers."""
+    """The constraints used last, for all tokenizers, and why others cannot be compiled."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._constraints: OrderedDict[Any, Constraint] = OrderedDict()
+        self._constraints: OrderedDict[Any, Future[Constraint | str]] = OrderedDict()
 
-    def get(self, key: Any) -> Constraint | None:
+    def get(self, key: Any, make: Callable[[], Constraint]) -> Constraint:
+        """The one of this key; who asks for it while somebody makes it waits for that one."""
         with self._lock:
             found = self._constraints.get(key)
-            if found is not None:
-                self._constraints.move_to_end(key)
-            return found
-
-    def put(self, key: Any, constraint: Constraint) -> None:
-        with self._lock:
-            self._constraints[key] = constraint
+            makes = found is None
+            if found is None:
+                found = self._constraints[key] = Future()
+            self._constraints.move_to_end(key)
             while len(self._constraints) > MAX_KEPT:
                 self._constraints.popitem(last=False)
+        if makes:
+            self._make(key, found, make)
+        made = found.result()
+        if isinstance(made, str):
+            raise ConstraintError(made)
+        return made
+
+    def _make(
+        self, key: Any, kept: Future[Constraint | str], make: Callable[[], Constraint]
+    ) -> None:
+        forgotten = True
+        try:
+            kept.set_result(make())
+            forgotten = False
+        except ConstraintError as error:
+            # Whether time was enough may be otherwise the next time.
+            forgotten = isinstance(error, UnfinishedError)
+            kept.set_result(str(error))
+        except BaseException as error:
+            kept.set_exception(error)
+        if forgotten:
+            with self._lock:
+                self._constraints.pop(key, None)
 
 
 _KEPT = _Kept()
@@ -146,7 +195,8 @@ def compile_constraint(
     """A constraint on the answers of a model with this tokenizer; exactly one must be given.
 
     Compiled constraints are kept, the last `MAX_KEPT` of them. Any thread may call it; most take a
-    millisecond, the first for a tokenizer some tenths of a second, at worst ten seconds.
+    millisecond, the first for a tokenizer some tenths of a second, at worst ten seconds, in which
+    other threads run Python.
 
     Args:
         json_schema: a JSON schema as a dict or a JSON text; True for any JSON object.
@@ -170,8 +220,4 @@ def compile_constraint(
     with task("compiling the grammar", level=logging.DEBUG):
         words = vocabulary(tokenizer)
         key = (words, source, leading_space)
-        found = _KEPT.get(key)
-        if found is None:
-            found = Constraint(source, words, leading_space=leading_space)
-            _KEPT.put(key, found)
-    return found
+        return _KEPT.get(key, lambda: Constraint(source, words, leading_space=leading_space))

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
 
 from jinfer.sampling.errors import ConstraintError
-from jinfer.sampling.structured.messages import one_line
+from jinfer.sampling.structured.messages import one_line, too_much_forced
 from jinfer.sampling.structured.source import Kind
 from jinfer.sampling.structured.vocabulary import Vocabulary
 from jinfer.shapes import UInt
+
+# Bytes that a grammar may force at once; they are tokenized again for each mask among them.
+MAX_FORCED = 1 << 14
 
 
 class Matcher:
     """The tokens of one answer so far, and which may come next.
 
     One thread at a time may use a matcher; different matchers may be used side by side. `mask` lets
-    other threads run Python while it computes (matchers of the same constraint wait for one
-    another), so that a worker thread makes masks while another waits for the device.
+    other threads run Python while it computes, so that a worker thread makes masks while another
+    waits for the device. Matchers of the same constraint share an automaton and wait for one
+    another, for as long as a mask takes; only `finished` and `fork` never wait.
     """
 
     def __init__(
-        self, kind: Kind, vocabulary: Vocabulary, state: LLMatcher, renew: Callable[[], LLMatcher]
+        self,
+        kind: Kind,
+        vocabulary: Vocabulary,
+        state: LLMatcher,
+        renew: Callable[[], LLMatcher],
+        turns: RLock,
     ) -> None:
         """Begins an answer; see `Constraint.start`.
 
         Args:
             state: llguidance's matcher, at the beginning.
             renew: makes such a one that shares nothing with others.
+            turns: of the matchers that share an automaton. llguidance has a lock of its own, but
+                keeps Python's while it waits for that.
         """
         self._kind = kind
         self._vocabulary = vocabulary
         self._state = state
         self._renew = renew
+        self._turns = turns
+        self._next: UInt[np.ndarray, " words"] | ConstraintError | None = None  # as computed
         self._tokens: list[int] = []
         self._after_end = 0  # ends of sequence that came when nothing else could
         self._only_end = False  # as a mask has shown
@@ -58,7 +72,10 @@ class Matcher:
     @property
     def may_end(self) -> bool:
         """The answer is complete, though it may go on; an end of sequence is allowed."""
-        return self.finished or bool(self._state.is_accepting())
+        if self.finished:
+            return True
+        with self._turns:
+            return bool(self._state.is_accepting())
 
     def mask(self, out: UInt[np.ndarray, " words"]) -> None:
         """Writes which tokens may come next: bit i % 32 of word i // 32 for token i.
@@ -92,6 +109,17 @@ class Matcher:
 
     def _compute(self) -> UInt[np.ndarray, " words"]:
         """The mask as llguidance has it: perhaps with an end of sequence that is not a token."""
+        if self._next is None:
+            with self._turns:
+                try:
+                    self._next = self._computed()
+                except ConstraintError as error:
+                    self._next = error
+        if isinstance(self._next, ConstraintError):
+            raise self._next.with_traceback(None)
+        return self._next
+
+    def _computed(self) -> UInt[np.ndarray, " words"]:
         data = self._state.compute_bitmask()
         if self._state.is_error():
             # Matchers of a constraint share an automaton, which may be full, or broken by another.
@@ -100,7 +128,10 @@ class Matcher:
             data = self._state.compute_bitmask()
             if self._state.is_error():
                 raise self._dead_end(message)
-        return np.frombuffer(data, np.uint32)
+        mask = np.frombuffer(data, np.uint32)
+        if _single(mask) and len(self._state.compute_ff_bytes()) > MAX_FORCED:
+            raise self._dead_end(too_much_forced(MAX_FORCED))
+        return mask
 
     def nothing_left(self, ids: Sequence[int], rules: Sequence[str]) -> ConstraintError:
         """The error of an answer that the request's own rules let nobody go on with.
@@ -130,6 +161,7 @@ class Matcher:
         Raises:
             ConstraintError: the token is not allowed here; the answer stays as it was.
         """
+        self._next = None
         if self.finished and token in self._vocabulary.eos_ids:
             self._after_end += 1
             self._tokens.append(token)
@@ -140,11 +172,12 @@ class Matcher:
         self._only_end = False
 
     def _consumes(self, token: int) -> bool:
-        taken = self._state.try_consume_tokens([token])
-        if self._state.is_error():
-            self._rebuild(self._renew())
+        with self._turns:
             taken = self._state.try_consume_tokens([token])
-        return bool(taken == 1)
+            if self._state.is_error():
+                self._rebuild(self._renew())
+                taken = self._state.try_consume_tokens([token])
+            return bool(taken == 1)
 
     def forced(self) -> list[int]:
         """The tokens that must come next whatever the model says; empty if there is a choice.
@@ -154,11 +187,21 @@ class Matcher:
         """
         if self._state.is_stopped():
             return []
-        return [int(token) for token in self._state.compute_ff_tokens()]
+        # A mask says whether there is a choice, and Python goes on while llguidance makes it.
+        try:
+            mask = self._compute()
+        except ConstraintError:
+            return []  # as `mask` will say
+        if not _single(mask):
+            return []
+        with self._turns:
+            return [int(token) for token in self._state.compute_ff_tokens()]
 
     def fork(self) -> Matcher:
         """Another matcher with the same answer so far."""
-        other = Matcher(self._kind, self._vocabulary, self._state.deep_copy(), self._renew)
+        state = self._state.deep_copy()
+        other = Matcher(self._kind, self._vocabulary, state, self._renew, self._turns)
+        other._next = self._next
         other._tokens = list(self._tokens)
         other._after_end = self._after_end
         other._only_end = self._only_end
@@ -172,14 +215,16 @@ class Matcher:
         """
         if not 0 <= n <= len(self._tokens):
             raise ValueError(f"{n} of {len(self._tokens)} tokens cannot be taken back")
+        self._next = None
         left = len(self._tokens) - n
         beyond = min(n, self._after_end)
         self._after_end -= beyond
         del self._tokens[left:]
         self._only_end = self._only_end and n <= beyond
-        if n > beyond and not self._state.rollback(n - beyond):
-            # Grammars with limits on tokens cannot go back.
-            self._rebuild(self._renew())
+        with self._turns:
+            if n > beyond and not self._state.rollback(n - beyond):
+                # Grammars with limits on tokens cannot go back.
+                self._rebuild(self._renew())
 
     def _rebuild(self, fresh: Any) -> None:
         """Goes through the answer again with a matcher at the beginning."""
@@ -187,6 +232,12 @@ class Matcher:
         inside = self._tokens[: len(self._tokens) - self._after_end]
         for token in inside:
             fresh.consume_token(token)
+
+
+def _single(mask: UInt[np.ndarray, " words"]) -> bool:
+    """Whether a mask allows one token, and no other."""
+    words = mask[mask.nonzero()]
+    return len(words) == 1 and int(words[0]).bit_count() == 1
 
 
 def _bits(ids: tuple[int, ...], words: int) -> UInt[np.ndarray, " words"]:

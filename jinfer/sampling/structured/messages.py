@@ -15,6 +15,8 @@ NOTHING = "allows no answer at all"
 
 _MOST_CHARACTERS = 1 << 20  # of all schemas that are tried to find the wrong part of one
 
+_FORCED = "too much forced"
+
 # What a message says -> what it means. The first that is found counts.
 _MEANINGS = (
     (r"NoExtension", NOTHING),
@@ -37,6 +39,11 @@ _MEANINGS = (
     (r"Current row has", "it leaves too many alternatives open at one place"),
     (r"'multipleOf' has too many digits", "multipleOf has too many digits"),
     (r"unknown field `(.*?)`", r"x-guidance has no option \1"),
+    (
+        rf"{_FORCED}: (\d+)",
+        r"more than \1 bytes have to come that nobody chooses, which is too much at once; use"
+        " shorter texts and smaller counts",
+    ),
     (r"too big|too many|too complex|fuel|Too Complex", "it is too complex"),
     (r"deep\w* nested|recursion limit", "it is nested too deeply"),
     (
@@ -46,6 +53,11 @@ _MEANINGS = (
     (r"patternProperty regexes (.*)", r"patternProperties \1"),
     (r"<non-verbose/>", ""),
 )
+
+
+def too_much_forced(most: int) -> str:
+    """A message as llguidance might have it, of a grammar that forces more bytes than these."""
+    return f"{_FORCED}: {most}"
 
 
 def one_line(kind: Kind, message: str) -> str:

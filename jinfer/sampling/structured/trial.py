@@ -23,6 +23,10 @@ _WAIT_SECONDS = 30  # by the clock, which on a busy machine runs much faster
 _CHILD = Path(__file__).with_name("trial_child.py")
 
 
+class UnfinishedError(ConstraintError):
+    """A compilation that was stopped, which on a less busy machine might have come to its end."""
+
+
 def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
     """Compiles in a process that is stopped in time; takes about 0.1 s for a grammar that is fine.
 
@@ -34,7 +38,7 @@ def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
         llguidance's messages; empty where it has none.
 
     Raises:
-        ConstraintError: the grammars need more time or memory than there is for them.
+        UnfinishedError: the grammars need more time or memory than there is for them.
     """
     asked = {
         "grammars": grammars,
@@ -53,7 +57,7 @@ def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode != 0:
-        raise ConstraintError(
+        raise UnfinishedError(
             f"takes more than {TRIAL_SECONDS} s or {TRIAL_BYTES >> 30} GiB to compile; use fewer or"
             " simpler patterns and smaller counts"
         )

@@ -5,6 +5,7 @@ It imports nothing of jinfer, so that it starts at once. Reads {"grammars", "lim
 """
 
 import json
+import os
 import resource
 import sys
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
 def _main() -> None:
+    os.nice(10)  # whoever answers meanwhile goes first
     asked = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (asked["bytes"], asked["bytes"]))
