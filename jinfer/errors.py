@@ -2,6 +2,7 @@
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
+from jinfer.guard.limits import LimitError
 from jinfer.opening.sources import SourceError
 from jinfer.ops.switches import SwitchError
 from jinfer.sampling.errors import ConstraintError
@@ -14,6 +15,7 @@ USER_ERRORS = (
     CheckpointError,
     EngineError,
     ConstraintError,
+    LimitError,
     LoadError,
     RequestError,
     SourceError,

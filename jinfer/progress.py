@@ -218,7 +218,10 @@ def _begin(one: Task) -> None:
         _tasks.append(one)
         if _thread is None and (one.is_shown or _log.isEnabledFor(one.level)):
             _thread = threading.Thread(target=_watch, name="progress", daemon=True)
-            _thread.start()
+            try:
+                _thread.start()
+            except RuntimeError:  # no thread can be started: nothing is shown
+                _thread = None
 
 
 def _end(one: Task) -> None:

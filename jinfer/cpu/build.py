@@ -133,6 +133,8 @@ def _build(only: Wanted) -> Path:
     compiler = _compiler()
     cores = usable_cores()
     every = only in (None, TESTED)
+    unkept = cache.unkept()
+    how = "for this process alone" if unkept else "once"
     seconds = f"some {max(5, 5 * round(_SECONDS[every] / cores / 5))} seconds"
     which = "for all instructions" if every else "for this machine"
 
@@ -143,7 +145,10 @@ def _build(only: Wanted) -> Path:
         if (found := cache.find(key(only))) is not None:
             return found
         with (
-            _told(f"compiling custom calls {which}, once: {seconds} on {cores} cores") as step,
+            _told(
+                f"compiling custom calls {which}, {how}: {seconds} on {cores} cores"
+                + (unkept and f"; they cannot be kept ({unkept})")
+            ) as step,
             cache.place(key(only)) as place,
         ):
             _compile(compiler, place, cores, only, include_dir(), step=step)
@@ -197,7 +202,9 @@ def _opened() -> ctypes.CDLL | None:
 
 def _loaded() -> ctypes.CDLL:
     """The library; one that this machine cannot load is compiled anew, once."""
-    path = library_path()
+    path = _kept()
+    if path is None:  # made here: another would be no better
+        return _open(library_path())
     try:
         return _open(path)
     except OSError:

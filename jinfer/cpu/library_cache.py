@@ -23,6 +23,7 @@ from pathlib import Path
 LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
 _BUILDING = "building-"  # begins the names of unfinished folders
 _private: list[Path] = []  # this process's folder, once there is one
+_ROOM = 32 << 20  # bytes of a library with its objects, and as much again
 _STALE = 24 * 3600.0  # seconds after which nobody comes back for what was left unfinished
 
 
@@ -168,20 +169,37 @@ def _cache_folder() -> Path | None:
     return Path(chosen or Path(base) / "jinfer") / "custom_calls"
 
 
+def unkept() -> str:
+    """Why what is compiled now is for this process alone; empty where it is kept for others."""
+    return _folder_to_keep()[1]
+
+
 def _writable_folder() -> Path:
     """The cache folder if it can be written to and only by this user, else one for this process."""
+    return _folder_to_keep()[0] or _private_folder()
+
+
+def _folder_to_keep() -> tuple[Path | None, str]:
+    """The cache folder, or why it cannot be used."""
     folder = _cache_folder()
     if folder is None:
-        return _private_folder()
+        off = os.environ.get("JINFER_CACHE", "") == "off"
+        return None, "JINFER_CACHE=off" if off else "there is no home folder; set JINFER_CACHE"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if hasattr(os, "geteuid") and folder.lstat().st_uid == os.geteuid():
             folder.chmod(0o700)
-    except OSError:
-        return _private_folder()
-    usable = _is_safe(folder) and os.access(folder, os.W_OK)
-    return folder if usable else _private_folder()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return None, f"{folder}: {error.strerror}"
+    if not _is_safe(folder):
+        return None, f"{folder}: others may write to it"
+    if not os.access(folder, os.W_OK):
+        return None, f"{folder}: it cannot be written to"
+    if free < _ROOM:
+        return None, f"{folder}: {free / 1e6:.0f} MB are free, of {_ROOM / 1e6:.0f} that it takes"
+    return folder, ""
 
 
 def _private_folder() -> Path:

@@ -281,6 +281,7 @@ class Engine(Device):
             return False
         for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
             assert sequence.held is not None, "it is planned"
+            self.guides.drop(sequence)
             first = min(sequence.computed, len(sequence.tokens) - 1)
             self.scheduler.blocks.slide(sequence.held, first)
         if self.speculator is not None and self.speculator.launch(self, plan):

@@ -172,7 +172,7 @@ class Guides:
         return ended
 
     def drop(self, sequence: Running) -> None:
-        """A sequence is about to give its blocks back: what was computed is not chosen from."""
+        """Nothing is chosen from a sequence's logits: it is preempted, or computed again."""
         if self.computed is not None:
             logits, rows = self.computed
             self.computed = logits, tuple((row, s) for row, s in rows if s is not sequence)

@@ -24,6 +24,7 @@ from jinfer.engine.compilation import aside, can_keep, compiled, surroundings
 from jinfer.engine.executables import dumped, loaded, reader
 from jinfer.engine.maps import check_maps
 from jinfer.engine.memory import trim
+from jinfer.engine.pools import start_threads
 from jinfer.guard.shelf import Shelf
 from jinfer.model import AbstractModel, Want
 from jinfer.ops import addresses
@@ -390,10 +391,7 @@ def _compiler_threads(count: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, thread_name_prefix="compile")
     before = threading.stack_size(_COMPILER_STACK)
     try:
-        barrier = threading.Barrier(count + 1)
-        for _ in range(count):
-            pool.submit(barrier.wait)
-        barrier.wait()
+        start_threads(pool, count)
     finally:
         threading.stack_size(before)
     return pool

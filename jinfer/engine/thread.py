@@ -121,11 +121,16 @@ class EngineThread:
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
-                    self._loop.started = True
-                    self._thread = threading.Thread(
+                    thread = threading.Thread(
                         target=self._loop.run, name="jinfer-engine", daemon=True
                     )
-                    self._thread.start()
+                    self._loop.started = True
+                    try:
+                        thread.start()
+                    except RuntimeError:  # it cannot be: nobody is to wait for it
+                        self._loop.started = False
+                        raise
+                    self._thread = thread
                     _running.add(self)
                     _threads.add(self._thread)
         self._loop.send(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from difflib import get_close_matches
 
+from jinfer.guard.limits import check
 from jinfer.ops.switches import SwitchError
 from jinfer.xla.device import first_device
 
@@ -23,7 +24,9 @@ def start() -> None:
 
     Raises:
         SwitchError: JAX does not find it.
+        LimitError: the system allows this process too little for it.
     """
+    check()
     try:
         first_device()
     except (RuntimeError, AssertionError) as error:  # the latter from a plugin that is not there

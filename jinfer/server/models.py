@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from jinfer.assembly import all_shapes
 from jinfer.distributed.group import current
+from jinfer.engine.pools import start_threads
 from jinfer.engine.stats import Stats
 from jinfer.errors import USER_ERRORS
 from jinfer.frontend import Frontend
@@ -125,7 +125,8 @@ class Models:
         Raises:
             USER_ERRORS: one cannot be loaded.
         """
-        _start_threads(self.workers, _WORKERS)
+        # The event loop would wait for each while others compute.
+        start_threads(self.workers, _WORKERS)
         for one in self.hosted[: self._most]:
             async with self._changed:
                 one.state = "loading"
@@ -250,13 +251,6 @@ class Models:
         self._unloaded(one.name, llm.stats())
         _log.info("model unloaded", extra={"model": one.name})
         await asyncio.get_running_loop().run_in_executor(self._loader, llm.close)
-
-
-def _start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Has a pool start its threads now: the event loop would wait for each while others compute."""
-    barrier = threading.Barrier(count)
-    for _ in range(count):
-        pool.submit(barrier.wait)
 
 
 def _idle(loaded: Sequence[Hosted]) -> Hosted | None:

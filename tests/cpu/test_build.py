@@ -280,6 +280,39 @@ def test_folders_are_closed_to_others(
 
 
 @built
+def test_what_cannot_be_kept_is_said_and_compiled_once(tmp_path: Path, copier: str) -> None:
+    """The cache is no folder here."""
+    (tmp_path / "cache").write_text("")
+    done = run(_ASK, CXX=copier, JINFER_CACHE=str(tmp_path / "cache"))
+    assert done.stdout.split() == ["True", "True"]
+    (line,) = done.stderr.splitlines()
+    assert "for this process alone: some" in line
+    assert f"they cannot be kept ({tmp_path / 'cache' / 'custom_calls'}: File exists)" in line
+
+
+def test_why_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
+    assert library_cache.unkept() == ""
+    monkeypatch.setattr(library_cache, "_ROOM", 1 << 60)
+    assert "MB are free, of 1152921504607 that it takes" in library_cache.unkept()
+    monkeypatch.setenv("JINFER_CACHE", "off")
+    assert library_cache.unkept() == "JINFER_CACHE=off"
+
+
+def test_a_library_that_cannot_be_opened_is_not_made_twice(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-shared*) echo linked >> "$0.log";; esac\n'
+        'while [ "$#" -gt 1 ]; do [ "$1" = -o ] && echo nothing > "$2"; shift; done\nexit 0\n'
+    )
+    compiler.chmod(0o755)
+    done = run(_ASK, CXX=str(compiler), JINFER_CACHE=str(tmp_path / "cache"))
+    assert done.stdout.split() == ["False", "False"]
+    assert "no custom calls: models run several times slower" in done.stderr
+    assert (tmp_path / "compiler.log").read_text().split() == ["linked"]
+
+
+@built
 def test_without_a_home(copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
