@@ -63,9 +63,7 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, read = await service.prepared(
-            body, prepare_chat, service, body, hosted, call.ignore
-        )
+        job, read = await service.prepared(body, prepare_chat, service, body, hosted, call.ignore)
         run = service.run(hosted, [job])
         try:
             yield _Chat(call, hosted, job, read, run)
