@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jinfer.records import dataclass
 from jinfer.spec.errors import SpecError, nearest, show
@@ -23,6 +23,7 @@ from jinfer.spec.expressions import (
     evaluate,
     syntax_tree,
 )
+from jinfer.spec.feed_forward import Activation
 
 # What arrays hold: hidden states; tokens, positions and token types; an encoder's output.
 Sort = Literal["vectors", "indices", "encoded"]
@@ -99,6 +100,7 @@ def compile_formula(
     modules: Iterable[str],
     takes: Callable[[str], tuple[Sort, ...]],
     constant: Callable[[str], Any],
+    sizes: Collection[str] = (),
     absent: Collection[str] = (),
     ends: Collection[str] | None = ("", "x"),
 ) -> Formula:
@@ -110,6 +112,7 @@ def compile_formula(
         modules: the modules it may call.
         takes: what the arguments of a module hold.
         constant: the number a free name stands for, or None if there is none.
+        sizes: free names that stand for numbers, for errors.
         absent: modules the model does not have; lines that call them are left out.
         ends: names that the last line may assign, "" for none; None: whatever it does, as in a
             head.
@@ -120,7 +123,9 @@ def compile_formula(
     """
     text = _without(text, absent, path, key, head=ends is None)
     names = called(text, path, key)
-    scope = _Checking({n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant)
+    scope = _Checking(
+        {n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant, sizes
+    )
     try:
         value, target = _run(text, scope), _statements(text)[-1][0]
         if ends is not None and target not in ends:
@@ -163,6 +168,9 @@ def _without(text: str, absent: Collection[str], path: object, key: str, head: b
     return "\n".join(lines)
 
 
+_SHOWN = 24  # sizes that an error lists
+
+
 class _Checking:
     """A scope in which every array is a stand-in and every name and call is checked."""
 
@@ -172,8 +180,10 @@ class _Checking:
         modules: Iterable[str],
         takes: Callable[[str], tuple[Sort, ...]],
         constant: Callable[[str], Any],
+        sizes: Collection[str],
     ) -> None:
         self.variables, self.constants = variables, dict[str, float]()
+        self._sizes = sizes
         self._modules, self._takes, self._constant = tuple(modules), takes, constant
 
     def name(self, name: str) -> Any:
@@ -182,9 +192,15 @@ class _Checking:
         if name not in self.constants:
             number = self._constant(name)
             if not isinstance(number, int | float):
-                raise ExpressionError(f"unknown name {name!r}; {nearest(name, self.variables)}")
+                raise ExpressionError(f"unknown name {name!r}; {self._instead_of(name)}")
             self.constants[name] = number
         return self.constants[name]
+
+    def _instead_of(self, name: str) -> str:
+        """The nearest name, the arrays, and the numbers: a clause for an error."""
+        near, word, _ = nearest(name, [*self.variables, *self._sizes]).partition("allowed: ")
+        arrays, sizes = (", ".join(sorted(n)[:_SHOWN]) for n in (self.variables, self._sizes))
+        return f"{near}{word}{arrays}" + (f"; of [dims]: {sizes}" if sizes else "")
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name in FUNCTIONS:
@@ -192,6 +208,11 @@ class _Checking:
                 raise ExpressionError(f"{name} takes numbers, not arrays")
             return FUNCTIONS[name](*arguments)
         if name not in self._modules:
+            if name in get_args(Activation):
+                raise ExpressionError(
+                    f"calls {name!r}, a function of arrays: make it a module, "
+                    f'{{ kind = "activation", function = "{name}" }}'
+                )
             known = [*self._modules, *FUNCTIONS]
             raise ExpressionError(f"calls {name!r}; {nearest(name, known)}")
         sorts = self._takes(name)

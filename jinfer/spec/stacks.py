@@ -231,6 +231,7 @@ class _Wiring:
             modules=[*self.shared, *self.own],
             takes=lambda name: _takes(known[name]),
             constant=lambda name: self._constant(name, key),
+            sizes={"layers", *self.values.dims},
             absent=absent,
             ends=None if part == "head" else ("", "x"),
         )

@@ -29,6 +29,7 @@ def compiled(text: Any, **more: Any) -> Formula:
         modules=MODULES,
         takes=MODULES.__getitem__,
         constant=CONSTANTS.get,
+        sizes=CONSTANTS,
         **more,
     )
 
@@ -96,6 +97,9 @@ def test_an_assigned_name_hides_a_dimension() -> None:
         ("y = attn(x)\nx = x + n", "unknown name 'n'; allowed: encoded, positions, tokens"),
         ("x + token", "unknown name 'token'; did you mean 'tokens'?"),
         ("x = word", "unknown name 'word'"),
+        ("x * gamma", "positions, tokens, x; of [dims]: hidden, layers, scale, word, zero"),
+        ("x * scael", "unknown name 'scael'; did you mean 'scale'? allowed: encoded"),
+        ("tanh(x)", 'make it a module, { kind = "activation", function = "tanh" }'),
         ("attnn(x)", "calls 'attnn'; did you mean 'attn'? allowed: attn, ceil, cross, embed"),
         ("x(x)", "calls 'x'"),
         ("attn()", "attn takes 1 argument, not 0"),
