@@ -20,7 +20,11 @@ Form = Callable[[Sequence[Message]], Sequence[Message]]
 _WORDS = "jinferasksforthis"  # what could be said, and no template changes but to capitals
 _SHORT = 4  # letters of words that a template may have by itself
 _MISSES = 16  # words looked for in vain, each through the whole text
-_LOOP = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*\bcontent\b")  # over a content's parts
+# What takes a content's parts: a loop, a number, a filter of lists.
+_PARTS = re.compile(
+    r"\bfor\s+\w+\s+in\s+[^%]*\bcontent\b|\bcontent['\"\]\s]*"
+    r"(?:\[\s*-?\d|\|\s*(?:first|last|map|selectattr)\b)"
+)
 _ANSWERS = "assistant"  # whose thoughts and words beside calls templates leave out on purpose
 
 
@@ -39,7 +43,7 @@ def rendered(
         TemplateError: it refuses them, or leaves out what is said, in whatever form.
     """
     forms: list[Form] = [_as_given]
-    if _LOOP.search(source):
+    if _PARTS.search(source):
         forms += [_as_parts, _system_as_text]
     complaint: TemplateError | None = None
     for form in forms:

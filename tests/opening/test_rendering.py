@@ -167,6 +167,8 @@ SYSTEM = (
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
 )
 
+INDEXED = "Be brief.|How are you?|Well.|Good|"
+
 
 @pytest.mark.parametrize(
     ("template", "text"),
@@ -174,6 +176,13 @@ SYSTEM = (
         (PARTS, "[system]Be brief.[user]How are you?[assistant]Well.[user]Good"),
         (STRICT, "[system]Be brief.[user]How are you?[assistant]Well.[user]Good"),
         (SYSTEM, "Be brief.!How are you?Well.Good"),
+        ("{% for m in messages %}{{ m.content[0].text }}|{% endfor %}", INDEXED),
+        ("{% for m in messages %}{{ m['content'][0]['text'] }}|{% endfor %}", INDEXED),
+        ("{% for m in messages %}{{ (m.content | first).text }}|{% endfor %}", INDEXED),
+        (
+            "{% for m in messages %}{{ m['content'] | map(attribute='text') | join }}|{% endfor %}",
+            INDEXED,
+        ),
     ],
 )
 def test_templates_that_want_parts(template: str, text: str, found: Tokenizer) -> None:
