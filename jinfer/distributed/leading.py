@@ -85,21 +85,25 @@ class LeadingPrograms(HostedPrograms):
             case "fill" | "copy" | "admit":
                 return _HERE
         assert coming is not None, "it gives something"
+
+        def found(like: Any) -> Any:
+            return later(coming, like, self.group.fail)
+
         match kind:
             case "choose":
-                return _HERE, later(coming, self._chosen)
+                return _HERE, found(self._chosen)
             case "decode":
-                return _HERE, _HERE, later(coming, self._chosen)
+                return _HERE, _HERE, found(self._chosen)
             case "encode":
-                return later(coming, 0)
+                return found(0)
             case "contrast":
                 past = self._keeping(Kept(Ref(call, PAST)))
-                return _HERE, past, *later(coming, (0,) * 3)
+                return _HERE, past, *found((0,) * 3)
             case "beam":
-                return _HERE, *later(coming, (0,) * 3)
+                return _HERE, *found((0,) * 3)
             case "score":
-                return _HERE, later(coming, (0,) * 3)
-        return _HERE, later(coming, 0)
+                return _HERE, found((0,) * 3)
+        return _HERE, found(0)
 
     @property
     def _chosen(self) -> Any:

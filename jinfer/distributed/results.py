@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,12 +47,20 @@ class Results:
 class Whole:
     """A result with several arrays, of which each is a `Later`."""
 
-    def __init__(self, coming: Values) -> None:
-        self._coming = coming
+    def __init__(self, coming: Values, failed: Callable[[BaseException], None]) -> None:
+        """
+        Args:
+            failed: is told of an error of whoever computes it, which shows only here.
+        """
+        self._coming, self._failed = coming, failed
 
     def part(self, index: int) -> np.ndarray:
         """An array of it; waits until it is there."""
-        return np.asarray(trees.leaves(self._coming.result())[index])
+        try:
+            return np.asarray(trees.leaves(self._coming.result())[index])
+        except RuntimeError as error:  # of which XLA's is a kind
+            self._failed(error)
+            raise
 
 
 class Later:
@@ -68,8 +77,8 @@ class Later:
         return int(np.asarray(self))
 
 
-def later(coming: Values, like: Any) -> Any:
-    """The arrays of a result that comes, in the form of another tree."""
+def later(coming: Values, like: Any, failed: Callable[[BaseException], None]) -> Any:
+    """The arrays of a result that comes, in the form of another tree; `failed` as of `Whole`."""
     leaves, tree = trees.flatten(like)
-    whole = Whole(coming)
+    whole = Whole(coming, failed)
     return trees.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])
