@@ -8,7 +8,9 @@ others find such a socket too, behind which each of their connections is brought
 from __future__ import annotations
 
 import atexit
+import fcntl
 import math
+import os
 import shutil
 import socket
 import tempfile
@@ -24,6 +26,8 @@ from jinfer.distributed.callers import HEARD, Callers
 from jinfer.distributed.link import known
 from jinfer.distributed.messages import Hello
 
+_NAME, _LOCK = "jinfer-job-", "lock"  # of folders, and of a file in each
+_NEW = 60.0  # seconds in which a folder is let be
 _LONGEST = 100  # bytes of a Unix socket's path; few systems allow many more
 _PIECE = 1 << 16
 _STARTING = 60.0  # seconds until JAX's service listens
@@ -41,11 +45,13 @@ class Passage:
     """
 
     def __init__(self) -> None:
-        folder = tempfile.mkdtemp(prefix="jinfer-job-")
-        if len(folder.encode()) > _LONGEST - len("/jax"):
-            shutil.rmtree(folder)
-            folder = tempfile.mkdtemp(prefix="jinfer-job-", dir="/tmp")
-        self._folder = Path(folder)
+        where = tempfile.gettempdir()
+        if len(where.encode()) > _LONGEST - len(f"/{_NAME}01234567/jax"):
+            where = "/tmp"
+        _clear(Path(where))
+        self._folder = Path(tempfile.mkdtemp(prefix=_NAME, dir=where))
+        self._lock = (self._folder / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # for as long as this process lives
         self.path = str(self._folder / "jax")
         self.service = f"unix:{self.path}"
         atexit.register(self.close)
@@ -84,6 +90,19 @@ class Passage:
     def close(self) -> None:
         """Removes the socket; connections stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _clear(where: Path) -> None:
+    """Removes the folders of processes that ended without a chance to do so."""
+    for folder in where.glob(f"{_NAME}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW:
+                continue  # another user's, or it may not be locked yet
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 def _to_service(connection: socket.socket, path: str) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from jinfer.distributed.frames import packed
 from jinfer.distributed.group import Group
 from jinfer.distributed.job import Job, find_job
 from jinfer.distributed.joining import join
+from jinfer.distributed.refusals import check_stages
 from jinfer.opening.sources import SourceError
+from jinfer.spec.errors import SpecError
 from tests.distributed.jobs import free_port
 
 
@@ -307,3 +310,20 @@ def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     said = collectives.misleading("10.0.0.2")
     assert "the hostname here leads to (127.0.1.1)" in said
     assert "write 10.0.0.2 before here in /etc/hosts" in said
+
+
+def test_a_stage_of_hosts_that_gloo_would_not_connect() -> None:
+    """It is refused before anything is loaded, and only where gloo is needed."""
+    devices = [SimpleNamespace(process_index=rank, platform="cpu") for rank in range(2)]
+    group: Any = SimpleNamespace(size=2, mute=collectives.misleading("203.0.113.7"))
+    one, two, both = [
+        SimpleNamespace(site=SimpleNamespace(devices=each))
+        for each in (devices[:1], devices[1:], devices)
+    ]
+    layers: Any = (one, two)
+    tensors: Any = (both,)
+    check_stages(group, layers, "spec.toml")
+    with pytest.raises(SpecError, match=r"divides a stage among hosts, and gloo would listen"):
+        check_stages(group, tensors, "spec.toml")
+    group.mute = ""
+    check_stages(group, tensors, "spec.toml")

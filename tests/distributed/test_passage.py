@@ -1,5 +1,6 @@
 """JAX's service is reached by processes of the job alone."""
 
+import os
 import shutil
 import socket
 import tempfile
@@ -78,3 +79,22 @@ def test_a_long_name_of_the_temporary_folder(
     assert len(made.path) < 108
     made.close()
     shutil.rmtree(long)
+
+
+def test_folders_of_processes_that_were_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next one removes them, and none of a process that lives."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lives, new = Passage(), tmp_path / "jinfer-job-new"
+    killed, other = tmp_path / "jinfer-job-old", tmp_path / "other"
+    for folder in (new, killed, other):
+        folder.mkdir()
+        (folder / "lock").touch()
+    for folder in (killed, other, Path(lives.path).parent):
+        os.utime(folder, (1, 1))
+    if len(str(tmp_path)) < 70:
+        Passage().close()
+        assert not killed.exists()
+        assert all(folder.exists() for folder in (new, other, Path(lives.path).parent))
+    lives.close()
