@@ -100,14 +100,16 @@ HOSTILE: list[Callable[[int], dict[str, Any]]] = [
 async def _gaps(http: httpx.AsyncClient, hostile: int) -> list[float]:
     """Seconds between the pieces of four answers, first alone, then beside hostile grammars."""
     gaps, ended = [0.0], asyncio.Event()
-    fields = {"max_tokens": 900, "stream": True, "ignore_eos": True}
+    fields = {"max_tokens": 900, "stream": True, "ignore_eos": True, "priority": -1}
 
     async def listens() -> None:
         while not ended.is_set():
             body = {"prompt": "Once upon a time", **fields}
             async with http.stream("POST", "/v1/completions", json=body) as answer:
                 last = 0.0
-                async for _ in answer.aiter_lines():
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
                     now = time.monotonic()
                     gaps[-1] = max(gaps[-1], now - last if last else 0.0)
                     last = now
