@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from jinfer.opening.errors import SourceError
 from jinfer.spec.errors import nearest
@@ -133,6 +132,8 @@ def _host(endpoint: str) -> str:
 
 def _unresolved(endpoint: str) -> str:
     """Why the hub's name leads nowhere, which is known at once; "" if it may lead somewhere."""
+    from urllib.request import getproxies  # with all of SSL, which starts without a hub do without
+
     if getproxies():  # they look names up themselves
         return ""
     host = _host(endpoint)
