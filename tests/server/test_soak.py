@@ -2,20 +2,23 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from jinfer.server.routes import ENDPOINTS
 from tests.server.running import ROOT
-from tests.server.soak import Soak
+from tests.server.soak import WORDS, Soak
 from tests.server.test_process import command, free_port, ready
 
 SOURCE = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -97,24 +100,41 @@ HOSTILE: list[Callable[[int], dict[str, Any]]] = [
 ]
 
 
-async def _gaps(http: httpx.AsyncClient, hostile: int) -> list[float]:
-    """Seconds between the pieces of four answers, first alone, then beside hostile grammars."""
-    gaps, ended = [0.0], asyncio.Event()
-    fields = {"max_tokens": 900, "stream": True, "ignore_eos": True, "priority": -1}
+class Streams:
+    """Streams that never end, one after the other, and the longest gap between their pieces.
 
-    async def listens() -> None:
-        while not ended.is_set():
+    Attributes:
+        gap: seconds; a test sets it to 0.0 to begin anew.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, count: int, **fields: Any) -> None:
+        self.gap, self._ended = 0.0, False
+        self._http, self._fields = http, fields
+        self._tasks = [asyncio.create_task(self._listen()) for _ in range(count)]
+
+    async def _listen(self) -> None:
+        fields = {"max_tokens": 900, "stream": True, "ignore_eos": True, **self._fields}
+        while not self._ended:
             body = {"prompt": "Once upon a time", **fields}
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
+            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 last = 0.0
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
                     now = time.monotonic()
-                    gaps[-1] = max(gaps[-1], now - last if last else 0.0)
+                    self.gap = max(self.gap, now - last if last else 0.0)
                     last = now
-                    if ended.is_set():
+                    if self._ended:
                         break
+
+    async def end(self) -> None:
+        """Waits until the last has ended."""
+        self._ended = True
+        await asyncio.gather(*self._tasks)
+
+
+async def _gaps(http: httpx.AsyncClient, hostile: int) -> list[float]:
+    """Seconds between the pieces of four answers, first alone, then beside hostile grammars."""
 
     async def asks(i: int) -> None:
         body = {"prompt": "x", "max_tokens": 450, "temperature": 1.0, "seed": i}
@@ -127,13 +147,13 @@ async def _gaps(http: httpx.AsyncClient, hostile: int) -> list[float]:
             "grammar",
         )
 
-    listeners = [asyncio.create_task(listens()) for _ in range(4)]
+    streams = Streams(http, 4, priority=-1)
     await asyncio.sleep(10)
-    gaps.append(0.0)
+    alone, streams.gap = streams.gap, 0.0
     await asyncio.gather(*map(asks, range(hostile)))
-    ended.set()
-    await asyncio.gather(*listeners)
-    return gaps
+    beside = streams.gap
+    await streams.end()
+    return [alone, beside]
 
 
 @pytest.mark.soak
@@ -154,6 +174,93 @@ def test_two_hundred_hostile_grammars_keep_nobody_waiting() -> None:
         print(f"longest gap: {alone * 1e3:.0f} ms alone, {beside * 1e3:.0f} ms beside them")
         # They and the client share the processors with the streams, on a machine that may be busy.
         assert beside < 1.0 + 5 * alone
+
+
+PATHS = [path for one in ENDPOINTS for path in one.paths if ":path" not in path]
+
+
+def _random_request(rng: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
+    """Method, path, body and headers: a quarter is right, and none is long to answer."""
+    body = orjson.dumps(
+        {
+            "model": rng.choice(["smol", "smol", "other", ""]),
+            "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 20))),
+            "messages": [{"role": "user", "content": rng.choice(WORDS)}],
+            "input": rng.choice(WORDS),
+            "max_tokens": rng.randint(1, 4),
+            rng.choice(["temperature", "top_p", "n", "seed", "stop"]): rng.choice(
+                [0, 1, 0.5, "x", None, [], {}, 1e9, -1]
+            ),
+        }
+    )
+    what = rng.randrange(4)
+    if what == 0:
+        fields = {"prompt": rng.choice(WORDS), "max_tokens": rng.randint(1, 4), "seed": 1}
+        return "POST", "/v1/completions", orjson.dumps(fields), {}
+    if what == 1:
+        return "POST", rng.choice(["/v1/completions", "/v1/chat/completions"]), body, {}
+    if what == 2:
+        damaged = bytearray(body)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        return "POST", rng.choice(PATHS), bytes(damaged), {}
+    method = rng.choice(["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "POST", "PATCH"])
+    path = "/" + "/".join(rng.choices([*WORDS, "v1", "..", "%2e%2e", "%00"], k=rng.randint(0, 3)))
+    headers = {f"X-{rng.choice(WORDS)}": rng.choice(WORDS) * rng.randint(1, 200)}
+    return method, path, rng.randbytes(rng.randint(0, 300)), headers
+
+
+@pytest.mark.soak
+def test_ten_thousand_random_requests_keep_no_stream_waiting() -> None:
+    port = free_port()
+    given = (f"smol={SOURCE}", "--port", str(port), "-c", "1024", "--warm-up", "before")
+    cache = (
+        "--set",
+        "engine.kv_tokens=20480",
+        "-np",
+        "20",
+        "--queue",
+        "64",
+        "--log-level",
+        "error",
+    )
+    statuses: Counter[int] = Counter()
+    with command(*given, *cache) as process:
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, timeout=60) as client:
+            ready(client, process)
+
+        async def asks(http: httpx.AsyncClient, rng: random.Random, count: int) -> None:
+            for _ in range(count):
+                method, path, body, headers = _random_request(rng)
+                answer = await http.request(method, path, content=body, headers=headers)
+                statuses[answer.status_code] += 1
+
+        async def attack() -> tuple[list[float], list[int]]:
+            limits = httpx.Limits(max_connections=None)
+            gaps, memory = [], []
+            async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+                streams = Streams(http, 16)
+                await asyncio.sleep(10)
+                for part in range(5):
+                    gaps.append(streams.gap)
+                    memory.append(resident(process.pid))
+                    streams.gap = 0.0
+                    rngs = (random.Random(4 * part + i) for i in range(4))
+                    await asyncio.gather(*(asks(http, rng, 500) for rng in rngs))
+                gaps.append(streams.gap)
+                memory.append(resident(process.pid))
+                await streams.end()
+            return gaps, memory
+
+        gaps, memory = asyncio.run(attack())
+        alone, beside = gaps[0], max(gaps[1:])
+        print(f"longest gap: {alone * 1e3:.0f} ms alone,", [f"{gap * 1e3:.0f}" for gap in gaps[1:]])
+        print("MiB:", [amount >> 20 for amount in memory], dict(statuses))
+        assert not [status for status in statuses if status >= 500 and status != 501]
+        # They and the client share the processors with the streams, on a machine that may be busy.
+        assert beside < 0.2 + 2 * alone
+        assert memory[-1] < memory[1] + (32 << 20)
 
 
 @pytest.mark.soak
