@@ -4,28 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jinfer.async_llm import AsyncLLM
-    from jinfer.engine.generation import Chunk, Completion, TokenLogprob, Usage
+    from jinfer.api.async_llm import AsyncLLM
+    from jinfer.api.llm import LLM
+    from jinfer.api.user_errors import USER_ERRORS
+    from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage
     from jinfer.engine.requests import EngineError, RequestError
-    from jinfer.errors import USER_ERRORS
-    from jinfer.llm import LLM
-    from jinfer.sampling.params import SamplingParams
+    from jinfer.sampling.sampling_params import SamplingParams
 
     __version__: str
 
 # A name is imported when it is first asked for: what imports a part of jinfer, as the command line
 # does to show its help, need not wait for JAX.
 _HOMES = {
-    "LLM": "jinfer.llm",
-    "USER_ERRORS": "jinfer.errors",
-    "AsyncLLM": "jinfer.async_llm",
-    "Chunk": "jinfer.engine.generation",
-    "Completion": "jinfer.engine.generation",
+    "LLM": "jinfer.api.llm",
+    "USER_ERRORS": "jinfer.api.user_errors",
+    "AsyncLLM": "jinfer.api.async_llm",
+    "Chunk": "jinfer.engine.output.generation",
+    "Completion": "jinfer.engine.output.generation",
     "EngineError": "jinfer.engine.requests",
     "RequestError": "jinfer.engine.requests",
-    "SamplingParams": "jinfer.sampling.params",
-    "TokenLogprob": "jinfer.engine.generation",
-    "Usage": "jinfer.engine.generation",
+    "SamplingParams": "jinfer.sampling.sampling_params",
+    "TokenLogprob": "jinfer.engine.output.generation",
+    "Usage": "jinfer.engine.output.generation",
     "__version__": "jinfer.version",
 }
 

@@ -1,6 +1,6 @@
 """`python -m jinfer`: the same as the command `jinfer`."""
 
-from jinfer.commands import enter
+from jinfer.cli import enter
 
 if __name__ == "__main__":
     enter()

@@ -9,25 +9,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.remote import client_flags
+from jinfer.cli.remote.chat_request import CHAT, TEXT, body, raw, stream
+from jinfer.cli.remote.http_client import RemoteError, Server, objects
+from jinfer.cli.remote.remote_chat import RemoteChat, think
+from jinfer.cli.terminal import INTERRUPTED
+from jinfer.cli.terminal.chat_loop import STOPPED
+from jinfer.cli.terminal.exit_status import leave, status_of
+from jinfer.cli.terminal.flag_conflicts import FlagError
+from jinfer.cli.terminal.generate_flags import sampling
+from jinfer.cli.terminal.text_wrap import Screen
 from jinfer.engine.requests import RequestError
-from jinfer.opening.conversation import Message
+from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
-from jinfer.remote import flags
-from jinfer.remote.asking import CHAT, TEXT, body, raw, stream
-from jinfer.remote.chat import RemoteChat, think
-from jinfer.remote.connection import RemoteError, Server, objects
-from jinfer.terminal import INTERRUPTED
-from jinfer.terminal.conflicts import FlagError
-from jinfer.terminal.dialogue import STOPPED
-from jinfer.terminal.ending import leave, status_of
-from jinfer.terminal.flags import sampling
-from jinfer.terminal.screen import Screen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    options = flags.parser(program(__spec__.name)).parse_args(arguments)
+    options = client_flags.parser(program(__spec__.name)).parse_args(arguments)
     try:
         return status_of(lambda: _run(options))
     except (RequestError, FlagError) as error:
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     piped = sys.stdin is not None and not sys.stdin.isatty()
     chat = not options.question and not piped
-    flags.check(options, chat)
-    server = flags.server(options, os.environ)
+    client_flags.check(options, chat)
+    server = client_flags.server(options, os.environ)
     question = "" if chat else _question(" ".join(options.question), piped)
     model = options.model or os.environ.get("JINFER_MODEL") or _first(server)
     system: list[Message] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinfer.commands.program import program
-from jinfer.terminal.ending import leave, status_of
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.exit_status import leave, status_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,11 +20,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     from jinfer.xla.undisturbed import heard
 
     with heard():
-        from jinfer.terminal.flags import parser
+        from jinfer.cli.terminal.generate_flags import parser
     options = parser(program(__spec__.name)).parse_args(arguments)
     take_warnings()
     with task("starting"), imported():
-        from jinfer.terminal.run import run
+        from jinfer.cli.terminal.run_generate import run
     return run(options)
 
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinfer.distributed.job import Job, find_job
+from jinfer.distributed.job_config import Job, find_job
+from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.progress import task
-from jinfer.spec.errors import SpecError
 from jinfer.xla.later import imported
 
 
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop; returns the exit status. Errors are one line."""
     try:
         with task("starting"), imported():
-            from jinfer.server.flags import options
-            from jinfer.server.process import serve
+            from jinfer.server.run_server import serve
+            from jinfer.server.serve_flags import options
     except ModuleNotFoundError as error:
         needed = f"run: {sys.executable} -m pip install 'jinfer[serve]'"
         print(f"error: the service needs the package {error.name}; {needed}", file=sys.stderr)
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve_in_job(job: Job, found: Mapping[str, Any]) -> int:
     # Here: one process alone needs none of it.
-    from jinfer.errors import USER_ERRORS
-    from jinfer.following import follow, run_job
-    from jinfer.server.flags import sources_of
-    from jinfer.server.process import serve
+    from jinfer.api.job_processes import follow, run_job
+    from jinfer.api.user_errors import USER_ERRORS
+    from jinfer.server.run_server import serve
+    from jinfer.server.serve_flags import sources_of
 
     source, *others = sources_of(found)
     if others:

@@ -8,12 +8,12 @@ is no GPU.
 
 import warnings
 
-from kernels_pallas.attention import Queries, Scores, attend
-from kernels_pallas.experts import expert_matmul
-from kernels_pallas.kept import Kept
-from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import matmul
-from kernels_pallas.triton_style import Backend
+from kernels_pallas.attention.kv_layout import Kept
+from kernels_pallas.attention.paged_attention import Queries, Scores, attend
+from kernels_pallas.matmul.grouped_quantized import expert_matmul
+from kernels_pallas.matmul.quantized import matmul
+from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.triton_ops import Backend
 
 # Known, and what `backend` is for.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)

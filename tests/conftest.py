@@ -40,9 +40,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Each size of a batch is a program to compile. Results are the same to the bit in any of them, so
 # half of them do, but for `make soak`. Set before anyone imports them.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
-    from jinfer.engine import device
+    from jinfer.engine.runner import model_runner
 
-    device.FEW, device.SIZES = (1, 8), (32, 96)
+    model_runner.FEW, model_runner.SIZES = (1, 8), (32, 96)
 
 # Traces leave much behind that is no garbage: looking through it took 3% of the time.
 gc.set_threshold(50_000, 20, 100)
@@ -60,8 +60,12 @@ hypothesis.settings.load_profile("same")
 
 # Files that take longest, which begin first: at the end the others fill what time is left.
 LONGEST = (
-    *("tests/partition/test_eight.py", "tests/test_goldens.py", "tests/test_docs.py"),
-    *("tests/kernels_pallas/test_attention.py", "tests/distributed/", "tests/test_lifetime.py"),
+    *("tests/parallel/test_eight.py", "tests/test_goldens.py", "tests/test_docs.py"),
+    *(
+        "tests/kernels_pallas/test_paged_attention.py",
+        "tests/distributed/",
+        "tests/test_lifetime.py",
+    ),
     *("tests/speculate/", "tests/engine/", "tests/server/", "tests/ops/", "tests/test_wheel.py"),
 )
 
@@ -72,7 +76,7 @@ LONGEST = (
 SEED = "JINFER_TEST_VARIANTS"
 os.environ.setdefault(SEED, str(date.today().toordinal()))
 ONE_IN = {
-    "tests/partition/eight/": 8,
+    "tests/parallel/eight/": 8,
     "tests/test_docs.py::test_a_command_runs": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
@@ -164,11 +168,11 @@ def optimized() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _weights_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights that are kept for the next start are this run's: none of another version's."""
-    from jinfer.weights import kept
+    from jinfer.weights import quantized_cache
 
     folder = tmp_path_factory.mktemp("cache") / "weights"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept, "_place", lambda: folder)
+        patch.setattr(quantized_cache, "_place", lambda: folder)
         yield
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from jinfer.distributed.job import PORT, Job, find_job
-from jinfer.distributed.joining import PATIENCE
-from jinfer.distributed.link import KEY
-from jinfer.server.flags import FLAGS, options, settings_of, sources_of
+from jinfer.distributed.connection import KEY
+from jinfer.distributed.initialize import PATIENCE
+from jinfer.distributed.job_config import PORT, Job, find_job
 from jinfer.server.routes import ENDPOINTS
+from jinfer.server.serve_flags import FLAGS, options, settings_of, sources_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

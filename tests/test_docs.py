@@ -26,13 +26,13 @@ from typing import Any
 import pytest
 
 from jinfer import LLM
-from jinfer.commands import main
-from jinfer.commands.table import COMMANDS
-from jinfer.cpu import build
-from jinfer.opening.recognize import open_source
-from jinfer.server.settings import Source
+from jinfer.cli import main
+from jinfer.cli.command_registry import COMMANDS
+from jinfer.cpu import build_library
+from jinfer.opening.resolve_model import open_source
+from jinfer.server.server_settings import Source
+from tests.cli.listening import listen
 from tests.server.running import serving
-from tests.terminal.listening import listen
 from tools.bench_models import LlamaShape, make_up
 
 from .test_worked_example import SCRIPT, sessions
@@ -57,7 +57,7 @@ NOT_RUN = {
     "pip install 'jinfer[orbax]'": "installs",
     "pip install 'jinfer[serve]'": "installs",
     "jinfer serve smollm2_135m_instruct --port 8080": "serves until it is told to stop; "
-    "tests/server/test_process.py",
+    "tests/server/test_run_server.py",
     "pip install '.[sass]'": "installs",
     "python -m jinfer.cpu --into-package": "writes to the package; tests/cpu/test_prebuilt.py",
     "python -m tests.server.clients http://localhost:8080/v1 MODEL": "needs clients of others; "
@@ -293,7 +293,7 @@ def test_no_command_is_silent_for_more_than_a_second(
     each: Printed, folder: Path, asked: str, tmp_path: Path
 ) -> None:
     """The first time, on a terminal, where only the custom calls were compiled before."""
-    library = build.library_path()
+    library = build_library.library_path()
     kept = shutil.copytree(library.parent, tmp_path / "custom_calls" / library.parent.name)
     for path in (kept.parent, kept, kept / library.name):
         path.chmod(0o700)
@@ -384,7 +384,7 @@ def test_what_is_printed_is_found(tmp_path: Path) -> None:
     """The finder itself, on a page made up for it."""
     page = tmp_path / "page.md"
     page.write_text(
-        "Say `jinfer list` or\n`python -m\njinfer`, not `jinfer/llm.py` nor `make`.\n\n"
+        "Say `jinfer list` or\n`python -m\njinfer`, not `jinfer/api/llm.py` nor `make`.\n\n"
         "```sh\njinfer a \\\n    --b  # why\n\njinfer c\n```\n"
         "```console\n$ make x\nprinted\n```\n```python\nx = 1\n```\n"
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.cli.terminal import run_generate
 from jinfer.generate import main
-from jinfer.terminal import run
-from tests.terminal.terminal import Terminal
+from tests.cli.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -93,12 +93,12 @@ def test_a_pipe_follows_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "text").write_text("The cat sat.\n")
     with (tmp_path / "text").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert run._followed("Repeat this text:") == "Repeat this text:\n\nThe cat sat."
+        assert run_generate._followed("Repeat this text:") == "Repeat this text:\n\nThe cat sat."
     with open(os.devnull) as file:  # as of a service
         monkeypatch.setattr(sys, "stdin", file)
-        assert run._followed("Hello") == "Hello"
+        assert run_generate._followed("Hello") == "Hello"
     monkeypatch.setattr(sys, "stdin", None)
-    assert run._followed("Hello") == "Hello"
+    assert run_generate._followed("Hello") == "Hello"
 
 
 def test_chat_in_a_terminal() -> None:
@@ -147,13 +147,13 @@ def test_ctrl_c_stops_an_answer_and_prints_its_timings() -> None:
     ("module", "seconds"),
     [
         # One of the first modules, one of the last ones, and what follows them.
-        ("jinfer.sampling.names", 0),
+        ("jinfer.sampling.param_names", 0),
         pytest.param("jax._src.core", 0, marks=pytest.mark.soak),
         pytest.param("flax.nnx", 0, marks=pytest.mark.soak),
-        ("jinfer.llm", 0),
-        pytest.param("jinfer.terminal.run", 0.2, marks=pytest.mark.soak),
-        ("jinfer.terminal.run", 1),
-        pytest.param("jinfer.terminal.run", 2, marks=pytest.mark.soak),
+        ("jinfer.api.llm", 0),
+        pytest.param("jinfer.cli.terminal.run_generate", 0.2, marks=pytest.mark.soak),
+        ("jinfer.cli.terminal.run_generate", 1),
+        pytest.param("jinfer.cli.terminal.run_generate", 2, marks=pytest.mark.soak),
     ],
 )
 def test_ctrl_c_while_it_starts(module: str, seconds: float) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, AsyncLLM, RequestError, SamplingParams, TokenLogprob
-from jinfer.inputs import Prompt, messages, parameters, prompt, prompts
-from jinfer.sampling.keywords import FIELDS, Sampling
+from jinfer.api.prompt_inputs import Prompt, messages, parameters, prompt, prompts
+from jinfer.sampling.param_keywords import FIELDS, Sampling
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"

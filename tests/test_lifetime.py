@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, AsyncLLM, RequestError
-from jinfer.cpu import build
+from jinfer.cpu import build_library
 
 ROOT = Path(__file__).parents[1]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -221,14 +221,14 @@ def test_reprs_are_short(ids: list[int]) -> None:
 
 
 def limit() -> int:
-    library = build.opened_already()
+    library = build_library.opened_already()
     assert library is not None
     now = library.jinfer_limit_threads(1)
     library.jinfer_limit_threads(now)
     return now
 
 
-@pytest.mark.skipif(not build.available(), reason="there are no custom calls here")
+@pytest.mark.skipif(not build_library.available(), reason="there are no custom calls here")
 def test_the_least_bound_on_threads_counts_while_its_model_is_open() -> None:
     before = limit()
     with LLM(LLAMA2, threads=3000):
@@ -252,7 +252,7 @@ FORKED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
 from jinfer import LLM
-from jinfer.errors import USER_ERRORS
+from jinfer.api.user_errors import USER_ERRORS
 
 llm = LLM(sys.argv[1])
 llm.generate([1, 5, 9], max_tokens=2)

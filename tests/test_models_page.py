@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jinfer.spec.files import families
+from jinfer.modelspec.spec_files import families
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| (golden: (.*)|NumPy) \|$", re.MULTILINE)

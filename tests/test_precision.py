@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 from jinfer import LLM
-from jinfer.engine.programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.matmul_precision import precision_of, product
 from jinfer.ops.backend import target
-from jinfer.precision import precision_of, product
 
 GOLDENS = Path(__file__).parent / "goldens"
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.spec.files import families, format_table, read_toml, specs_folder, with_families
-from jinfer.spec.resolve import Facts, resolve
+from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.spec_files import (
+    families,
+    format_table,
+    read_toml,
+    specs_folder,
+    with_families,
+)
 from jinfer.template import ChatTemplate, PromptTemplate
 from jinfer.tokenizer import load_tokenizer
-from tests.spec.cases import cases
+from tests.modelspec.cases import cases
 
 SPECS = sorted(specs_folder().glob("*.toml"))
 # One repository's files of several models, or several specifications of one model.

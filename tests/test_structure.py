@@ -5,6 +5,7 @@ trusted with the real one.
 """
 
 import ast
+import functools
 import graphlib
 import re
 import shutil
@@ -23,29 +24,19 @@ KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
     {"progress", "shapes", "xla"},
     KERNELS,
-    {"guard", "precision", "records", "version"},
-    {"spec", "checkpoint", "tokenizer", "template", "quant"},
+    {"guard", "matmul_precision", "records", "version"},
+    {"modelspec", "checkpoint", "tokenizer"},
+    {"quant", "template"},
     {"ops"},
     {"nn"},
-    {"model"},
     {"weights", "sampling"},
-    {"engine", "speculate", "partition"},
-    {"opening", "distributed"},
-    {
-        "assembly",
-        "drafting",
-        "embedding",
-        "errors",
-        "following",
-        "frontend",
-        "inputs",
-        "loaded",
-        "requested",
-        "results",
-    },
-    {"llm", "trace"},
-    {"async_llm", "remote", "terminal"},
-    {"jinfer", "server", "generate", "serve", "client", "tools", "commands", "__main__"},
+    {"engine"},
+    {"opening", "parallel"},
+    {"distributed", "speculate"},
+    {"api"},
+    {"jinfer"},
+    {"cli"},
+    {"server", "generate", "serve", "client", "tools", "__main__"},
 ]
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Who has the plain references that stand beside kernels.
@@ -56,6 +47,16 @@ FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
 
 MAX_LINES = 400
 LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
+
+MAX_FLOORS = 13
+# Folders in which a file of the same name has the same subject.
+MIRRORS = [
+    {"jinfer/server", "jinfer/server/schemas"},
+    {"kernels_pallas/attention", "kernels_pallas/matmul"},  # triton, mosaic, grid
+    {"jinfer/ops", "kernels_pallas"},
+    {"jinfer/ops/attention", "kernels_pallas/attention"},
+    {"jinfer/ops/matmul", "kernels_pallas/matmul"},
+]
 
 # Put together here, so that this file is not the one that names them.
 REGISTRIES = {
@@ -82,7 +83,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def dotted_name(root: Path, path: Path) -> list[str]:
-    """`jinfer/spec/errors.py` -> ["jinfer", "spec", "errors"]; a package is named by its folder."""
+    """`jinfer/nn/mla.py` -> ["jinfer", "nn", "mla"]; a package is named by its folder."""
     parts = list(path.relative_to(root).with_suffix("").parts)
     return parts[:-1] if parts[-1] == "__init__" else parts
 
@@ -138,6 +139,58 @@ def direction_offences(root: Path) -> list[str]:
     except graphlib.CycleError as error:
         offences.append("a circle: " + " -> ".join(error.args[1]))
     return offences
+
+
+def module_graph(root: Path) -> dict[str, set[str]]:
+    """Which modules each module imports, lazily and for types too."""
+    names = {".".join(dotted_name(root, path)): path for path in source_files(root)}
+    graph: dict[str, set[str]] = {}
+    for module, path in names.items():
+        imported = graph.setdefault(module, set())
+        for _, parts in imports(root, path):
+            while parts and ".".join(parts) not in names:
+                parts = parts[:-1]
+            if parts and ".".join(parts) != module:
+                imported.add(".".join(parts))
+    return graph
+
+
+def circles(root: Path) -> list[str]:
+    """A ring of modules that import each other, if there is any."""
+    try:
+        graphlib.TopologicalSorter(module_graph(root)).prepare()
+    except graphlib.CycleError as error:
+        return ["a circle of modules: " + " -> ".join(error.args[1])]
+    return []
+
+
+def floors(root: Path) -> dict[str, int]:
+    """How many units stand below each, one upon the other, itself included."""
+    below: dict[str, set[str]] = {}
+    for module, imported in module_graph(root).items():
+        units = {unit_of(root, name.split(".")) for name in [module, *imported]} - {None}
+        own = unit_of(root, module.split("."))
+        assert own is not None
+        below.setdefault(own, set()).update(unit for unit in units if unit not in (None, own))
+
+    @functools.cache
+    def floor(unit: str) -> int:
+        return 1 + max(map(floor, below.get(unit, ())), default=0)
+
+    return {unit: floor(unit) for unit in below}
+
+
+def shared_names(root: Path) -> list[str]:
+    """Names that modules of several folders have; one word is to have one meaning."""
+    homes: dict[str, list[str]] = {}
+    for path in source_files(root):
+        if path.stem not in ("__init__", "__main__"):
+            homes.setdefault(path.stem, []).append(str(path.parent.relative_to(root)))
+    return [
+        f"{name}: {', '.join(folders)}"
+        for name, folders in sorted(homes.items())
+        if len(folders) > 1 and not any(set(folders) <= pair for pair in MIRRORS)
+    ]
 
 
 def forbidden_imports(root: Path) -> list[str]:
@@ -202,8 +255,8 @@ def unlisted_packages(root: Path) -> list[str]:
 def tree(tmp_path: Path) -> Path:
     """A small project without an offence."""
     files = {
-        "jinfer/__init__.py": "from .llm import LLM\n",
-        "jinfer/llm.py": 'from .engine import step\n\nclass LLM:\n    """."""\n',
+        "jinfer/__init__.py": "from .api import LLM\n",
+        "jinfer/api.py": 'from .engine import step\n\nclass LLM:\n    """."""\n',
         "jinfer/engine.py": 'from .nn.norm import rms\n\ndef step():\n    """."""\n',
         "jinfer/nn/__init__.py": "",
         "jinfer/nn/norm.py": "import math\nfrom jinfer import ops\nfrom . import rope\n",
@@ -238,11 +291,11 @@ def test_clean_tree_has_no_offence(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "offence"),
     [
-        ("jinfer/ops.py", "\nfrom .llm import LLM", "jinfer/ops.py:2: ops imports llm"),
+        ("jinfer/ops.py", "\nfrom .api import LLM", "jinfer/ops.py:2: ops imports api"),
         ("jinfer/ops.py", "import jinfer.engine", "jinfer/ops.py:1: ops imports engine"),
         ("jinfer/ops.py", "from jinfer import LLM", "jinfer/ops.py:1: ops imports jinfer"),
         ("jinfer/nn/rope.py", "from ..model import M", "jinfer/nn/rope.py:1: nn imports jinfer"),
-        ("jinfer/nn/rope.py", "def _f():\n  from .. import llm", "rope.py:2: nn imports llm"),
+        ("jinfer/nn/rope.py", "def _f():\n  from .. import api", "rope.py:2: nn imports api"),
         ("jinfer/engine.py", "import kernels_pallas", "engine.py:1: engine imports kernels_pallas"),
         ("kernels_pallas/matmul.py", "import jinfer.ops", "kernels_pallas imports ops"),
         ("jinfer/speculate.py", "import jinfer.engine", "a circle: "),
@@ -263,10 +316,29 @@ def test_offence_is_found(tree: Path, name: str, text: str, offence: str) -> Non
     assert any(offence in line for line in all_offences(tree)), all_offences(tree)
 
 
+def test_circle_is_found(tree: Path) -> None:
+    assert circles(tree) == []
+    (tree / "jinfer/nn/rope.py").write_text("if True:\n  from .norm import rms")
+    (offence,) = circles(tree)
+    assert "jinfer.nn.norm" in offence
+    assert "jinfer.nn.rope" in offence
+
+
+def test_floors_are_counted(tree: Path) -> None:
+    expected = {"kernels_pallas": 1, "ops": 2, "nn": 3, "engine": 4, "api": 5, "jinfer": 6}
+    assert floors(tree) == {**expected, "tools": 7}
+
+
+def test_shared_name_is_found(tree: Path) -> None:
+    assert shared_names(tree) == []
+    (tree / "tools/rope.py").write_text("")
+    assert shared_names(tree) == ["rope: jinfer/nn, tools"]
+
+
 def test_exception_to_the_size_is_used_or_refused(tree: Path) -> None:
     (tree / "jinfer/ops.py").write_text("x = 1\n" * (MAX_LINES + 1))
     assert size_offences(tree, {"jinfer/ops.py": "one table"}) == []
-    assert size_offences(tree, {"jinfer/ops.py": "one table", "jinfer/llm.py": ""}) != []
+    assert size_offences(tree, {"jinfer/ops.py": "one table", "jinfer/api.py": ""}) != []
 
 
 @pytest.mark.parametrize(
@@ -281,6 +353,20 @@ def test_unwanted_text_is_found(tmp_path: Path, line: str) -> None:
 
 def test_imports_go_one_way() -> None:
     assert direction_offences(ROOT) == []
+
+
+def test_modules_import_in_no_circle() -> None:
+    assert circles(ROOT) == []
+
+
+def test_house_is_low() -> None:
+    heights = floors(ROOT)
+    top = max(heights.values())
+    assert top <= MAX_FLOORS, sorted(heights.items(), key=lambda item: item[1])
+
+
+def test_a_name_is_one_module() -> None:
+    assert shared_names(ROOT) == []
 
 
 def test_engine_needs_no_other_framework() -> None:

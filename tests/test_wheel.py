@@ -13,10 +13,10 @@ import jax
 import packaging.tags
 import pytest
 
-from jinfer.cpu import build
+from jinfer.cpu import build_library
 from tests.cpu.helpers import copying_compiler
 
-with_library = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+with_library = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 ROOT = Path(__file__).parents[1]
 # Folder of the checkout -> where it is installed.
 INSTALLED = {
@@ -102,9 +102,7 @@ def test_a_wheel_of_a_system_has_the_custom_calls_too(wheel: Path, tmp_path: Pat
 def test_it_installs_one_command_and_no_package_of_a_common_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (entries,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert (
-            archive.read(entries).decode() == "[console_scripts]\njinfer = jinfer.commands:enter\n"
-        )
+        assert archive.read(entries).decode() == "[console_scripts]\njinfer = jinfer.cli:enter\n"
         tops = {name.split("/")[0] for name in archive.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jinfer", "kernels_pallas"}
 
@@ -183,7 +181,7 @@ def test_a_type_checker_finds_mistakes(installation: Installation) -> None:
     script = installation.folder / "script.py"
     script.write_text(SCRIPT)
     clean = installation.run("python", "-m", "mypy", "script.py")
-    assert 'Revealed type is "jinfer.llm.LLM"' in clean
+    assert 'Revealed type is "jinfer.api.llm.LLM"' in clean
     assert "Success: no issues found" in clean
     script.write_text(SCRIPT + "\n".join([*MISTAKES, ""]))
     first = 1 + SCRIPT.count("\n")
@@ -203,7 +201,7 @@ def test_a_wheel_with_custom_calls_needs_no_compiler(tmp_path: Path) -> None:
     )
     (wheel,) = (tmp_path / "copy" / "dist").iterdir()
     (oldest,) = re.findall(r'"jax>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    where = "from jinfer.cpu import build; print(build.library_path())"
+    where = "from jinfer.cpu import build_library as build; print(build.library_path())"
     for number, others in enumerate([[], [f"jax=={oldest}", f"jaxlib=={oldest}"]]):
         installed = Installation(wheel, tmp_path / str(number), *others)
         clean = {"CXX": "no-such-compiler", "JINFER_CACHE": str(tmp_path / str(number) / "cache")}

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jinfer.spec.files
+import jinfer.modelspec.spec_files
 from jinfer import LLM
-from jinfer.spec.files import specs_folder
+from jinfer.modelspec.spec_files import specs_folder
 from tools.inspect import main
 
 from .families import gptj
@@ -44,7 +44,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the checkpoint is, with a folder of specifications that knows no GPT-J."""
     shutil.copytree(specs_folder(), tmp_path / "specs")
     (tmp_path / "specs" / "families" / "gptj.toml").unlink()
-    monkeypatch.setattr(jinfer.spec.files, "specs_folder", lambda: tmp_path / "specs")
+    monkeypatch.setattr(jinfer.modelspec.spec_files, "specs_folder", lambda: tmp_path / "specs")
     monkeypatch.chdir(tmp_path)
     gptj.write(Path("gptj"))
     return tmp_path

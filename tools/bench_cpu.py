@@ -32,16 +32,16 @@ from typing import Any
 import jinfer
 from jinfer import progress
 from jinfer.checkpoint import open_checkpoint
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cpu.cores import usable_cores
-from jinfer.opening.recognize import open_source
-from jinfer.terminal.arguments import Parser
+from jinfer.opening.resolve_model import open_source
 
-from .command import run
+from .bench_engine_worker import TimedEngine
 from .llama_peer import answer_tasks, ask, command
-from .machine import counters, machine, others, read_rate
+from .machine_info import counters, machine, others, read_rate
 from .perplexity import parse_flat
-from .timed_engine import TimedEngine
+from .run_main import run
 
 OWN, PEER = "jinfer", "llama.cpp"
 _ROOT = Path(jinfer.__path__[0]).parent

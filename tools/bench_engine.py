@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Chunk, SamplingParams, Usage
-from jinfer.commands.program import program
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
 
-from .command import run
+from .run_main import run
 
 _LONG, _COMMON = 1500, 1000  # tokens
 _SCHEMA: dict[str, Any] = {

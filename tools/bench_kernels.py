@@ -23,17 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.commands.program import program
-from jinfer.quant.format import FORMATS, QuantFormat, Width
-from jinfer.quant.ggml import KEPT
-from jinfer.quant.kind import PLAIN
-from jinfer.quant.tensor import SUPER
-from jinfer.quant.vectors import zeros
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
+from jinfer.quant.gguf_blocks import KEPT
+from jinfer.quant.kv_vectors import zeros
+from jinfer.quant.quantized_tensor import SUPER
 from kernels_pallas import Backend, Kept, Packed, Queries, Scores, attend, matmul
-from kernels_pallas.kept import TOKENS
+from kernels_pallas.attention.kv_layout import TOKENS
 
-from .command import check_places, run
+from .run_main import check_places, run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default

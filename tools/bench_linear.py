@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.commands.program import program
-from jinfer.ops.linear import linear
-from jinfer.quant.format import parse_format
-from jinfer.quant.tensor import Activations, QuantizedTensor, abstract, empty
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.quant_format import parse_format
+from jinfer.ops.matmul.matmul import linear
+from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty
 
-from .command import run
+from .run_main import run
 
 _SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
 _BYTES = 256 << 20  # of all matrices of a shape

@@ -17,11 +17,11 @@ import numpy as np
 from gguf.quants import QuantError, quantize
 
 from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.commands.program import program
-from jinfer.opening.recognize import open_source
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.opening.resolve_model import open_source
 
-from .command import run
+from .run_main import run
 
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
 
 from .bench_kernels import write
-from .command import check_places, run
+from .run_main import check_places, run
 
 PROMPT = 150  # tokens
 ANSWER = 64
@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0
     check_places(None if options.json is None else str(options.json))
-    from jinfer.opening.recognize import recognize
+    from jinfer.opening.resolve_model import recognize
 
     spec = recognize(options.source, {}).spec
     if spec.decoder is None:

@@ -25,21 +25,21 @@ import jax
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.commands.program import program
-from jinfer.partition.cost import MACHINES, Machine, Work, estimate, layouts
-from jinfer.partition.programs import StagedPrograms
-from jinfer.partition.timeline import Busy, Timeline, together
-from jinfer.spec.files import parse_override
-from jinfer.spec.resolve import merge
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.parallel.cost_model import MACHINES, Machine, Work, estimate, layouts
+from jinfer.parallel.pipeline_programs import StagedPrograms
+from jinfer.parallel.timeline import Busy, Timeline, together
 
-from .command import run
+from .bench_process_splits import compare
+from .bench_split_worker import work
+from .inspect_partition import PlanView, view
 from .known_shapes import SHAPES
 from .memory_examples import to_text as to_plans
-from .partition import PlanView, view
 from .perplexity import parse_flat
-from .process_splits import compare
-from .split_worker import work
+from .run_main import run
 
 _PROMPT = 32  # tokens
 _COUNTS = (1, 2, 4, 8)

@@ -27,26 +27,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.commands.program import program
-from jinfer.engine.chosen import MAX_STEPS
-from jinfer.engine.programs import Programs, Shape, Sizes
-from jinfer.engine.state import State
-from jinfer.model import AbstractModel, build
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.engine.runner.device_state import State
+from jinfer.engine.runner.sampler_output import MAX_STEPS
+from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.spec_files import families
+from jinfer.modelspec.spec_values import Missing
+from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.quant import parse_format
-from jinfer.quant.ggml import KEPT
-from jinfer.quant.tensor import abstract
-from jinfer.sampling.order import stage_sets
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.rows import sampler_row
-from jinfer.spec.files import families
-from jinfer.spec.resolve import Facts, resolve
-from jinfer.spec.values import Missing
-from jinfer.terminal.arguments import Parser
-from jinfer.weights.storage import columns_here
+from jinfer.quant.gguf_blocks import KEPT
+from jinfer.quant.quantized_tensor import abstract
+from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampling_metadata import sampler_row
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.weights.storage_plan import columns_here
 
 from .bench_kernels import check, copy_rate, matmul_rate, write
-from .command import run
-from .kernel_times import Kernels, kernels_of, lines
+from .kernel_profile import Kernels, kernels_of, lines
+from .run_main import run
 
 LLAMA_3_8B = {
     "vocab_size": 128256,

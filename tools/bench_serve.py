@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.progress import throughout
-from jinfer.terminal.arguments import Parser
 
-from .serve_figures import Answered, Figures, Limits, drawing, figures, record, table
-from .serve_load import Mix, Work, arrivals, conversation
+from .bench_serve_load import Mix, Work, arrivals, conversation
+from .bench_serve_stats import Answered, Figures, Limits, drawing, figures, record, table
 
 if TYPE_CHECKING:
     import httpx

@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Completion, SamplingParams
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.engine.requests import RequestError
-from jinfer.spec.files import parse_override
-from jinfer.spec.resolve import merge
-from jinfer.speculate.control import Control
-from jinfer.speculate.lookup import Lookup
-from jinfer.speculate.replay import Replay
-from jinfer.speculate.speculation import Speculation
-from jinfer.terminal.arguments import Parser
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.speculate.draft_length import Control
+from jinfer.speculate.prompt_lookup import Lookup
+from jinfer.speculate.replay_drafter import Replay
+from jinfer.speculate.speculative_decoding import Speculation
 
-from .command import run
-from .speculate_figures import Gain, drawing
+from .bench_speculate_plot import Gain, drawing
+from .run_main import run
 
 _PASSAGE = (
     "The harbour master keeps three ledgers. In the first he writes the name of every ship, the "

@@ -21,10 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
 
 from .bench_kernels import write
-from .command import check_places, run
+from .run_main import check_places, run
 
 SMALL_CARD = 24 * 1024  # MiB
 _TESTS = "tests/kernels_pallas/test_gpu.py"

@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.commands.program import program
-from jinfer.opening.recognize import Located
-from jinfer.partition.cost import MACHINES
-from jinfer.spec.drawing import draw
-from jinfer.spec.errors import SpecError
-from jinfer.spec.files import parse_override
-from jinfer.spec.resolve import merge
-from jinfer.terminal.arguments import Parser
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.view.model_svg import draw
+from jinfer.opening.resolve_model import Located
+from jinfer.parallel.cost_model import MACHINES
 
-from .command import run
-from .draft import draft
-from .matching import describe
-from .report import to_html, to_json, to_text
+from .draft_spec import draft
+from .inspect_report import to_html, to_json, to_text
+from .match_checkpoint import describe
+from .run_main import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     # Here: it compiles, and imports what compiling needs; a report needs none of it.
-    from .partition import to_svg, to_text, view
+    from .inspect_partition import to_svg, to_text, view
 
     plan = view(options.source, overrides, options.partition, options.on)
     print(to_text(plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jinfer.partition.cost import Work
+from jinfer.parallel.cost_model import Work
 
 
 @dataclass(frozen=True)

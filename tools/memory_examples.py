@@ -9,22 +9,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jinfer.model import AbstractModel, build
+from jinfer.modelspec.config_lookup import lookup_in
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.partition_table import AUTO, PartitionSpec
+from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.spec_files import find_family, format_table, with_families
+from jinfer.modelspec.toml_tables import nested
+from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.ops.backend import target
-from jinfer.partition.automatic import options, told
-from jinfer.partition.cost import MACHINES
-from jinfer.partition.memory import MemoryPlan, memory_plan
-from jinfer.partition.placing import plan_of
-from jinfer.spec.files import find_family, format_table, with_families
-from jinfer.spec.lookup import lookup_in
-from jinfer.spec.model import ModelSpec
-from jinfer.spec.partition import AUTO, PartitionSpec
-from jinfer.spec.resolve import Facts, resolve
-from jinfer.spec.tables import nested
-from jinfer.weights.storage import choose_storages, stored
+from jinfer.parallel.auto_plan import options, told
+from jinfer.parallel.cost_model import MACHINES
+from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
+from jinfer.parallel.placement import plan_of
+from jinfer.weights.storage_plan import choose_storages, stored
 
+from .inspect_partition import free_of
 from .known_shapes import SHAPES
-from .partition import free_of
 
 _MACHINE, _CONTEXT, _TYPE = "rtx4090", 4096, jnp.dtype(jnp.bfloat16)
 # What is set, one after the other, and what the plan then is.

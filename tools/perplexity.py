@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jinfer import LLM
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.spec_files import parse_override
 from jinfer.progress import task
-from jinfer.spec.files import parse_override
-from jinfer.terminal.arguments import Parser
 
-from .command import check_places, run
+from .run_main import check_places, run
 
 Definition = Literal["halves", "whole"]
 

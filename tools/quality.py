@@ -23,15 +23,15 @@ from typing import Any, get_args
 import numpy as np
 
 from jinfer import LLM
-from jinfer.commands.program import program
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.progress import each
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.quantize import Method
-from jinfer.terminal.arguments import Parser
+from jinfer.quant.quantize_matrix import Method
 
-from .command import check_places, run, width
 from .llama_peer import ask
 from .perplexity import Window, perplexity, summary, text_windows
+from .run_main import check_places, run, width
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)

@@ -22,36 +22,36 @@ from typing import Any, get_args
 import numpy as np
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.checkpoint.converted import ConvertedCheckpoint, Packed, written
-from jinfer.checkpoint.mapped import release
+from jinfer.checkpoint.mapped_file import release
+from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint, Packed, written
 from jinfer.checkpoint.orbax import orbax_api
-from jinfer.commands.program import program
-from jinfer.engine.memory import free_memory
-from jinfer.model import AbstractModel, build
-from jinfer.opening.recognize import open_source
-from jinfer.opening.settings import open_model
-from jinfer.opening.unread import check_followed
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.engine.scheduling.cache_size import free_memory
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.open_model import open_model
+from jinfer.opening.resolve_model import open_source
+from jinfer.opening.unused_config import check_followed
 from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration import Inputs
-from jinfer.quant.quantize import Method
-from jinfer.spec.files import parse_override
-from jinfer.spec.resolve import merge
-from jinfer.terminal.arguments import Parser
-from jinfer.weights.converted import packing, part_names, weight_settings
-from jinfer.weights.load import find_origins, parameter_shapes, read_parameter, same_arrays
-from jinfer.weights.mapping import Origin
-from jinfer.weights.methods import fed_names, obstacle, searched, with_feedback
-from jinfer.weights.sequential import Sequential
-from jinfer.weights.storage import Storage, choose_storages, in_types, kept_types
-from jinfer.weights.texts import TOKENS, usual_texts
-from jinfer.weights.work import PER_BYTE, per_weight
-from jinfer.weights.writing import SHARD_BYTES, Writer
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.quantize_matrix import Method
+from jinfer.weights.calibration_texts import TOKENS, usual_texts
+from jinfer.weights.choose_method import fed_names, obstacle, searched, with_feedback
+from jinfer.weights.layerwise_gptq import Sequential
+from jinfer.weights.load_native import packing, part_names, weight_settings
+from jinfer.weights.load_time import PER_BYTE, per_weight
+from jinfer.weights.load_weights import find_origins, parameter_shapes, read_parameter, same_arrays
+from jinfer.weights.safetensors_writer import SHARD_BYTES, Writer
+from jinfer.weights.storage_plan import Storage, choose_storages, in_types, kept_types
+from jinfer.weights.tensor_mapping import Origin
 
-from .calibration import text_windows
-from .command import check_places, run, width
-from .converted_files import OrbaxWriter, copy_companions, new_folder, write_specification
+from .calibration_text import text_windows
 from .quantize_table import Done, Measured, Row, done, summary, to_text, total
+from .run_main import check_places, run, width
+from .write_native import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
 def convert(

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration import Inputs
-from jinfer.quant.nearest import decoded, in_blocks
-from jinfer.quant.tensor import to_codes
-from jinfer.weights.mapping import Origin
-from jinfer.weights.storage import Storage
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.quantized_tensor import to_codes
+from jinfer.quant.round_to_nearest import decoded, in_blocks
+from jinfer.weights.storage_plan import Storage
+from jinfer.weights.tensor_mapping import Origin
 
 _ROWS = 256  # of a matrix whose results are compared, about
 BITS = "of a weight, with its share of scales, bases and padding"

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.checkpoint import ggml
-from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint import ggml_types
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.gguf_cursor import Cursor
-from jinfer.checkpoint.mapped import MappedFile, as_array
+from jinfer.checkpoint.mapped_file import MappedFile, as_array
 from jinfer.records import dataclass
 
 _MAGIC = b"GGUF"
@@ -226,7 +226,7 @@ class _Info:
 
     name: str
     shape: tuple[int, ...]
-    block: ggml.Block
+    block: ggml_types.Block
     nbytes: int
     offset: int
     at: int
@@ -252,10 +252,10 @@ def _info(cursor: Cursor) -> _Info:
     return _Info(name, shape, block, nbytes, cursor.number("Q", what), at)
 
 
-def _block(cursor: Cursor, what: str) -> ggml.Block:
+def _block(cursor: Cursor, what: str) -> ggml_types.Block:
     at = cursor.at
     kind = cursor.number("I", what)
-    block = ggml.block_of(kind)
+    block = ggml_types.block_of(kind)
     if kind in _REMOVED_TYPES:
         raise cursor.error(f"{what}: ggml has removed type {kind}; convert the model again", at)
     if block is None:
@@ -306,7 +306,7 @@ def _raw(stored: _Stored) -> np.ndarray:
     if not stored.big_endian:
         return raw
     try:
-        return ggml.swap_bytes(info.block.name, raw)
+        return ggml_types.swap_bytes(info.block.name, raw)
     except ValueError as error:
         raise CheckpointError(stored.path, f"tensor {_show(info.name)}: {error}", at) from error
 
@@ -314,10 +314,10 @@ def _raw(stored: _Stored) -> np.ndarray:
 def _read(stored: _Stored) -> np.ndarray:
     info = stored.info
     raw = _raw(stored)
-    if dtype := ggml.PLAIN.get(info.block.name):
+    if dtype := ggml_types.PLAIN.get(info.block.name):
         return as_array(raw, dtype, info.shape)
     try:
-        return ggml.decode(info.block.name, raw, info.shape)
+        return ggml_types.decode(info.block.name, raw, info.shape)
     except ValueError as error:
         at = stored.start + info.offset
         raise CheckpointError(stored.path, f"tensor {_show(info.name)}: {error}", at) from error

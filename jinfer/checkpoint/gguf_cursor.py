@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.checkpoint.base import CheckpointError
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
+from jinfer.checkpoint.mapped_file import MappedFile
 
 _STRINGS = 1024  # that are had at a time
 _SEVEN_ZEROS = bytes(7)

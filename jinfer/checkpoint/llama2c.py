@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
-from jinfer.checkpoint.mapped import MappedFile, as_array
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.mapped_file import MappedFile, as_array
 from jinfer.records import dataclass
 
 MAGIC = struct.pack("<I", 0x616B3432)

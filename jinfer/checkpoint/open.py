@@ -7,17 +7,17 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from jinfer.checkpoint.base import ZIP_MAGIC, Checkpoint, CheckpointError
-from jinfer.checkpoint.converted import as_converted
+from jinfer.checkpoint.checkpoint_reader import ZIP_MAGIC, Checkpoint, CheckpointError
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.mapped_file import MappedFile
+from jinfer.checkpoint.native_checkpoint import as_converted
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
 from jinfer.checkpoint.wrappers import unwrapped
-from jinfer.guard.files import dangling
+from jinfer.guard.safe_files import dangling
 
 Reader = Callable[[Path], Checkpoint]
 

@@ -23,8 +23,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jinfer.checkpoint.base import CheckpointError, Tensor
-from jinfer.checkpoint.converted import (
+from jinfer.checkpoint.checkpoint_reader import CheckpointError, Tensor
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.mapped_file import MappedFile, element_count
+from jinfer.checkpoint.native_checkpoint import (
     AGAIN,
     FORMAT,
     ConvertedCheckpoint,
@@ -32,10 +34,8 @@ from jinfer.checkpoint.converted import (
     check_version,
     parse_converted,
 )
-from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.checkpoint.mapped import MappedFile, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.files import read_regular
+from jinfer.guard.safe_files import read_regular
 from jinfer.records import dataclass
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint import torch_zip
-from jinfer.checkpoint.base import ZIP_MAGIC, Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.checkpoint_reader import ZIP_MAGIC, Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.pickle_machine import Machine
 from jinfer.checkpoint.pickle_opcodes import run
 from jinfer.checkpoint.pickle_values import StridedTensor, read_persistent_id

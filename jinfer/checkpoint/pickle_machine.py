@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.pickle_values import (
     Global,
     Opaque,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.checkpoint.mapped import MAX_DIMS
+from jinfer.checkpoint.mapped_file import MAX_DIMS
 
 
 class PickleError(ValueError):

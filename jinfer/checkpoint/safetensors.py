@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.dtypes import DTYPES, SUB_BYTE, is_bool
-from jinfer.checkpoint.mapped import MappedFile, as_array, element_count
+from jinfer.checkpoint.mapped_file import MappedFile, as_array, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 
 _MAX_TENSORS = 1 << 17  # the largest known models have as many in all their shards together

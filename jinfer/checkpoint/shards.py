@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.checkpoint.base import Checkpoint, CheckpointError, Tensor
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
+from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.files import dangling
+from jinfer.guard.safe_files import dangling
 from jinfer.records import replace
 
 _MAX_NAME = 255  # bytes, as file systems have it

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.pickle_values import PickleDict, StridedTensor
 from jinfer.records import dataclass, field
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000  # the bound the safetensors format sets to its header
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.pickle_machine import Machine
 from jinfer.checkpoint.pickle_opcodes import run
 from jinfer.checkpoint.pickle_values import Storage, read_persistent_id

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.dtypes import DTYPES, is_bool
-from jinfer.checkpoint.mapped import MappedFile, as_array, element_count
+from jinfer.checkpoint.mapped_file import MappedFile, as_array, element_count
 from jinfer.checkpoint.pickle_values import StridedTensor
 from jinfer.records import dataclass, field
 

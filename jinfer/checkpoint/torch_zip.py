@@ -12,8 +12,8 @@ import struct
 import zipfile
 import zlib
 
-from jinfer.checkpoint.base import ZIP_MAGIC, CheckpointError
-from jinfer.checkpoint.mapped import MappedFile
+from jinfer.checkpoint.checkpoint_reader import ZIP_MAGIC, CheckpointError
+from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.pickle_machine import MAX_PICKLE_BYTES
 from jinfer.checkpoint.torch_storage import Extent, read_extent
 from jinfer.records import dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from jinfer.checkpoint.base import Checkpoint
+from jinfer.checkpoint.checkpoint_reader import Checkpoint
 from jinfer.records import replace
 
 _ANYWHERE = re.compile(

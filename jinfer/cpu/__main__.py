@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from jinfer.cpu import prebuilt
-from jinfer.cpu.build import library_path, write_prebuilt
+from jinfer.cpu.build_library import library_path, write_prebuilt
 from jinfer.cpu.compilers import BuildError
 
 parser = argparse.ArgumentParser(prog="python -m jinfer.cpu", description=__doc__)

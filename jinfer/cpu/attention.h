@@ -9,7 +9,7 @@
 
 namespace jinfer {
 
-// How codes stand for numbers; see QuantFormat in jinfer/quant/format.py. Blocks are of 32.
+// How codes stand for numbers; see QuantFormat in jinfer/modelspec/quant_format.py. Blocks are of 32.
 struct Codes {
   int bits, levels, per_code;
   bool symmetric;
@@ -46,7 +46,7 @@ constexpr int KEYS = 64;   // of a block
 constexpr int32_t ELSEWHERE = -1;  // in a table: a block of another pool
 constexpr int PART = 512;  // keys whose softmax is taken together, then merged with the others'
 
-// As ScoreRules of jinfer/ops/score_rules.py.
+// As ScoreRules of jinfer/ops/attention/mask_rules.py.
 struct Rules {
   float scale, softcap;  // softcap 0: none
   int window, ahead;     // -1: none

@@ -26,7 +26,7 @@ inline bool kind_of(ffi::DataType type, Kind* kind) {
   }
 }
 
-// The formats that jinfer/quant/format.py knows.
+// The formats that jinfer/modelspec/quant_format.py knows.
 inline bool known(const Codes& c) {
   const int widths[][3] = {{2, 4, 1},  {3, 8, 1},  {7, 11, 2}, {4, 16, 1},
                            {5, 32, 1}, {6, 64, 1}, {8, 256, 1}};

@@ -11,7 +11,7 @@
 
 namespace jinfer {
 
-// The columns of NUMBERS and COUNTS in jinfer/sampling/rows.py, and the STAGES of names.py.
+// The columns of NUMBERS and COUNTS in jinfer/sampling/sampling_metadata.py, and the STAGES of names.py.
 enum Number : int {
   kScale,
   kDynatempRange,

@@ -1,4 +1,4 @@
-// What a request's seed gives, as jinfer/sampling/chance.py has it: Threefry-2x32 (Salmon et al., 2011,
+// What a request's seed gives, as jinfer/sampling/rng.py has it: Threefry-2x32 (Salmon et al., 2011,
 // "Parallel random numbers: as easy as 1, 2, 3"), for words or vectors of them.
 #pragma once
 

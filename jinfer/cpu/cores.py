@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _ROOT = Path("/")
-bounds: dict[int, int] = {}  # that are in force: see `jinfer.cpu.threads`
+bounds: dict[int, int] = {}  # that are in force: see `jinfer.cpu.call_threads`
 
 
 def usable_cores(root: Path = _ROOT) -> int:

@@ -1,5 +1,5 @@
 // Vectors of keys and values as the cache keeps them: plain, or as codes with numbers for each
-// block of 32 (jinfer/quant/vectors.py has the layout, jinfer/quant/pack.py that of the codes).
+// block of 32 (jinfer/quant/kv_vectors.py has the layout, jinfer/quant/bit_packing.py that of the codes).
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ struct Pieces {
   Piece all[8];  // the rest have width 0
 };
 
-// Where the bits of code s of a strip stand; as PIECES of jinfer/quant/pack.py.
+// Where the bits of code s of a strip stand; as PIECES of jinfer/quant/bit_packing.py.
 template <int bits>
 constexpr Pieces pieces(int s) {
   if (bits == 2) return {{{s % 2, 2 * (s / 2), 2, 0}}};
@@ -199,7 +199,7 @@ inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turne
   }
 }
 
-// Share of a block's range that its levels cover, as REACH of jinfer/quant/vectors.py.
+// Share of a block's range that its levels cover, as REACH of jinfer/quant/kv_vectors.py.
 inline float reach(int levels) {
   return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
 }
@@ -217,7 +217,7 @@ inline Floats highest_or_nan(Floats x) {
   }
 }
 
-// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/vectors.py. A block with a NaN
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a NaN
 // gets NaN for its numbers: what is broken must not look like text.
 inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
   Floats lowest = load(x), most = lowest;

@@ -80,7 +80,7 @@ struct Activations {
   const char* data;
 };
 
-// G of the layout that there are kernels for: `columns_of` in jinfer/quant/tensor.py.
+// G of the layout that there are kernels for: `columns_of` in jinfer/quant/quantized_tensor.py.
 inline int64_t columns_of(bool two_level) { return two_level ? 8 : 2; }
 
 // One instruction set's kernels.

@@ -62,7 +62,7 @@ inline void put(Vector::F v, const Results::Row& row, int64_t output, int64_t ou
 
 // ---- codes ------------------------------------------------------------------------------------
 
-struct Piece {  // see PIECES in jinfer/quant/pack.py
+struct Piece {  // see PIECES in jinfer/quant/bit_packing.py
   int byte, low, width, at;
 };
 struct Pieces {

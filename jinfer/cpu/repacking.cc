@@ -1,4 +1,4 @@
-// GGUF's blocks as tiles of words and numbers, without loss, and F16 nearly so: what `jinfer/quant/ggml.py` says of
+// GGUF's blocks as tiles of words and numbers, without loss, and F16 nearly so: what `jinfer/quant/gguf_blocks.py` says of
 // each type, and does with NumPy where there is no library. A plain function, which Python calls
 // without its lock, as a start waits for this.
 #include <cstdint>
@@ -253,7 +253,7 @@ inline float widened(uint16_t bits) {
   return float_of((bits & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112
 }
 
-// Numbers of F16 as whole numbers, in blocks of 64: `whole_numbers` in jinfer/quant/wide.py.
+// Numbers of F16 as whole numbers, in blocks of 64: `whole_numbers` in jinfer/quant/f16_as_int.py.
 void repack_wide_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
   constexpr int kBlock = 64, kBits = 13, kLeast = -24, kInfinite = 0x7c00;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1

@@ -40,7 +40,7 @@ struct RowKernels {
   // Each product is rounded before it is added to another one, as XLA's are; size is that of x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t size,
                  const Rotation& rotation, float* y);
-  // Nothing but signs, powers of two and sums of two numbers: jinfer/ops/hadamard.py defines it.
+  // Nothing but signs, powers of two and sums of two numbers: jinfer/ops/attention/hadamard.py defines it.
   void (*hadamard)(const float* x, int64_t size, const Hadamard& hadamard, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
   void (*sigmoid)(const float* x, int64_t size, float* y);

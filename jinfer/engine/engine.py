@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jax import Array
 
-from jinfer.engine.chosen import CALL_SECONDS, Chosen, fitting
-from jinfer.engine.device import Device, token_of
-from jinfer.engine.driver import Driver
-from jinfer.engine.guided import Guides
-from jinfer.engine.launched import Launched, any_for
-from jinfer.engine.programs import Shape
 from jinfer.engine.requests import Failed, Request, RequestError, Token
-from jinfer.engine.samplers import Samplers
-from jinfer.engine.scheduler import Plan, Running, Scheduler
-from jinfer.engine.speculator import Drafted, Speculator
-from jinfer.engine.state import Choice
-from jinfer.ops.cache import BLOCK
+from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.device_state import Choice
+from jinfer.engine.runner.in_flight import Launched, any_for
+from jinfer.engine.runner.model_runner import Device, token_of
+from jinfer.engine.runner.sampler_output import CALL_SECONDS, Chosen, fitting
+from jinfer.engine.sampler_state import Samplers
+from jinfer.engine.scheduling.scheduler import Plan, Running, Scheduler
+from jinfer.engine.search.guided_decoding import Guides
+from jinfer.engine.search.search_driver import Driver
+from jinfer.engine.speculator_protocol import Drafted, Speculator
+from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
 from jinfer.records import dataclass, field, replace
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Engine(Device):
-    """Runs one model. Not to be used from several threads: see `jinfer.engine.thread`.
+    """Runs one model. Not to be used from several threads: see `jinfer.engine.engine_thread`.
 
     Attributes:
         scheduler: who is computed next.

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from jinfer.records import dataclass
-from jinfer.sampling.errors import RequestError as RequestError
-from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.request_errors import RequestError as RequestError
+from jinfer.sampling.sampling_params import SamplingParams
 
 # "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
 FinishReason = Literal["stop", "length"]

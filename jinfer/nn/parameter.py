@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jinfer.spec.quantization import Role
+from jinfer.modelspec.quantization_table import Role
 
 
 def parameter(

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
-from jinfer.ops.linear import linear
-from jinfer.ops.routing import route
+from jinfer.ops.matmul.matmul import linear
+from jinfer.ops.moe_routing import route
 from jinfer.shapes import Float, Int
-from jinfer.spec import blocks
 
 
 class Router(nnx.Module):

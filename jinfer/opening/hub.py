@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jinfer.opening.errors import SourceError
-from jinfer.spec.errors import nearest
+from jinfer.modelspec.spec_errors import nearest
+from jinfer.opening.source_errors import SourceError
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
 HUB_WEIGHTS = ["*.safetensors", "*.bin", "*.gguf"]

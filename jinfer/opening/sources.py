@@ -6,9 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from jinfer.guard.files import dangling
-from jinfer.opening.errors import SourceError as SourceError
+from jinfer.guard.safe_files import dangling
 from jinfer.opening.hub import fetched, snapshot
+from jinfer.opening.source_errors import SourceError as SourceError
 
 
 def locate(source: str, beside: Path) -> Path:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cpu import rows as cpu
-from jinfer.cpu.linear import ACTIVATIONS
+from jinfer.cpu import rowwise as cpu
+from jinfer.cpu.quantized_matmul import ACTIVATIONS
 from jinfer.ops.backend import backend
 from jinfer.shapes import Float
 
@@ -26,7 +26,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """An activation function by its name in `jinfer.spec.blocks.Activation`, in float32."""
+    """An activation function by its name in `jinfer.modelspec.blocks.Activation`, in float32."""
     wide = x.astype(jnp.float32)
     if name in ACTIVATIONS and x.ndim and backend() == "cpu" and cpu.available():
         y = cpu.activate(wide.reshape(-1, x.shape[-1]), name).reshape(x.shape)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cpu import interrupt as cpu
-from jinfer.cpu.interrupt import Flag as Flag
+from jinfer.cpu import interrupt_call as cpu
+from jinfer.cpu.interrupt_call import Flag as Flag
 from jinfer.ops.backend import backend
 from jinfer.shapes import Bool, Int
 
@@ -15,7 +15,7 @@ def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
     """Whether the host has raised a flag; where a program cannot see it, it has not.
 
     Args:
-        flag: its number: see `jinfer.cpu.interrupt.Flag`.
+        flag: its number: see `jinfer.cpu.interrupt_call.Flag`.
         step: of the loop, that is about to begin.
     """
     if backend() == "cpu" and cpu.available():

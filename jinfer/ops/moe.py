@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import experts as cpu
+from jinfer.cpu import moe_call as cpu
 from jinfer.ops.backend import backend
-from jinfer.ops.linear import Weight, fuses, linear_of, linears_sorted, sorts_rows
+from jinfer.ops.matmul.matmul import Weight, fuses, linear_of, linears_sorted, sorts_rows
 from jinfer.shapes import Bool, Float, Int
 
 # Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is

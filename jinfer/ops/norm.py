@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cpu import rows as cpu
+from jinfer.cpu import rowwise as cpu
 from jinfer.ops.backend import backend
 from jinfer.shapes import Float
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from difflib import get_close_matches
 
-from jinfer.guard.limits import check
-from jinfer.ops.switches import SwitchError
+from jinfer.guard.process_limits import check
+from jinfer.ops.disable_kernels import SwitchError
 from jinfer.xla.device import first_device
 
 ASKED = "JAX_PLATFORMS"

@@ -3,14 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jinfer.quant.format import FORMATS, QuantFormat, parse_format
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat, parse_format
 
 if TYPE_CHECKING:
-    from jinfer.quant.sparse import OutlierTensor, SparseTensor
-    from jinfer.quant.tensor import QuantizedTensor
+    from jinfer.quant.quantized_tensor import QuantizedTensor
+    from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor
 
 # Imported when they are first asked for: a specification names formats, and needs no JAX for that.
-_HOMES = {"OutlierTensor": "sparse", "QuantizedTensor": "tensor", "SparseTensor": "sparse"}
+_HOMES = {
+    "OutlierTensor": "sparse_matrix",
+    "QuantizedTensor": "quantized_tensor",
+    "SparseTensor": "sparse_matrix",
+}
 
 __all__ = [
     "FORMATS",

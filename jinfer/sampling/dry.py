@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.sampling.history import History, scatter_ids
-from jinfer.sampling.rows import Turn
+from jinfer.sampling.sampling_metadata import Turn
+from jinfer.sampling.token_history import History, scatter_ids
 from jinfer.shapes import Bool, Float, Int
 
 # Longer repetitions count as this long: at the usual base 1.75 that is 1e31 times the multiplier,

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.sampling.chance import chance
-from jinfer.sampling.history import History
-from jinfer.sampling.ranges import MAX_CANDIDATES, MAX_NGRAM
-from jinfer.sampling.rows import Sampler, Turn
+from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
+from jinfer.sampling.rng import chance
+from jinfer.sampling.sampling_metadata import Sampler, Turn
+from jinfer.sampling.token_history import History
 from jinfer.shapes import Float, Int
 
 

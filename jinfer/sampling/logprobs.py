@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.ops import choosing
-from jinfer.sampling.ranges import MAX_LOGPROBS
+from jinfer.ops import sampler_calls
+from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.shapes import Bool, Float, Int
 
 type LogProbabilities = tuple[
@@ -27,9 +27,9 @@ def log_probabilities(
     """
     logits = logits.astype(jnp.float32)
     rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
-    if choosing.available():
+    if sampler_calls.available():
         every = jnp.ones(rows, jnp.bool_) if wanted is None else wanted
-        return choosing.log_probabilities(logits, tokens, every, count)
+        return sampler_calls.log_probabilities(logits, tokens, every, count)
     if wanted is None:
         return log_probabilities_reference(logits, tokens)
     shape = (rows, count)

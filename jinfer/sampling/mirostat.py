@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.rows import Sampler, Turn
-from jinfer.sampling.search import greatest
+from jinfer.sampling.sampling_metadata import Sampler, Turn
+from jinfer.sampling.thresholds import greatest
 from jinfer.shapes import Float, Int
 
 _LN2 = 0.6931471805599453

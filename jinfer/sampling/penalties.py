@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.history import scatter_ids
-from jinfer.sampling.ranges import MAX_BAD_LENGTH
-from jinfer.sampling.rows import Turn
+from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.sampling_metadata import Turn
+from jinfer.sampling.token_history import scatter_ids
 from jinfer.shapes import Bool, Float, Int, UInt
 
 type Logits = Float[Array, "rows vocab"]

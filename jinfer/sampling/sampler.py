@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.ops import choosing
+from jinfer.ops import sampler_calls
+from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
-from jinfer.ops.greatest import argmax
 from jinfer.sampling import penalties, truncation
-from jinfer.sampling.chance import noise
 from jinfer.sampling.dry import dry
 from jinfer.sampling.fsd import fsd
-from jinfer.sampling.history import History
 from jinfer.sampling.mirostat import adapted, mirostat
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.rows import LAST_STAGE, Progress, Sampler, Turn
+from jinfer.sampling.param_names import STAGES
+from jinfer.sampling.rng import noise
+from jinfer.sampling.sampling_metadata import LAST_STAGE, Progress, Sampler, Turn
 from jinfer.sampling.temperature import dynatemp, temperature
+from jinfer.sampling.token_history import History
 from jinfer.shapes import Bool, Float, Int, UInt
 
 type _Stage = Callable[[Array, Turn], Array]
@@ -79,9 +79,9 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
-    if choosing.available():
+    if sampler_calls.available():
         sequences = (history, lengths, prompt_lengths, slots, slots)
-        tokens, mu, _ = choosing.choose(logits, (*sampler, *progress), *sequences, masks)
+        tokens, mu, _ = sampler_calls.choose(logits, (*sampler, *progress), *sequences, masks)
     else:
 
         def drawn() -> tuple[Array, Array]:
@@ -165,11 +165,11 @@ def filtered(
         sampler, progress, history: of each row.
         stages: those that the program has; no row may need another (`order.stage_sets`).
     """
-    if choosing.available():
+    if sampler_calls.available():
         tokens, slots, lengths, prompts = history
         own = jnp.arange(logits.shape[0], dtype=jnp.int32)
         sequences = (tokens, lengths, prompts, own, slots)
-        return choosing.choose(logits, (*sampler, *progress), *sequences, left=True)[2]
+        return sampler_calls.choose(logits, (*sampler, *progress), *sequences, left=True)[2]
     functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
     which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
     function_of = jnp.array(which, jnp.int32)

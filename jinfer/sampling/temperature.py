@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.sampling.rows import Turn
+from jinfer.sampling.sampling_metadata import Turn
 from jinfer.shapes import Float
 
 _COLDEST = 1e-37  # below it float32 has only a few numbers left

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.chance import chance
-from jinfer.sampling.names import STAGES
-from jinfer.sampling.rows import Turn
-from jinfer.sampling.search import heaviest, largest
+from jinfer.sampling.param_names import STAGES
+from jinfer.sampling.rng import chance
+from jinfer.sampling.sampling_metadata import Turn
 from jinfer.sampling.temperature import entropy
+from jinfer.sampling.thresholds import heaviest, largest
 from jinfer.shapes import Bool, Float
 
 type Logits = Float[Array, "rows vocab"]

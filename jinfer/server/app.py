@@ -16,18 +16,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jinfer.distributed.group import current
-from jinfer.errors import USER_ERRORS
-from jinfer.server import ignored
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.distributed.process_group import current
+from jinfer.server import ignored_fields
 from jinfer.server.endpoint import Answering, Endpoint
-from jinfer.server.errors import ApiError, lost
-from jinfer.server.gate import Gate
+from jinfer.server.http_errors import ApiError, lost
+from jinfer.server.http_responses import dumps
 from jinfer.server.metrics import Metrics
-from jinfer.server.models import Models
-from jinfer.server.replies import dumps
+from jinfer.server.middleware import Gate
+from jinfer.server.model_manager import Models
 from jinfer.server.routes import ENDPOINTS, PAGE
+from jinfer.server.server_settings import Settings, Source
 from jinfer.server.service import Service
-from jinfer.server.settings import Settings, Source
 
 _MOMENT, _FLUSH = 1.0, 0.02  # seconds for all clients, and for what is on its way to one
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
@@ -89,7 +89,7 @@ def build_app(
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", ignored.HEADER],
+            expose_headers=["x-request-id", ignored_fields.HEADER],
         )
     return gated
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jinfer.opening.sources import SourceError
-from jinfer.server.errors import ApiError
+from jinfer.server.http_errors import ApiError
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

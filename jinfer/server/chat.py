@@ -8,25 +8,25 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
-from jinfer.engine.generation import Chunk, Completion, TokenLogprob
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.records import dataclass, field, replace
-from jinfer.sampling.errors import ConstraintError
-from jinfer.server import figures, streams
-from jinfer.server.errors import as_api_error, invalid, unsupported
-from jinfer.server.ignored import Ignore
-from jinfer.server.models import Hosted
-from jinfer.server.parsing import CallDelta, Delta, Parser, Tooling
-from jinfer.server.prompts import chat_ids
-from jinfer.server.replies import DONE, Reply, Stream, dumps, event
-from jinfer.server.running import Job, Run, prepare
-from jinfer.server.sampling import CHAT, Asked, asked
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.server import stream_frames, usage
+from jinfer.server.http_errors import as_api_error, invalid, unsupported
+from jinfer.server.http_responses import DONE, Reply, Stream, dumps, event
+from jinfer.server.ignored_fields import Ignore
+from jinfer.server.model_manager import Hosted
+from jinfer.server.output_deltas import CallDelta, Delta, Parser, Tooling
+from jinfer.server.prompt_builder import chat_ids
+from jinfer.server.prompt_logprobs import score_prompt
+from jinfer.server.request_params import CHAT, Asked, asked
+from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.schemas.sampling import Sampling
-from jinfer.server.scoring import score_prompt
+from jinfer.server.schemas.sampling_fields import Sampling
 from jinfer.server.service import Call, Service
-from jinfer.server.streams import check_stream, ended, framed, refuse, sent
-from jinfer.server.tooling import tooling
+from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
+from jinfer.server.tool_calls import tooling
 from jinfer.template import TemplateError
 
 _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
@@ -48,7 +48,7 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
         if body.prompt_logprobs is not None:
             wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
             scored = await call.service.computed(*wanted)
-            more["prompt_logprobs"] = [None, *map(figures.ranked, scored)]
+            more["prompt_logprobs"] = [None, *map(usage.ranked, scored)]
         (answers,) = await it.run.completions()
         if not more and not body.logprobs:
             return Reply(it.whole(answers))
@@ -143,8 +143,8 @@ class _Chat:
             "created": self.created,
             "model": self.hosted.name,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": figures.usage([self.job], self.run.usages),
-            "timings": figures.timings(answers[0].usage),
+            "usage": usage.usage([self.job], self.run.usages),
+            "timings": usage.timings(answers[0].usage),
             **more,
         }
 
@@ -177,7 +177,7 @@ class _Chat:
     def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         """Tokens as this conversation shows them."""
         as_ids = self.call.body.return_tokens_as_token_ids
-        return figures.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
+        return usage.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
 
     def _reason(self, reading: _Reading, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
@@ -186,12 +186,12 @@ class _Chat:
         self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A piece of one answer."""
-        return self.frame([streams.choice(index, {"delta": delta}, reason, more)])
+        return self.frame([stream_frames.choice(index, {"delta": delta}, reason, more)])
 
     def told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A piece with the figures that it is to have."""
         options = self.call.body.stream_options
-        return chunk | streams.so_far(self.job, options, self.run.so_far(index))
+        return chunk | stream_frames.so_far(self.job, options, self.run.so_far(index))
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every piece has."""

@@ -8,21 +8,21 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from jinfer.engine.generation import Chunk, Completion, TokenLogprob
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob
 from jinfer.records import dataclass, field
-from jinfer.server import figures, streams
-from jinfer.server.errors import unsupported
-from jinfer.server.models import Hosted
-from jinfer.server.offsets import Offsets, places, places_in
-from jinfer.server.prompts import prompts_of
-from jinfer.server.replies import DONE, Reply, Stream, dumps, event
-from jinfer.server.running import Job, Run, prepare
-from jinfer.server.sampling import COMPLETIONS, asked
+from jinfer.server import stream_frames, usage
+from jinfer.server.http_errors import unsupported
+from jinfer.server.http_responses import DONE, Reply, Stream, dumps, event
+from jinfer.server.model_manager import Hosted
+from jinfer.server.prompt_builder import prompts_of
+from jinfer.server.prompt_logprobs import score_prompt
+from jinfer.server.request_params import COMPLETIONS, asked
+from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.completions import CompletionRequest
-from jinfer.server.schemas.sampling import Sampling
-from jinfer.server.scoring import score_prompt
+from jinfer.server.schemas.sampling_fields import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import check_stream, ended, framed, refuse, sent
+from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
+from jinfer.server.text_offsets import Offsets, places, places_in
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
 
@@ -126,8 +126,8 @@ class _Texts:
                 self._choice(number, prompt, answer)
                 for number, (prompt, answer) in enumerate(answers)
             ],
-            "usage": figures.usage(self.jobs, self.run.usages),
-            "timings": figures.timings(answers[0][1].usage),
+            "usage": usage.usage(self.jobs, self.run.usages),
+            "timings": usage.timings(answers[0][1].usage),
         }
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _Texts:
             offsets = [min(place, len(text)) for place in offsets]
             choice["logprobs"] = self._logprobs([*before, *entries], ids, offsets)
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [None, *map(figures.ranked, self.scored[prompt])]
+            choice["prompt_logprobs"] = [None, *map(usage.ranked, self.scored[prompt])]
         if job.asked.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = answer.token_ids
@@ -195,8 +195,8 @@ class _Texts:
         ids = [*first, *(one.id for one in entries)]
         unknown: list[None] = [None] * len(first)
         return {
-            "tokens": [figures.token_text(tokenizer, id, self._as_ids) for id in ids],
-            "token_logprobs": [*unknown, *(figures.finite(one.logprob) for one in entries)],
+            "tokens": [usage.token_text(tokenizer, id, self._as_ids) for id in ids],
+            "token_logprobs": [*unknown, *(usage.finite(one.logprob) for one in entries)],
             "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
             "text_offset": [*offsets],
         }
@@ -205,7 +205,7 @@ class _Texts:
         tokenizer, as_ids = self.hosted.llm.tokenizer, self._as_ids
         # The token itself is there too, though it is none of the likeliest.
         return {
-            figures.token_key(tokenizer, each.id, as_ids): figures.finite(each.logprob)
+            usage.token_key(tokenizer, each.id, as_ids): usage.finite(each.logprob)
             for each in (*one.top, one)
         }
 
@@ -213,7 +213,7 @@ class _Texts:
         self, number: int, text: str, reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A piece of one answer."""
-        return self.frame([streams.choice(number, {"text": text}, reason, more)])
+        return self.frame([stream_frames.choice(number, {"text": text}, reason, more)])
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """What every piece has."""
@@ -259,7 +259,7 @@ class _Texts:
     def _told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A piece with the figures that it is to have."""
         job, options = self._job(index), self.call.body.stream_options
-        return chunk | streams.so_far(job, options, self.run.so_far(index))
+        return chunk | stream_frames.so_far(job, options, self.run.so_far(index))
 
     def _job(self, index: int) -> Job:
         return self.jobs[self._prompt(index)]

@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jinfer.records import dataclass
-from jinfer.server import body
-from jinfer.server.errors import as_api_error, ended_by
-from jinfer.server.ignored import ignored_fields
-from jinfer.server.replies import Reply, Stream, refusal
+from jinfer.server import request_body
+from jinfer.server.http_errors import as_api_error, ended_by
+from jinfer.server.http_responses import Reply, Stream, refusal
+from jinfer.server.ignored_fields import ignored_fields
 from jinfer.server.service import Call, Handler, Service
 
 _log = logging.getLogger("jinfer.server")
@@ -67,7 +67,7 @@ class Answering:
         settings = self.service.settings
         request = Request(scope, receive)
         try:
-            data = await body.read(request, settings)
+            data = await request_body.read(request, settings)
         except ClientDisconnect:
             notes["gone"] = True
             return
@@ -135,7 +135,7 @@ class Answering:
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
     """A body, and which of its fields change nothing."""
-    parsed = body.parse(data, takes)
+    parsed = request_body.parse(data, takes)
     return parsed, list(ignored_fields(parsed))
 
 

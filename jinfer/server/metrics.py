@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jinfer.engine.generation import Chunk, Usage
-from jinfer.engine.stats import Stats
+from jinfer.engine.engine_stats import Stats
+from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.records import dataclass, field
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

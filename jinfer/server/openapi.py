@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jinfer.server.about import own_version
 from jinfer.server.endpoint import Empty, Endpoint
-from jinfer.server.replies import Reply
-from jinfer.server.schemas.base import ErrorAnswer
+from jinfer.server.http_responses import Reply
+from jinfer.server.info import own_version
+from jinfer.server.schemas.schema_base import ErrorAnswer
 from jinfer.server.service import Call
 
 _REF = "#/components/schemas/{model}"

@@ -8,18 +8,18 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-from jinfer.engine.generation import Chunk
+from jinfer.engine.output.generation import Chunk
 from jinfer.records import dataclass, field
-from jinfer.server import figures
-from jinfer.server.body import validated
+from jinfer.server import usage as figures
 from jinfer.server.chat import prepare_chat
-from jinfer.server.errors import ApiError, invalid, unsupported
-from jinfer.server.items import Items
-from jinfer.server.models import Hosted
-from jinfer.server.parsing import Settled, Tooling
-from jinfer.server.prompts import called_with
-from jinfer.server.replies import Reply, Stream, event
-from jinfer.server.running import Job, Run
+from jinfer.server.http_errors import ApiError, invalid, unsupported
+from jinfer.server.http_responses import Reply, Stream, event
+from jinfer.server.model_manager import Hosted
+from jinfer.server.output_deltas import Settled, Tooling
+from jinfer.server.prompt_builder import called_with
+from jinfer.server.request_body import validated
+from jinfer.server.request_runner import Job, Run
+from jinfer.server.response_items import Items
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.responses import (
     LOGPROBS,
@@ -28,9 +28,9 @@ from jinfer.server.schemas.responses import (
     InputPart,
     ResponseRequest,
 )
-from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.schemas.sampling_fields import Sampling
 from jinfer.server.service import Call
-from jinfer.server.streams import refuse, sent
+from jinfer.server.stream_frames import refuse, sent
 
 # A field of a chat completion -> what a response calls it.
 _NAMES: Mapping[str, str] = {

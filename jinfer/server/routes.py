@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from jinfer.server import about, inferflow, llamacpp, openapi, tokens, vectors
+from jinfer.server import embeddings, inferflow_api, info, llamacpp_api, openapi, tokenize
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
-from jinfer.server.page import files
-from jinfer.server.replies import EVENTS
+from jinfer.server.http_responses import EVENTS
+from jinfer.server.page import static_files
 from jinfer.server.responses import respond
-from jinfer.server.schemas import about as about_schemas
 from jinfer.server.schemas import chat as chat_schemas
 from jinfer.server.schemas import completions as text_schemas
-from jinfer.server.schemas import llamacpp as llama_schemas
+from jinfer.server.schemas import embeddings as vector_schemas
+from jinfer.server.schemas import info as about_schemas
+from jinfer.server.schemas import llamacpp_api as llama_schemas
 from jinfer.server.schemas import responses as response_schemas
-from jinfer.server.schemas import tokens as token_schemas
-from jinfer.server.schemas import vectors as vector_schemas
+from jinfer.server.schemas import tokenize as token_schemas
 
 _ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
 _VECTORS, _TOKENS = "vectors", "tokens"
@@ -25,7 +25,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/health", "/v1/health", "/ping"),
-        about.health,
+        info.health,
         "Whether requests are answered",
         gives=about_schemas.Health,
         group=_ABOUT,
@@ -50,7 +50,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/version",),
-        about.show_version,
+        info.show_version,
         "Which jinfer this is",
         gives=about_schemas.Version,
         group=_ABOUT,
@@ -58,7 +58,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/metrics",),
-        about.metrics,
+        info.metrics,
         "Figures for Prometheus",
         group=_ABOUT,
         media_type="text/plain",
@@ -66,7 +66,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/v1/models", "/models"),
-        about.models,
+        info.models,
         "What is served",
         gives=about_schemas.Models,
         group=_OPENAI,
@@ -74,7 +74,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/v1/models/{model:path}", "/models/{model:path}"),
-        about.model,
+        info.model,
         "One of the models",
         gives=about_schemas.Model,
         group=_OPENAI,
@@ -112,7 +112,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/v1/embeddings", "/embeddings"),
-        vectors.embeddings,
+        embeddings.embeddings,
         "The vectors of texts",
         vector_schemas.EmbeddingRequest,
         vector_schemas.EmbeddingAnswer,
@@ -121,7 +121,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/v1/rerank", "/rerank"),
-        vectors.rerank,
+        embeddings.rerank,
         "Documents by how well they fit a query",
         vector_schemas.RerankRequest,
         vector_schemas.RerankAnswer,
@@ -130,7 +130,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/score", "/v1/score"),
-        vectors.score,
+        embeddings.score,
         "How well pairs of texts fit",
         vector_schemas.ScoreRequest,
         vector_schemas.ScoreAnswer,
@@ -139,7 +139,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/classify", "/v1/classify"),
-        vectors.classify,
+        embeddings.classify,
         "Refused: no family has a head for classes",
         vector_schemas.ClassifyRequest,
         group=_VECTORS,
@@ -147,7 +147,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/fill-mask", "/v1/fill-mask"),
-        vectors.fill_mask,
+        embeddings.fill_mask,
         "The likeliest tokens at the masks of texts",
         vector_schemas.MaskRequest,
         vector_schemas.MaskAnswer,
@@ -156,7 +156,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/tokenize",),
-        tokens.tokenize,
+        tokenize.tokenize,
         "The tokens of a text or a conversation",
         token_schemas.TokenizeRequest,
         token_schemas.TokenizeAnswer,
@@ -165,7 +165,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/detokenize",),
-        tokens.detokenize,
+        tokenize.detokenize,
         "The text of tokens",
         token_schemas.DetokenizeRequest,
         token_schemas.DetokenizeAnswer,
@@ -174,7 +174,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/tokenizer_info",),
-        tokens.tokenizer_info,
+        tokenize.tokenizer_info,
         "What vLLM says of a tokenizer",
         gives=token_schemas.TokenizerInfo,
         group=_TOKENS,
@@ -182,7 +182,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/apply-template",),
-        tokens.apply_template,
+        tokenize.apply_template,
         "The prompt that a conversation becomes",
         token_schemas.TemplateRequest,
         token_schemas.TemplateAnswer,
@@ -191,7 +191,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/completion",),
-        llamacpp.complete,
+        llamacpp_api.complete,
         "Continues texts",
         llama_schemas.LlamaRequest,
         llama_schemas.LlamaAnswer,
@@ -201,7 +201,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/props",),
-        llamacpp.props,
+        llamacpp_api.props,
         "What a server says of a model",
         gives=about_schemas.Props,
         group=_LLAMA,
@@ -209,7 +209,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/slots",),
-        llamacpp.slots,
+        llamacpp_api.slots,
         "What each slot of a model does",
         gives=about_schemas.Slots,
         group=_LLAMA,
@@ -217,17 +217,17 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "POST",
         ("/",),
-        inferflow.answer,
+        inferflow_api.answer,
         "Answers a text",
         llama_schemas.InferflowRequest,
         llama_schemas.InferflowAnswer,
-        inferflow.LINES,
+        inferflow_api.LINES,
         "Inferflow",
     ),
     Endpoint(
         "GET",
         ("/",),
-        files.index,
+        static_files.index,
         "A page to chat, and to see what the engine does",
         group=PAGE,
         public=True,
@@ -236,7 +236,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/page/{file}",),
-        files.asset,
+        static_files.asset,
         "The files of that page",
         group=PAGE,
         public=True,

@@ -12,12 +12,12 @@ from starlette.requests import Request
 
 from jinfer.engine.requests import DeadlineError
 from jinfer.records import dataclass, field
-from jinfer.server import ignored
-from jinfer.server.errors import ApiError, closing, unsupported
+from jinfer.server import ignored_fields
+from jinfer.server.http_errors import ApiError, closing, unsupported
 from jinfer.server.metrics import Metrics, Watch
-from jinfer.server.models import Hosted, Models
-from jinfer.server.running import Job, Run
-from jinfer.server.settings import Settings
+from jinfer.server.model_manager import Hosted, Models
+from jinfer.server.request_runner import Job, Run
+from jinfer.server.server_settings import Settings
 
 # Fields that an answer's grammar may come of.
 _GRAMMARS = frozenset(
@@ -114,7 +114,7 @@ class Call[B: BaseModel]:
         """
         if self.service.settings.strict:
             raise unsupported(why, field)
-        ignored.note(self.notes, field)
+        ignored_fields.note(self.notes, field)
 
 
 type Handler = Callable[[Any], Awaitable[Any]]

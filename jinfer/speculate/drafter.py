@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from jinfer.engine.programs import Program
-from jinfer.engine.scheduler import Running
-from jinfer.speculate.tree import Tree
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.scheduling.scheduler import Running
+from jinfer.speculate.token_tree import Tree
 
 
 class Drafter:

@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.files import is_there
-from jinfer.tokenizer.base import Tokenizer, library_errors, named
-from jinfer.tokenizer.config import read_config, read_file
-from jinfer.tokenizer.gguf import from_gguf
-from jinfer.tokenizer.huggingface import load_tokenizer_json, load_vocab_merges, load_vocab_txt
-from jinfer.tokenizer.llama2c import load_llama2c
-from jinfer.tokenizer.pipeline import is_usual
-from jinfer.tokenizer.vetting import vet
+from jinfer.guard.safe_files import is_there
+from jinfer.tokenizer.gguf_tokenizer import from_gguf
+from jinfer.tokenizer.huggingface_tokenizer import (
+    load_tokenizer_json,
+    load_vocab_merges,
+    load_vocab_txt,
+)
+from jinfer.tokenizer.llama2c_tokenizer import load_llama2c
+from jinfer.tokenizer.sandboxed_check import vet
+from jinfer.tokenizer.tokenizer_base import Tokenizer, library_errors, named
+from jinfer.tokenizer.tokenizer_config import read_config, read_file
+from jinfer.tokenizer.tokenizer_json_checks import is_usual
 
 _SENTENCEPIECE = (
     "tokenizer.model",

@@ -12,13 +12,18 @@ from pathlib import Path
 
 import sentencepiece
 
-from jinfer.guard.files import is_there
+from jinfer.guard.safe_files import is_there
 from jinfer.records import dataclass, replace
-from jinfer.tokenizer.base import Tokenizer, TokenizerError
-from jinfer.tokenizer.config import TokenizerConfig, read_file, read_vocabulary, special_ids
-from jinfer.tokenizer.languages import M2M100_LANGUAGES, languages
-from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
+from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
+from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
+from jinfer.tokenizer.tokenizer_base import Tokenizer, TokenizerError
+from jinfer.tokenizer.tokenizer_config import (
+    TokenizerConfig,
+    read_file,
+    read_vocabulary,
+    special_ids,
+)
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from jinfer.records import dataclass
-from jinfer.tokenizer.base import TokenizerError, library_errors
+from jinfer.tokenizer.tokenizer_base import TokenizerError, library_errors
 
 if TYPE_CHECKING:
     import sentencepiece

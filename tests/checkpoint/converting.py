@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer.model import build
-from jinfer.opening.settings import open_model
-from jinfer.weights.find import find_weights
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
+from jinfer.weights.plan_weights import find_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
@@ -30,7 +30,7 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     opened = open_model(source, overrides)
     model = build(opened.spec, opened.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jinfer.weights.find.faster_as_whole_numbers", lambda: False)
+        patch.setattr("jinfer.weights.plan_weights.faster_as_whole_numbers", lambda: False)
         weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return dict(zip(model.names, weights.load(False), strict=True))
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jinfer.checkpoint.base import Checkpoint, CheckpointError
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError
 
 EXAMPLES = [300, pytest.param(20_000, marks=pytest.mark.soak)]
 SECONDS = 5.0

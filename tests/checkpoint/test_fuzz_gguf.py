@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.checkpoint import ggml
-from jinfer.checkpoint.base import Checkpoint, CheckpointError
+from jinfer.checkpoint import ggml_types
+from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError
 from jinfer.checkpoint.gguf import open_gguf
 
 from .fuzzing import EXAMPLES, fuzz
@@ -133,7 +133,7 @@ def all_types(order: str) -> bytes:
     """A block or four of every type, and a small vocabulary."""
     vocabulary = array(STRING, 20, text(b"token", order) * 20, order)
     infos, data = [], b""
-    for block in ggml.BLOCKS.values():
+    for block in ggml_types.BLOCKS.values():
         infos.append(Info(block.name.encode(), [block.values, 4], block.type_id, len(data)))
         data += bytes(range(1, 5)) * block.bytes
         data += bytes(-len(data) % 32)
@@ -143,7 +143,7 @@ def all_types(order: str) -> bytes:
 
 
 def common_types_big_endian() -> bytes:
-    infos = [Info(b"a", [4, 2]), Info(b"b", [64], ggml.BLOCKS["Q4_0"].type_id, 32)]
+    infos = [Info(b"a", [4, 2]), Info(b"b", [64], ggml_types.BLOCKS["Q4_0"].type_id, 32)]
     return build([pair(b"n", 5, b"\0\0\0\5", ">")], infos, bytes(68), order=">")
 
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jinfer.checkpoint import ggml
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint import ggml_types
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.gguf import open_gguf
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -199,7 +199,7 @@ def test_file_of_the_packages_writer(tmp_path: Path, endian: gguf.GGUFEndian) ->
         writer.add_tensor(name, values.copy())  # it swaps the bytes in place
     bfloat_bits = bfloat.view(np.uint16).copy()
     writer.add_tensor("BF16", bfloat_bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    stored = ggml.swap_bytes("Q4_0", blocks.reshape(-1)).reshape(3, 36) if big else blocks
+    stored = ggml_types.swap_bytes("Q4_0", blocks.reshape(-1)).reshape(3, 36) if big else blocks
     writer.add_tensor("Q4_0", stored, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -232,7 +232,7 @@ def test_plain_tensors_are_views(write: Write) -> None:
 
 
 def test_big_endian_type_without_a_defined_form(write: Write) -> None:
-    info = Info(b"x", [256], ggml.BLOCKS["IQ2_XXS"].type_id)
+    info = Info(b"x", [256], ggml_types.BLOCKS["IQ2_XXS"].type_id)
     tensor = open_gguf(write(build([], [info], bytes(66), order=">"))).tensors["x"]
     for get in (tensor.read, tensor.raw):
         with pytest.raises(CheckpointError, match="'x': big-endian IQ2_XXS is not defined"):

@@ -19,18 +19,18 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jinfer import LLM
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from jinfer.checkpoint.converted import written
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.native_checkpoint import written
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
-from jinfer.errors import USER_ERRORS
-from jinfer.model import build
-from jinfer.opening.settings import open_model
-from jinfer.weights.find import find_weights
-from jinfer.weights.load import LoadError
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
+from jinfer.weights.load_weights import LoadError
+from jinfer.weights.plan_weights import find_weights
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
-from tools.converted_files import CHUNK_BYTES, OrbaxWriter
 from tools.quantize import convert
+from tools.write_native import CHUNK_BYTES, OrbaxWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,8 +90,8 @@ def test_a_gpu_may_want_other_columns(
 ) -> None:
     settings = {"weights": "q3.5", **SMALL, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings}, orbax=True)
-    monkeypatch.setattr("jinfer.weights.storage.columns_here", lambda format: 16)
-    monkeypatch.setattr("jinfer.weights.converted.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.storage_plan.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.load_native.columns_here", lambda format: 16)
     check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
 
 
@@ -102,9 +102,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jinfer.weights.converted import load_converted, stored_as
-from jinfer.model import build
-from jinfer.opening.settings import open_model
+from jinfer.weights.load_native import load_converted, stored_as
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
 
 mesh = jax.make_mesh((2, 2), ("x", "y"))
 

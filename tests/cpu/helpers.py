@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jinfer.cpu import build
-from jinfer.cpu.instructions import ISAS, Isa
+from jinfer.cpu import build_library
+from jinfer.cpu.isa import ISAS, Isa
 
 BF16: tuple[Isa, ...] = ("avx512bf16", "amx")  # that multiply bfloat16 with bfloat16
 
@@ -20,12 +20,12 @@ def isas() -> list[Isa]:
 
 def every_isa() -> list[Isa]:
     """What this machine can run."""
-    return [isa for isa in ISAS if build.available() and _runs(isa)]
+    return [isa for isa in ISAS if build_library.available() and _runs(isa)]
 
 
 def _runs(isa: Isa) -> bool:
-    with build.lowered_isa(isa):
-        return build.isa() == isa
+    with build_library.lowered_isa(isa):
+        return build_library.isa() == isa
 
 
 def copying_compiler(folder: Path) -> str:
@@ -37,7 +37,7 @@ import shutil, sys
 to = sys.argv[sys.argv.index("-o") + 1]
 open(to, "w").close()
 if "-shared" in sys.argv:
-    shutil.copy({str(build.library_path())!r}, to)
+    shutil.copy({str(build_library.library_path())!r}, to)
 """
     )
     script.chmod(0o700)

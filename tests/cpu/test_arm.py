@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jinfer.cpu import build
-from jinfer.cpu.linear import Mode
-from jinfer.cpu.units import FLAGS, ISA_FLAGS
-from jinfer.quant.format import WIDE, QuantFormat
-from jinfer.quant.tensor import QuantizedTensor
-from tests.cpu import test_build, test_linear, test_wide
+from jinfer.cpu import build_library
+from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS
+from jinfer.cpu.quantized_matmul import Mode
+from jinfer.modelspec.quant_format import WIDE, QuantFormat
+from jinfer.quant.quantized_tensor import QuantizedTensor
+from tests.cpu import test_build_library, test_quantized_matmul, test_wide
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _PROGRAMS = Path(__file__).parent / "arm"
@@ -38,10 +38,10 @@ pytestmark = [
 def compiled(name: str, kernels: tuple[str, ...], folder: Path) -> Path:
     """A program of the folder `arm`, with some files of kernels as build.py compiles them."""
     objects = []
-    for source in (_PROGRAMS / f"{name}.cc", *(build._FOLDER / f"{k}.cc" for k in kernels)):
+    for source in (_PROGRAMS / f"{name}.cc", *(build_library._FOLDER / f"{k}.cc" for k in kernels)):
         flags = next((f for end, f in ISA_FLAGS.items() if source.stem.endswith(end)), ())
         objects.append(folder / f"{source.parent.name}_{source.stem}.o")
-        include = ("-I", str(build._FOLDER))
+        include = ("-I", str(build_library._FOLDER))
         command = [_COMPILER, *FLAGS, *flags, *include, "-c", str(source)]
         subprocess.run([*command, "-o", str(objects[-1])], check=True)
     program = folder / name
@@ -80,14 +80,14 @@ def linear_case(tensor: QuantizedTensor, x: np.ndarray) -> bytes:
 def matrices() -> list[QuantizedTensor]:
     """Of each width and block, and of sizes that fill no tile."""
     formats = [
-        *(QuantFormat(w, 32, s) for w in test_linear.WIDTHS for s in (False, True)),
+        *(QuantFormat(w, 32, s) for w in test_quantized_matmul.WIDTHS for s in (False, True)),
         *(QuantFormat(w, b) for w in ("3.5", "4", "8") for b in (64, 128)),
-        *(QuantFormat(w, b, s, two_level=True) for w, b, s in test_linear.TWO_LEVEL),
-        *(QuantFormat("4", 32, True, two, test_linear.CODEBOOK) for two in (False, True)),
+        *(QuantFormat(w, b, s, two_level=True) for w, b, s in test_quantized_matmul.TWO_LEVEL),
+        *(QuantFormat("4", 32, True, two, test_quantized_matmul.CODEBOOK) for two in (False, True)),
     ]
     return [
         *(
-            test_linear.matrix(format, 37, 330, seed=number)
+            test_quantized_matmul.matrix(format, 37, 330, seed=number)
             for number, format in enumerate(formats)
         ),
         test_wide.wide(37, 330),
@@ -111,21 +111,24 @@ def products(program: Path, tensors: list[QuantizedTensor], xs: list[np.ndarray]
 def test_products(linear: Path, rows: int) -> None:
     """Against the matrix in full, and to the bit against the portable kernels."""
     tensors = matrices()
-    xs = [test_linear.activations(rows, tensor.inputs, seed) for seed, tensor in enumerate(tensors)]
+    xs = [
+        test_quantized_matmul.activations(rows, tensor.inputs, seed)
+        for seed, tensor in enumerate(tensors)
+    ]
     for x in xs:
         x[:, :40] = 0  # a block of zeros
     for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
         for mode, (portable, neon) in zip(MODES, results, strict=True):
-            wanted = x if mode == "float" else test_linear.rounded(x, mode)
+            wanted = x if mode == "float" else test_quantized_matmul.rounded(x, mode)
             if tensor.format == WIDE:
                 wanted = test_wide.rounded_to_14_bits(x)
-            test_linear.assert_product(neon, wanted, tensor, 2e-6)
+            test_quantized_matmul.assert_product(neon, wanted, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)
 
 
 def test_a_row_is_the_same_in_any_company(linear: Path) -> None:
     tensors = matrices()
-    x = test_linear.activations(max(ROWS), 330)
+    x = test_quantized_matmul.activations(max(ROWS), 330)
     whole = products(linear, tensors, [x] * len(tensors))
     for rows in ROWS:
         some = products(linear, tensors, [x[:rows]] * len(tensors))
@@ -152,4 +155,4 @@ def test_halves_and_words(tmp_path: Path) -> None:
 def test_kernels_have_no_name_in_common(tmp_path: Path) -> None:
     compiled("linear", ("linear_portable", "linear_neon"), tmp_path)
     (found,) = tmp_path.glob("*linear_neon.o")
-    assert test_build.names(found) == ["jinfer::linear_neon()"]
+    assert test_build_library.names(found) == ["jinfer::linear_neon()"]

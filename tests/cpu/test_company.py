@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 
-from jinfer.cpu import build
-from jinfer.cpu.linear import Mode
-from jinfer.ops.linear import gated_linear, linear, linears
+from jinfer.cpu import build_library
+from jinfer.cpu.quantized_matmul import Mode
+from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.moe import Experts, Projection, mixture
-from jinfer.quant.format import QuantFormat, Width
-from jinfer.quant.sparse import OutlierTensor, sparse_of
+from jinfer.quant.sparse_matrix import OutlierTensor, sparse_of
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
-from tests.cpu.test_linear import CODEBOOK, TWO_LEVEL, WIDTHS, matrix
+from tests.cpu.test_quantized_matmul import CODEBOOK, TWO_LEVEL, WIDTHS, matrix
 
 pytestmark = [
-    pytest.mark.skipif(not build.available(), reason="no C++ compiler"),
+    pytest.mark.skipif(not build_library.available(), reason="no C++ compiler"),
     pytest.mark.usefixtures("optimized"),
 ]
 
@@ -54,7 +54,7 @@ def check(function: Callable[[Any], Array], x: np.ndarray, counts: list[int], se
     """Some rows of random parts of x give what each gives alone."""
     rng, run = np.random.default_rng(seed), jax.jit(function)
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             alone = np.concatenate([bits(run(row[None])) for row in x[: max(min(counts), 12)]])
             for count in counts:
                 places = rng.permutation(count)[: len(alone)]

@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.cpu import build, compilers, library_cache, prebuilt
+from jinfer.cpu import build_library, compilers, library_cache, prebuilt
 from jinfer.cpu.prebuilt import Interface
 from tests.cpu.helpers import copying_compiler
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 HERE = prebuilt.interface(jax.ffi.include_dir())
 
@@ -31,8 +31,8 @@ def packaged(copier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "package")
     prebuilt.FOLDER.mkdir()
     library = prebuilt.FOLDER / library_cache.LIBRARY
-    shutil.copy(build.library_path(), library)
-    prebuilt.seal(library, build.own_key(), HERE)
+    shutil.copy(build_library.library_path(), library)
+    prebuilt.seal(library, build_library.own_key(), HERE)
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     return library
@@ -41,7 +41,8 @@ def packaged(copier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def loaded(folder: Path, **environment: str) -> tuple[str, str]:
     """Whether another process has custom calls and from where, and what it says meanwhile."""
     code = (
-        "from pathlib import Path; from jinfer.cpu import build, prebuilt; import sys; "
+        "import sys; from pathlib import Path; "
+        "from jinfer.cpu import build_library as build, prebuilt; "
         "prebuilt.FOLDER = Path(sys.argv[1]); print(build.available(), build.library_path())"
     )
     command = [sys.executable, "-c", code, str(folder)]
@@ -52,7 +53,7 @@ def loaded(folder: Path, **environment: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("every", ["0", "1"])
 def test_it_needs_no_compiler(packaged: Path, every: str) -> None:
-    said, told = loaded(packaged.parent, **{build.EVERY: every, build.LOWER: ""})
+    said, told = loaded(packaged.parent, **{build_library.EVERY: every, build_library.LOWER: ""})
     assert said == f"True {packaged}"
     assert told == ""
 
@@ -60,31 +61,31 @@ def test_it_needs_no_compiler(packaged: Path, every: str) -> None:
 def test_others_may_write_to_the_folder_of_a_package(packaged: Path) -> None:
     packaged.chmod(0o666)
     packaged.parent.chmod(0o777)
-    assert build.library_path() == packaged
+    assert build_library.library_path() == packaged
 
 
 def test_a_library_of_other_sources_is_not_taken(packaged: Path) -> None:
     prebuilt.seal(packaged, "x86_64-0123456789abcdef", HERE)
     with pytest.raises(compilers.BuildError, match="no C\\+\\+ compiler no-such-compiler"):
-        build.library_path()
+        build_library.library_path()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"key": 1}', "\0", '{"interface": [0]}'])
 def test_what_it_is_made_from_has_to_be_said(packaged: Path, text: str) -> None:
     (packaged.parent / "made_from.json").write_text(text)
-    assert prebuilt.find(build.own_key()) is None
+    assert prebuilt.find(build_library.own_key()) is None
 
 
 def test_a_damaged_library_is_not_taken(packaged: Path) -> None:
     packaged.write_bytes(packaged.read_bytes()[:-1])
-    assert prebuilt.find(build.own_key()) is None
+    assert prebuilt.find(build_library.own_key()) is None
 
 
 def test_what_the_machine_cannot_load_stays_and_another_is_compiled(
     packaged: Path, copier: str, tmp_path: Path
 ) -> None:
     packaged.write_bytes(b"of another system")
-    prebuilt.seal(packaged, build.own_key(), HERE)
+    prebuilt.seal(packaged, build_library.own_key(), HERE)
     said, told = loaded(packaged.parent, CXX=copier)
     assert said.startswith(f"True {tmp_path / 'cache'}")
     assert "compiling custom calls" in told
@@ -150,7 +151,7 @@ def test_which_versions_of_xla_take_it(
 
 
 def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) -> None:
-    assert prebuilt.find(build.own_key()) == packaged
+    assert prebuilt.find(build_library.own_key()) == packaged
     headers = tmp_path / "xla" / "ffi" / "api"
     headers.mkdir(parents=True)
     (headers / "c_api.h").write_text(
@@ -158,5 +159,5 @@ def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) 
     )
     newer = prebuilt.interface(str(tmp_path))
     assert newer == Interface(HERE.major, HERE.minor + 1)
-    prebuilt.seal(packaged, build.own_key(), newer)
-    assert prebuilt.find(build.own_key()) is None
+    prebuilt.seal(packaged, build_library.own_key(), newer)
+    assert prebuilt.find(build_library.own_key()) is None

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu import build, dense
-from jinfer.cpu.linear import Coded, coded_linear
-from jinfer.quant.format import QuantFormat
-from tests.cpu.test_linear import coded, matrix
+from jinfer.cpu import build_library, dense_matmul
+from jinfer.cpu.quantized_matmul import Coded, coded_linear
+from jinfer.modelspec.quant_format import QuantFormat
+from tests.cpu.test_quantized_matmul import coded, matrix
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 PLAIN = coded(matrix(QuantFormat("4", symmetric=True), 48, 320))
 TWO_LEVEL = coded(matrix(QuantFormat("4", 32, False, two_level=True), 48, 512))
@@ -115,7 +115,7 @@ def test_gate_and_up_of_different_shapes() -> None:
 def test_arguments_or_attributes_that_a_handler_does_not_take(
     args: list[np.ndarray], attributes: dict[str, Any]
 ) -> None:
-    assert build.register("jinfer_activate")
+    assert build_library.register("jinfer_activate")
     result = jax.ShapeDtypeStruct((2, 3), np.float32)
     call = jax.ffi.ffi_call("jinfer_activate", result)
     jax.block_until_ready(call(np.ones((2, 3), np.float32), activation=np.int64(1)))
@@ -127,7 +127,7 @@ def test_arguments_or_attributes_that_a_handler_does_not_take(
 
 
 def test_activations_of_another_rank() -> None:
-    assert dense.available()
+    assert dense_matmul.available()
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3,), np.float32)])
     more = DENSE
     with pytest.raises(Exception, match="x is no matrix"):
@@ -136,7 +136,7 @@ def test_activations_of_another_rank() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 8), (3, 8, 1)])
 def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
-    assert dense.available()
+    assert dense_matmul.available()
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct(shape, np.float32)])
     more = DENSE
     with pytest.raises(Exception, match="result's shape"):
@@ -145,7 +145,7 @@ def test_a_result_of_another_shape(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("first", "taken"), [(-1, 2), (0, 9), (7, 2), (8, 1), (0, -1)])
 def test_a_part_that_is_not_there(first: int, taken: int) -> None:
-    assert dense.available()
+    assert dense_matmul.available()
     call = jax.ffi.ffi_call("jinfer_dense", [jax.ShapeDtypeStruct((3, 2), np.float32)])
     more = DENSE | {"first": np.int64(first), "taken": np.int64(taken)}
     with pytest.raises(Exception, match="not so many rows"):

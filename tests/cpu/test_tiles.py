@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from jinfer.cpu import build
-from jinfer.cpu.instructions import own_isa
+from jinfer.cpu import build_library
+from jinfer.cpu.isa import own_isa
 
 TESTED = ("test_linear.py", "test_dense.py", "test_chain.py", "test_company.py")
 
@@ -17,8 +17,8 @@ TESTED = ("test_linear.py", "test_dense.py", "test_chain.py", "test_company.py")
 def test_kernels_in_emulated_tiles() -> None:
     """The tests of products, with a library of its own."""
     here = os.path.dirname(__file__)
-    env = os.environ | {build.LOWER: "amx", build.FLAGS: "-DJINFER_TILES_EMULATED"}
-    shown = "from jinfer.cpu import build; print(build.isa())"
+    env = os.environ | {build_library.LOWER: "amx", build_library.FLAGS: "-DJINFER_TILES_EMULATED"}
+    shown = "from jinfer.cpu import build_library as build; print(build.isa())"
     said = subprocess.check_output([sys.executable, "-c", shown], env=env, text=True)
     assert said.strip() == "amx"
     tests = [os.path.join(here, name) for name in TESTED]

@@ -7,13 +7,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jinfer.cpu import build
-from jinfer.quant.format import WIDE, QuantFormat
-from jinfer.quant.tensor import QuantizedTensor, from_codes
+from jinfer.cpu import build_library
+from jinfer.modelspec.quant_format import WIDE, QuantFormat
+from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
-from tests.cpu.test_linear import activations, assert_product, expected, matrix, rounded, run
+from tests.cpu.test_quantized_matmul import (
+    activations,
+    assert_product,
+    expected,
+    matrix,
+    rounded,
+    run,
+)
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 LARGEST = 1 << 13  # codes that `whole_numbers` gives
 LIMIT = np.float32(8191)  # of activations
@@ -45,7 +52,7 @@ def test_product(outputs: int, inputs: int, rows: int) -> None:
     tensor, x = wide(outputs, inputs), activations(rows, inputs)
     x[:, :40] = 0  # a block of zeros
     for isa in every_isa():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             (got,) = run(x, [tensor])
         assert_product(got, rounded_to_14_bits(x), tensor, 1e-6)
 
@@ -61,7 +68,7 @@ def test_near_the_product_of_unrounded_activations() -> None:
 def test_bits_do_not_tell_how_many_rows_there_are(inputs: int) -> None:
     tensor, x = wide(72, inputs), activations(67, inputs)
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             (every,) = run(x, [tensor])
             for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33):
                 (got,) = run(x[-rows:], [tensor])
@@ -79,7 +86,7 @@ def test_the_largest_codes_and_activations(rows: int) -> None:
     x[1::2] = -1
     x[0, 1::2] = -1
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             (got,) = run(x, [tensor])
         assert_product(got, x, tensor, 1e-6)
 
@@ -92,7 +99,7 @@ def test_beside_codes_of_fewer_bits() -> None:
     ]
     x = activations(6, 512)
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             results = run(x, tensors)
             finer = run(x, tensors, mode="int16")
         for got, tensor in zip(results, tensors, strict=True):
@@ -108,7 +115,7 @@ def test_gated(activation: str) -> None:
     for rows in (1, 20):
         x = activations(rows, 320) / 64
         for isa in isas():
-            with build.lowered_isa(isa):
+            with build_library.lowered_isa(isa):
                 (got,) = run(x, [gate, up], activation=activation)
                 one, two = run(x, [gate, up])
             want = FUNCTIONS[activation](one.astype(np.float64)) * two
@@ -119,7 +126,7 @@ def test_of_a_stack() -> None:
     tensor, offsets = wide(40, 256, stack=(6,)), (0, 0, 1, 12, 12, 13, 130)
     x = activations(offsets[-1], 256)
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             (got,) = run(x, [tensor], offsets=np.array(offsets, np.int32))
             (third,) = run(x, [tensor], index=np.int32(3))
         assert_product(third, rounded_to_14_bits(x), tensor[3], 1e-6)
@@ -135,7 +142,7 @@ def test_numbers_that_are_not_finite() -> None:
         x = activations(10, 128)
         x[3, 70] = bad
         for isa in isas():
-            with build.lowered_isa(isa):
+            with build_library.lowered_isa(isa):
                 (got,) = run(x, [tensor])
             assert np.isnan(got[3]).all()
             assert np.isfinite(got[np.arange(10) != 3]).all()

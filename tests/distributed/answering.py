@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.distributed.job import FLAGS, find_job
-from jinfer.following import follow, run_job
-from tests.partition.eight.check_engine import asked, nothing_held, tokens
-from tests.partition.eight.models import GOLDENS, answers, prompts
+from jinfer.api.job_processes import follow, run_job
+from jinfer.distributed.job_config import FLAGS, find_job
+from tests.parallel.eight.check_engine import asked, nothing_held, tokens
+from tests.parallel.eight.models import GOLDENS, answers, prompts
 
 # More than one model after the other, in the order of the cases.
 Cases = Sequence[Mapping[str, Any]]

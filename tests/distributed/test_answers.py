@@ -10,7 +10,7 @@ import pytest
 from jinfer import LLM
 from tests.distributed.answering import ASKED
 from tests.distributed.jobs import answered
-from tests.partition.eight.models import GOLDENS
+from tests.parallel.eight.models import GOLDENS
 
 KEYS = {"engine.slots": 6, "engine.kv_tokens": 1024}
 

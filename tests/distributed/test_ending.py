@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.cpu.instructions import own_isa
-from jinfer.distributed.link import known
-from jinfer.distributed.messages import Hello, read_welcome
+from jinfer.cpu.isa import own_isa
+from jinfer.distributed.connection import known
+from jinfer.distributed.message_schemas import Hello, read_welcome
 from jinfer.version import __version__
 from tests.distributed.jobs import ended, flags, free_port, ran, started, started_job
 

@@ -18,8 +18,8 @@ import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.distributed.link import known
-from jinfer.distributed.messages import Hello
+from jinfer.distributed.connection import known
+from jinfer.distributed.message_schemas import Hello
 from jinfer.version import __version__
 from tests.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
 from tests.distributed.jobs import ended, started

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.opening.recognize import open_source
+from jinfer.opening.resolve_model import open_source
 from tests.distributed.jobs import free_port, ran, started_job
 from tests.distributed.test_ending import answering
 from tools.bench_models import LlamaShape, make_up

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.cpu.build import lowered_isa
-from jinfer.cpu.instructions import Isa
+from jinfer.cpu.build_library import lowered_isa
+from jinfer.cpu.isa import Isa
 from tests.cpu.helpers import isas
 from tests.test_smollm2 import ROOT
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, EngineError, RequestError, SamplingParams
-from jinfer.cpu import interrupt as cpu
-from jinfer.engine import chosen
+from jinfer.cpu import interrupt_call as cpu
 from jinfer.engine.engine import Engine
-from jinfer.engine.programs import Shape
+from jinfer.engine.runner import sampler_output
+from jinfer.engine.runner.compiled_programs import Shape
 from tests.engine.tiny import GREEDY, PROMPTS, held, ids, open_model
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -49,7 +49,7 @@ def test_interrupted_calls(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A raised flag ends a call before its first step; the next one makes up for it."""
-    monkeypatch.setattr(chosen, "CALL_SECONDS", 1000.0)
+    monkeypatch.setattr(sampler_output, "CALL_SECONDS", 1000.0)
     taken: list[int] = []
     decode, read = Engine._decode, Engine._read
 

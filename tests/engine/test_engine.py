@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.engine import chosen
-from jinfer.engine.chosen import MAX_STEPS
 from jinfer.engine.engine import Engine
-from jinfer.engine.programs import Programs, Shape
-from jinfer.ops.cache import nbytes
-from jinfer.sampling.order import stage_sets
-from jinfer.spec.errors import SpecError
+from jinfer.engine.runner import sampler_output
+from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.sampler_output import MAX_STEPS
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.ops.attention.kv_cache import nbytes
+from jinfer.sampling.sampler_chain import stage_sets
 from tests.engine.tiny import GREEDY, PROMPTS, continued, held, ids, open_model
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -163,7 +163,7 @@ def test_several_steps_a_call(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """The tokens are the same; a call ends with the last of its sequences."""
-    monkeypatch.setattr(chosen, "CALL_SECONDS", seconds)
+    monkeypatch.setattr(sampler_output, "CALL_SECONDS", seconds)
     launched = []
     decode = Engine._decode
 

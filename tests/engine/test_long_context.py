@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.cpu import build
+from jinfer.cpu import build_library
 
 STORIES = Path(__file__).parents[1] / "goldens" / "stories260K"
 CONTEXT, SLOTS = 65_536, 16
@@ -19,7 +19,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+@pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_memory_grows_with_what_is_held() -> None:
     keys: dict[str, Any] = {"engine.context": CONTEXT, "dims.context": CONTEXT}

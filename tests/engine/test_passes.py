@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
-from jinfer.engine.generation import Usage
-from jinfer.engine.programs import Shape
+from jinfer.engine.output.generation import Usage
+from jinfer.engine.runner.compiled_programs import Shape
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
 PIECE = 16

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from jinfer.engine.blocks import BlockManager, BlockPool
-from jinfer.engine.device import flat_sizes
 from jinfer.engine.requests import QueueFullError, Request
-from jinfer.engine.scheduler import Plan, Running, Scheduler, shares
-from jinfer.ops.cache import BLOCK
-from jinfer.sampling.params import SamplingParams
+from jinfer.engine.runner.model_runner import flat_sizes
+from jinfer.engine.scheduling.block_manager import BlockManager, BlockPool
+from jinfer.engine.scheduling.scheduler import Plan, Running, Scheduler, shares
+from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.sampling.sampling_params import SamplingParams
 
 SIZES = (16, 64, 256, 512)
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.engine import chosen
-from jinfer.engine.generation import Usage
+from jinfer.engine.output.generation import Usage
+from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -216,14 +216,16 @@ def schedules(
     ("seconds", "which"),
     [
         pytest.param(0.0, FEW, id="a step a call", marks=pytest.mark.soak),
-        pytest.param(chosen.CALL_SECONDS, LAST, id="several"),
-        pytest.param(chosen.CALL_SECONDS, MANY, id="several of many", marks=pytest.mark.soak),
+        pytest.param(sampler_output.CALL_SECONDS, LAST, id="several"),
+        pytest.param(
+            sampler_output.CALL_SECONDS, MANY, id="several of many", marks=pytest.mark.soak
+        ),
         pytest.param(0.0, MANY, id="a step a call of many", marks=pytest.mark.soak),
-        pytest.param(chosen.CALL_SECONDS, FEW, id="several of few", marks=pytest.mark.soak),
+        pytest.param(sampler_output.CALL_SECONDS, FEW, id="several of few", marks=pytest.mark.soak),
     ],
 )
 def test_stories(monkeypatch: pytest.MonkeyPatch, seconds: float, which: slice) -> None:
-    monkeypatch.setattr(chosen, "CALL_SECONDS", seconds)
+    monkeypatch.setattr(sampler_output, "CALL_SECONDS", seconds)
     schedules(STORIES, 256, 2, int(seconds > 0), which)
 
 

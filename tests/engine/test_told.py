@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.cpu import build
-from jinfer.engine.programs import Programs, Shape
+from jinfer.cpu import build_library
+from jinfer.engine.runner.compiled_programs import Programs, Shape
 from jinfer.xla.program import Program
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -20,7 +20,7 @@ IDS = [5, 9, 2, 77, 31]
 Q4: dict[str, Any] = {"quantization.weights": "q4"}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 
 def results(golden: str, overrides: Mapping[str, Any]) -> tuple[list[Any], int, int]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jinfer.nn.disentangled import rows_of_distances
-from jinfer.spec.blocks import Disentangled
+from jinfer.modelspec.blocks import Disentangled
+from jinfer.nn.disentangled_attention import rows_of_distances
 from tests.reference.numpy_blocks import softmax
 from tests.reference.numpy_positions import Floats
 from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
-from jinfer.opening.recognize import language_model
-from jinfer.spec.errors import SpecError
-from jinfer.weights.load import LoadError
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening.resolve_model import language_model
+from jinfer.weights.load_weights import LoadError
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors

@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
-from jinfer.model import build
-from jinfer.opening.recognize import recognize
-from jinfer.spec.blocks import Head
-from jinfer.weights.load import find_origins
+from jinfer.modelspec.blocks import Head
+from jinfer.nn.abstract_model import build
+from jinfer.opening.resolve_model import recognize
+from jinfer.weights.load_weights import find_origins
 
 from .gguf_files import write_gguf
 

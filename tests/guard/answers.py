@@ -20,7 +20,7 @@ def answer(question: Any) -> Any:
             os.abort()
         case "print":
             print("this is no answer", flush=True)
-            return sorted(name for name in sys.modules if name in ("jax", "jinfer.llm"))
+            return sorted(name for name in sys.modules if name in ("jax", "jinfer.api.llm"))
         case "write":
             with tempfile.TemporaryFile() as file:
                 file.write(b"x")

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention import Queries, Scores, attend
-from kernels_pallas.kept import TOKENS, Kept
+from kernels_pallas.attention.kv_layout import TOKENS, Kept
+from kernels_pallas.attention.paged_attention import Queries, Scores, attend
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
 

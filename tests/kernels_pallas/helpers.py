@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.quant.format import FORMATS, QuantFormat, Width
-from jinfer.quant.kind import PLAIN
-from jinfer.quant.quantize import quantize
-from jinfer.quant.tensor import QuantizedTensor, from_codes
-from jinfer.quant.vectors import quantize_vectors
-from kernels_pallas.kept import Kept
-from kernels_pallas.layout import Packed
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
+from jinfer.quant.kv_vectors import quantize_vectors
+from jinfer.quant.quantize_matrix import quantize
+from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from kernels_pallas.attention.kv_layout import Kept
+from kernels_pallas.matmul.weight_layout import Packed
 from tests.arrays import on_device
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")

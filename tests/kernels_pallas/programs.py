@@ -113,7 +113,7 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from jinfer.engine.programs import Programs, Shape, Sizes
+    from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
     from jinfer.ops.backend import target
     from tests.kernels_pallas.helpers import H200
     from tools.bench_programs import LLAMA_3_8B, llama

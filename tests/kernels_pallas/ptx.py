@@ -1,4 +1,4 @@
-"""The PTX of `kernels_pallas.registers` in NumPy: what a GPU would compute, where there is none."""
+"""The PTX of `kernels_pallas.matmul.unpack` in NumPy: what a GPU would compute, without one."""
 
 from __future__ import annotations
 

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jinfer.quant.format import FORMATS, QuantFormat, Width
-from jinfer.quant.ggml import KEPT as GGUF
-from jinfer.quant.kind import PLAIN
-from jinfer.quant.vectors import zeros
-from kernels_pallas.attention import Queries, Scores, attend, attend_part
-from kernels_pallas.decoding import decode
-from kernels_pallas.enter import Heads, Places, Rotation, enter
-from kernels_pallas.experts import expert_matmul
-from kernels_pallas.experts_dense import dense_expert_matmul
-from kernels_pallas.kept import Kept
-from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import matmul
-from kernels_pallas.rows import Operand, alone, prepare
-from kernels_pallas.thresholds import least
-from kernels_pallas.triton_style import Backend
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
+from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.quant.kv_vectors import zeros
+from kernels_pallas.attention.kv_layout import Kept
+from kernels_pallas.attention.paged_attention import Queries, Scores, attend, attend_part
+from kernels_pallas.attention.write_kv import Heads, Places, Rotation, enter
+from kernels_pallas.matmul.dequantize import decode
+from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
+from kernels_pallas.matmul.grouped_quantized import expert_matmul
+from kernels_pallas.matmul.prologue import Operand, alone, prepare
+from kernels_pallas.matmul.quantized import matmul
+from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.topk_threshold import least
+from kernels_pallas.triton_ops import Backend
 
 Shape = jax.ShapeDtypeStruct
 

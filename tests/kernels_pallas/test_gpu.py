@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.ops.attention import _route, extend
-from jinfer.ops.cache import LayerCache, Placement
-from jinfer.ops.score_rules import ScoreRules
-from jinfer.quant.format import QuantFormat, Width
-from jinfer.quant.ggml import KEPT as GGUF
-from jinfer.quant.kind import PLAIN
-from jinfer.sampling.search import heaviest
-from kernels_pallas.experts import expert_matmul
-from kernels_pallas.experts_dense import dense_expert_matmul
-from kernels_pallas.layout import Packed
-from kernels_pallas.matmul import matmul, product_parts
-from kernels_pallas.rows import Operand, alone, prepare
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.ops.attention.kv_cache import LayerCache, Placement
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import _route, extend
+from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.sampling.thresholds import heaviest
+from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
+from kernels_pallas.matmul.grouped_quantized import expert_matmul
+from kernels_pallas.matmul.prologue import Operand, alone, prepare
+from kernels_pallas.matmul.quantized import matmul, product_parts
+from kernels_pallas.matmul.weight_layout import Packed
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jinfer.quant.format import QuantFormat
-from jinfer.quant.ggml import KEPT as GGUF
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.gguf_blocks import KEPT as GGUF
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import pytest
 
-from jinfer.quant.format import QuantFormat
-from kernels_pallas import attention_pieces as pieces
-from kernels_pallas.matmul import matmul
-from kernels_pallas.mosaic import plgpu
+from jinfer.modelspec.quant_format import QuantFormat
+from kernels_pallas.attention import grid as pieces
+from kernels_pallas.matmul.quantized import matmul
+from kernels_pallas.mosaic_common import plgpu
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import Case
 from tests.kernels_pallas.helpers import H200, assert_near, random_matrix, random_rows

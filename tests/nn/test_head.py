@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jinfer.nn.linear import Head
-from jinfer.spec import blocks
+from jinfer.modelspec import blocks
+from jinfer.nn.projections import Head
 from tests.arrays import on_device
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+from jinfer.modelspec.blocks import MixtureOfExperts
 from jinfer.nn.router import Router
-from jinfer.ops.routing import route
-from jinfer.spec.blocks import MixtureOfExperts
+from jinfer.ops.moe_routing import route
 from tests.arrays import on_device
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, sigmoid, softmax

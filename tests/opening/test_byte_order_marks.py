@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.checkpoint.base import CheckpointError
+from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.strict_json import parse_object
-from jinfer.opening.settings import open_model
+from jinfer.cli.terminal.generate_flags import _text_or_file
+from jinfer.modelspec.spec_files import read_toml
+from jinfer.opening.open_model import open_model
 from jinfer.server.auth import read_keys
-from jinfer.server.flags import options, sources_of
-from jinfer.spec.files import read_toml
-from jinfer.terminal.flags import _text_or_file
+from jinfer.server.serve_flags import options, sources_of
 from tests.test_goldens import GOLDENS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

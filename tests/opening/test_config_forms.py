@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.opening.recognize import recognize
-from jinfer.opening.settings import open_model
-from jinfer.opening.unread import consequences, unread
-from jinfer.spec.errors import SpecError
-from jinfer.spec.files import families, format_table, read_toml
-from jinfer.spec.lookup import lookup_in
-from tests.spec.cases import MADE_UP
-from tests.spec.helpers import facts, resolved_family
+from jinfer.modelspec.config_lookup import lookup_in
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import families, format_table, read_toml
+from jinfer.opening.open_model import open_model
+from jinfer.opening.resolve_model import recognize
+from jinfer.opening.unused_config import consequences, unread
+from tests.modelspec.cases import MADE_UP
+from tests.modelspec.helpers import facts, resolved_family
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROBES = sorted(path.name for path in GOLDENS.glob("probe_*"))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.errors import USER_ERRORS
-from jinfer.opening.settings import open_model
+from jinfer.opening.open_model import open_model
 from jinfer.opening.sources import SourceError
 
 from ..hostile import EXAMPLES, damaged, endures, many

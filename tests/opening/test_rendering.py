@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jinfer.opening.conversation import Conversation
-from jinfer.spec.files import with_families
-from jinfer.spec.model import PromptSpec
-from jinfer.spec.resolve import Facts, resolve
+from jinfer.modelspec.model_spec import PromptSpec
+from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.spec_files import with_families
+from jinfer.opening.chat_prompt import Conversation
 from jinfer.template import TemplateError
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 

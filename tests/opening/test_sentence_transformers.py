@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.embedding import SIMILARITIES
+from jinfer.api.text_embeddings import SIMILARITIES
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FOLDER = GOLDENS / "sentence_transformers"

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty, write
-from jinfer.quant.kind import parse_kind
-from jinfer.quant.pack import unpack
-from jinfer.quant.vectors import QuantizedVectors
+from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, LayerCache, Placement, empty, write
+from jinfer.quant.bit_packing import unpack
+from jinfer.quant.kv_vectors import QuantizedVectors
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import Floats
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.cpu import build
-from jinfer.ops.attention import attend_text, extend
-from jinfer.ops.cache import CacheShape, LayerCache, Placement
-from jinfer.ops.score_rules import ScoreRules
-from jinfer.quant.format import FORMATS
+from jinfer.cpu import build_library
+from jinfer.modelspec.quant_format import FORMATS
+from jinfer.ops.attention.kv_cache import CacheShape, LayerCache, Placement
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import attend_text, extend
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (
@@ -38,7 +38,7 @@ from tests.ops.paged import (
 )
 from tests.reference.numpy_blocks import Floats
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 KINDS = ["f32", "bf16", "f16", *FORMATS]
 SIZES = (1, 2, 3, 5, 17, 70, 200)  # tokens of a batch: few programs
@@ -132,7 +132,7 @@ class Work:
 
 @pytest.fixture(scope="module", params=isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with build.lowered_isa(request.param):
+    with build_library.lowered_isa(request.param):
         yield request.param
 
 

@@ -10,15 +10,15 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.ops import attention
-from jinfer.ops.attention import attend, attend_text, extend
-from jinfer.ops.attention_xla import extend_xla
+from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.quant_format import FORMATS
+from jinfer.ops.attention import paged_attention
+from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, LayerCache, Placement, empty
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import attend, attend_text, extend
+from jinfer.ops.attention.xla import extend_xla
 from jinfer.ops.backend import target
-from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty
-from jinfer.ops.score_rules import ScoreRules
-from jinfer.quant.format import FORMATS
-from jinfer.quant.kind import parse_kind
-from jinfer.quant.vectors import zeros
+from jinfer.quant.kv_vectors import zeros
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of
@@ -30,7 +30,7 @@ LENGTHS = [300, 40, 130]
 
 @pytest.fixture
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attention, "_route", lambda *arguments: "gpu")
+    monkeypatch.setattr(paged_attention, "_route", lambda *arguments: "gpu")
     yield
     jax.clear_caches()  # programs were traced with the route
 
@@ -202,7 +202,7 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     rules, bias = ScoreRules(1.0), ScoreRules(1.0, bias=lambda d: d[:, None].astype(jnp.float32))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.delenv("JINFER_NO_KERNELS", raising=False)
-    route = attention._route
+    route = paged_attention._route
     assert route(q, even, even, rules) == "gpu"
     assert route(q, codes, None, rules) == "gpu"
     assert route(q, even, odd, rules) == "xla"

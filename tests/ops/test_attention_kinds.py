@@ -11,14 +11,14 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.cpu import build
-from jinfer.cpu.instructions import ISAS
-from jinfer.ops.attention import attend, attend_reference, extend
-from jinfer.ops.attention_xla import attend_xla, extend_xla
-from jinfer.ops.cache import CacheShape, LayerCache, Placement, empty, nbytes
-from jinfer.ops.score_rules import ScoreRules
-from jinfer.quant.format import FORMATS
-from jinfer.quant.kind import parse_kind
+from jinfer.cpu import build_library
+from jinfer.cpu.isa import ISAS
+from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.quant_format import FORMATS
+from jinfer.ops.attention.kv_cache import CacheShape, LayerCache, Placement, empty, nbytes
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import attend, attend_reference, extend
+from jinfer.ops.attention.xla import attend_xla, extend_xla
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.paged import (
@@ -145,7 +145,7 @@ def test_queries_of_other_types(dtype: Any, kind: str) -> None:
     wanted = attend(q.astype(jnp.float32), *cache, at, at.positions, ScoreRules(SCALE))
     assert got.dtype == dtype
     # XLA's operations decode to the queries' type, too.
-    tolerance = 2e-3 if build.available() else 0.02
+    tolerance = 2e-3 if build_library.available() else 0.02
     assert_allclose(np.asarray(got, np.float32), wanted, atol=tolerance, rtol=2**-8)
 
 
@@ -190,7 +190,7 @@ def test_a_broken_key_shows(form: Any, kind: str) -> None:
         before, broken[6, 1, 35] = broken[6, 1, 35], np.nan
         for isa in isas() or ISAS[:1]:
             cache = unwritten(kind, CacheShape(2, 40, 40), len(tables[0]))
-            with build.lowered_isa(isa) if build.available() else nullcontext():
+            with build_library.lowered_isa(isa) if build_library.available() else nullcontext():
                 got = np.isnan(run(form, q, k, v, cache, at)[0]).any(axis=-1)
             assert got.tolist() == [[False, False]] * 6 + [[False, True]] * 3
         broken[6, 1, 35] = before

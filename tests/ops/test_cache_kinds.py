@@ -12,11 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.ops.cache import BLOCK, CacheShape, LayerCache, Placement, empty, nbytes, write
-from jinfer.quant.format import FORMATS, QuantFormat
-from jinfer.quant.kind import parse_kind
-from jinfer.quant.pack import unpack
-from jinfer.quant.vectors import QuantizedVectors, quantize_vectors, zeros
+from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    CacheShape,
+    LayerCache,
+    Placement,
+    empty,
+    nbytes,
+    write,
+)
+from jinfer.quant.bit_packing import unpack
+from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors, zeros
 from tests.arrays import on_device
 from tests.reference.numpy_cache import kept
 

@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu import build
-from jinfer.cpu.instructions import Isa
-from jinfer.ops.addresses import Told, table
-from jinfer.ops.attention import attend, extend
-from jinfer.ops.cache import LayerCache, Placement
-from jinfer.ops.chains import Chains, chained
-from jinfer.ops.linear import linear, linears
+from jinfer.cpu import build_library
+from jinfer.cpu.isa import Isa
+from jinfer.ops.attention.kv_cache import LayerCache, Placement
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import attend, extend
+from jinfer.ops.fusion.fuse_cpu import Chains, chained
+from jinfer.ops.fusion.weight_pointers import Told, table
+from jinfer.ops.matmul.matmul import linear, linears
 from jinfer.ops.norm import normalize
-from jinfer.ops.score_rules import ScoreRules
 from tests.arrays import on_device
 from tests.cpu.helpers import every_isa
-from tests.cpu.test_linear import matrix
+from tests.cpu.test_quantized_matmul import matrix
 from tests.ops.paged import Run, filled, placed, random, tables_of
-from tests.ops.test_chains import FORMAT, SCALE, SIZE, calls, feed_forward, norm
+from tests.ops.test_fuse_cpu import FORMAT, SCALE, SIZE, calls, feed_forward, norm
 
-pytestmark = pytest.mark.skipif(not build.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 W: dict[str, Any] = {
@@ -138,7 +138,7 @@ def test_calls_and_bits(batch: str, kind: str) -> None:
 @pytest.mark.parametrize("rules", RULES)
 def test_rules_of_each_layer(rules: str, isa: Isa) -> None:
     """Those that see other keys are cut in another way, in the same call."""
-    with build.lowered_isa(isa):
+    with build_library.lowered_isa(isa):
         for batch in ("one token each", "prompts", "a long sequence"):
             assert_same(layers(RULES[rules]), given(BATCHES[batch], "f16"))
 

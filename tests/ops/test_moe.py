@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops import moe
 from jinfer.ops.backend import target
 from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
-from jinfer.quant.format import parse_format
-from jinfer.quant.kind import PLAIN
-from jinfer.quant.quantize import quantize
+from jinfer.quant.quantize_matrix import quantize
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.reference import numpy_moe

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.cpu import build
-from jinfer.cpu import rows as cpu
+from jinfer.cpu import build_library
+from jinfer.cpu import rowwise as cpu
 from jinfer.ops.activation import activate
 from jinfer.ops.norm import normalize, normalize_reference, sigmoid, softmax
 from tests.arrays import on_device
@@ -54,7 +54,7 @@ def test_norms_against_float64(
 
     check(normalize_reference)
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             check(normalize)
 
 
@@ -64,7 +64,7 @@ def test_shares(size: int) -> None:
     x[3, : size // 2] = -np.inf
     wide = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
     for isa in isas() or ["portable"]:
-        with build.lowered_isa(isa) if isas() else jax.named_scope(isa):
+        with build_library.lowered_isa(isa) if isas() else jax.named_scope(isa):
             shares, each = np.asarray(softmax(on_device(x))), np.asarray(sigmoid(on_device(x)))
         np.testing.assert_allclose(
             shares, wide / wide.sum(-1, keepdims=True), rtol=2e-5, atol=1e-30
@@ -93,7 +93,7 @@ def test_a_row_is_the_same_in_any_company(size: int) -> None:
         for centered in (False, True)
     ]
     for isa in isas():
-        with build.lowered_isa(isa):
+        with build_library.lowered_isa(isa):
             for function in functions:
                 alone = np.concatenate([function(row[None]) for row in x[:70]])
                 for rows in (2, 3, 64, 70, 257, 600):

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jinfer.ops import platforms
-from jinfer.ops.switches import SwitchError
+from jinfer.ops.disable_kernels import SwitchError
 
 ROOT = Path(__file__).parents[2]
 LLAMA2 = str(ROOT / "tests" / "goldens" / "llama2")

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.engine.programs import Programs, Shape, Sizes
-from jinfer.model import AbstractModel, build
-from jinfer.opening.settings import open_model
-from jinfer.ops import attention, chains
-from jinfer.ops.attention_xla import attend_xla
+from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.open_model import open_model
+from jinfer.ops.attention import paged_attention
+from jinfer.ops.attention.kv_cache import Rows, empty
+from jinfer.ops.attention.xla import attend_xla
 from jinfer.ops.backend import target
-from jinfer.ops.cache import Rows, empty
+from jinfer.ops.fusion import fuse_cpu
 from jinfer.quant import parse_format
-from jinfer.quant.tensor import abstract
-from jinfer.weights.storage import columns_here
-from kernels_pallas import matmul_triton
+from jinfer.quant.quantized_tensor import abstract
+from jinfer.weights.storage_plan import columns_here
+from kernels_pallas.matmul import triton
 from tests.arrays import on_device
-from tests.ops.test_prepared import plain_product
+from tests.ops.test_fuse_gpu import plain_product
 
 # A family of each kind of wiring: norms before, after and around blocks, blocks side by side, norms
 # of heads, positions of every kind, experts, latent attention.
@@ -67,9 +68,9 @@ def attend(q: Array, keys: Rows, values: Rows | None, *rest: Any) -> Array:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = open_model(goldens / family, {"dtype": "float32"}).spec
-    monkeypatch.setattr(matmul_triton, "product", plain_product)
+    monkeypatch.setattr(triton, "product", plain_product)
     # The kernel of attention has tests of its own, and takes long to compile.
-    monkeypatch.setattr(attention, "attend_gpu", attend)
+    monkeypatch.setattr(paged_attention, "attend_gpu", attend)
     with target("gpu", interpret=True):
         model = quantized(build(spec, jnp.float32))
         blocks = {shape.group: 4 for shape in model.caches.values()}
@@ -84,7 +85,7 @@ def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> 
         calls = str(jax.make_jaxpr(function)(*given)).count("name=prepare_rows")
         found = jax.jit(function)(*given)
         jax.clear_caches()  # layers were traced with it
-        monkeypatch.setattr(chains, "prepared", lambda function: function)
+        monkeypatch.setattr(fuse_cpu, "prepared", lambda function: function)
         plain = jax.jit(function)(*given)
         jax.clear_caches()
     assert calls > 0

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.ops import quantized
 from jinfer.ops.backend import target
-from jinfer.ops.quantized import products
+from jinfer.ops.matmul import quantized
+from jinfer.ops.matmul.quantized import products
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.quant.ggml import KEPT
-from jinfer.quant.tensor import abstract, from_codes
+from jinfer.quant.gguf_blocks import KEPT
+from jinfer.quant.quantized_tensor import abstract, from_codes
 from tests.kernels_pallas.helpers import H200
 
 SWITCH = "JINFER_NO_KERNELS"

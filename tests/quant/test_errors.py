@@ -8,7 +8,7 @@ import pytest
 from jinfer.checkpoint import open_checkpoint
 from jinfer.opening.sources import locate
 from jinfer.quant import FORMATS, parse_format
-from jinfer.quant.quantize import Method, quantize
+from jinfer.quant.quantize_matrix import Method, quantize
 from tests.quant.theory import nearest_rmse
 from tests.test_smollm2 import ROOT
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from jinfer.quant import FORMATS, QuantFormat, parse_format
-from jinfer.quant.pack import PIECES, pack, pack_fours, unpack, unpack_four
-from jinfer.quant.tensor import abstract, from_codes, to_codes, with_columns
+from jinfer.quant.bit_packing import PIECES, pack, pack_fours, unpack, unpack_four
+from jinfer.quant.quantized_tensor import abstract, from_codes, to_codes, with_columns
 
 TWO_LEVEL = QuantFormat("6", 16, symmetric=True, two_level=True)
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.ops import choosing
-from jinfer.sampling.history import History
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.rows import Progress, Sampler, progress_row, sampler_row
+from jinfer.ops import sampler_calls
 from jinfer.sampling.sampler import filtered, sample
+from jinfer.sampling.sampling_metadata import Progress, Sampler, progress_row, sampler_row
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.token_history import History
 from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats
 
@@ -36,7 +36,7 @@ class Jitted:
     @property
     def program(self) -> Any:
         """The one of what chooses now; see the fixture `both_ways`."""
-        return self._programs[choosing.available()]
+        return self._programs[sampler_calls.available()]
 
 
 SAMPLE = Jitted(sample)

@@ -10,16 +10,16 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.cpu import build
-from jinfer.cpu.instructions import Isa
-from jinfer.ops import choosing
+from jinfer.cpu import build_library
+from jinfer.cpu.isa import Isa
+from jinfer.ops import sampler_calls
 from jinfer.ops.backend import target
-from jinfer.sampling.history import History
-from jinfer.sampling.names import SAMPLERS
-from jinfer.sampling.order import PLAIN, chain, is_plain
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.rows import Progress, Sampler
+from jinfer.sampling.param_names import SAMPLERS
 from jinfer.sampling.sampler import filtered, sample
+from jinfer.sampling.sampler_chain import PLAIN, chain, is_plain
+from jinfer.sampling.sampling_metadata import Progress, Sampler
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.token_history import History
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import FILTER, SAMPLE, Batch, Jitted, batch, params
@@ -234,7 +234,7 @@ def by_xla(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, mirostat's mu, and what is left."""
     x, rows = on_device(logits_of_kind(kind)), Run(ALL, list(range(len(ALL))), VOCAB).rows
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing, "available", lambda: False)
+        patch.setattr(sampler_calls, "available", lambda: False)
         tokens, progress = SAMPLE(x, *rows)
         left = FILTER(x, rows.sampler, rows.progress, rows.past)
     return np.asarray(tokens), np.asarray(progress.mu), np.asarray(left)
@@ -247,7 +247,7 @@ def test_the_call_chooses_what_xla_chooses(kind: str, isa: Isa, both_ways: str) 
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
     x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
-    with build.lowered_isa(isa):
+    with build_library.lowered_isa(isa):
         tokens, progress = SAMPLE(x, *rows)
         left = np.asarray(FILTER(x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from jinfer.ops import choosing
+from jinfer.ops import sampler_calls
 from tests.sampling.batches import VOCAB, batch, draw, params
 
 
 def test_an_end_may_come_right_after_min_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "available", lambda: False)
+    monkeypatch.setattr(sampler_calls, "available", lambda: False)
     logits = np.full((2, VOCAB), -4.0)
     logits[:, 7] = 20.0
     rows = batch(params(min_tokens=3), params(min_tokens=0), end_ids=(7,))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.forbidden import Forbidden, token_ids
+from jinfer.sampling.forbidden_tokens import Forbidden, token_ids
 from jinfer.sampling.logprobs import log_probabilities
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
-from jinfer.sampling.rows import allowed_mask, mask_words, sampler_row
+from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
+from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, sampler_row
+from jinfer.sampling.sampling_params import SamplingParams
 from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats, probabilities
 from tests.sampling.batches import (

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.contrastive import candidates, contrastive
-from jinfer.sampling.names import PAPERS_FSD
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.rows import allowed_mask
+from jinfer.sampling.contrastive_score import candidates, contrastive
+from jinfer.sampling.param_names import PAPERS_FSD
+from jinfer.sampling.sampling_metadata import allowed_mask
+from jinfer.sampling.sampling_params import SamplingParams
 from tests.arrays import on_device
 from tests.reference import numpy_stages as numpy
 from tests.reference.numpy_sampling import Floats, probabilities

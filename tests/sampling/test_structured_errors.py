@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer.errors import USER_ERRORS
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.sampling.structured import (
     Constraint,
     ConstraintError,
@@ -16,7 +16,7 @@ from jinfer.sampling.structured import (
     constraint,
 )
 from jinfer.sampling.structured.matcher import MAX_FORCED
-from jinfer.sampling.structured.trial import UnfinishedError
+from jinfer.sampling.structured.sandboxed_compile import UnfinishedError
 from tests.sampling.test_structured_masks import SMALL
 from tests.sampling.vocabularies import ListTokenizer, tokenizer
 

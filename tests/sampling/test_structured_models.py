@@ -13,7 +13,7 @@ import pytest
 from jinfer import LLM
 from jinfer.sampling.structured import compile_constraint
 from jinfer.tokenizer import Tokenizer
-from jinfer.tokenizer.llama2c import load_llama2c
+from jinfer.tokenizer.llama2c_tokenizer import load_llama2c
 from tests.sampling.test_structured_schemas import check_valid
 from tests.sampling.vocabularies import tokenizer
 

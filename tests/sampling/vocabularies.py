@@ -10,7 +10,7 @@ import pytest
 
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
-from jinfer.tokenizer.surface import Surface
+from jinfer.tokenizer.piece_bytes import Surface
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 # Those whose vocabularies hold all (or nearly all) single bytes.

@@ -12,10 +12,10 @@ import httpx
 import uvicorn
 
 from jinfer.server.app import build_app
-from jinfer.server.models import Hosted
-from jinfer.server.protocol import Protocol
+from jinfer.server.http_protocol import Protocol
+from jinfer.server.model_manager import Hosted
+from jinfer.server.server_settings import Settings, Source
 from jinfer.server.service import Service
-from jinfer.server.settings import Settings, Source
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens"

@@ -3,7 +3,7 @@
 import pytest
 
 from jinfer.server.auth import check
-from jinfer.server.errors import ApiError
+from jinfer.server.http_errors import ApiError
 
 
 def test_each_of_several_keys_is_enough() -> None:

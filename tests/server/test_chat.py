@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from jinfer import SamplingParams
-from jinfer.engine.generation import Usage
-from jinfer.server import figures
+from jinfer.engine.output.generation import Usage
+from jinfer.server import usage
 from tests.server.running import Running
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
@@ -98,10 +98,10 @@ def test_usage_in_every_piece(smol: Running) -> None:
 
 def test_rates_leave_the_first_token_out() -> None:
     """The time begins with it."""
-    found = figures.timings(Usage(10, 5, 1.0, 2.0))
+    found = usage.timings(Usage(10, 5, 1.0, 2.0))
     assert (found["predicted_n"], found["predicted_ms"]) == (5, 2000)
     assert (found["predicted_per_second"], found["predicted_per_token_ms"]) == (2, 500)
-    assert figures.timings(Usage(10, 1, 1.0, 0.0))["predicted_per_second"] == 0
+    assert usage.timings(Usage(10, 1, 1.0, 0.0))["predicted_per_second"] == 0
 
 
 def test_cached_tokens(client: openai.OpenAI) -> None:

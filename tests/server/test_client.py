@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
+from jinfer.cli.remote.chat_request import fields
+from jinfer.cli.remote.http_client import Server
+from jinfer.cli.remote.remote_chat import RemoteChat
+from jinfer.cli.terminal.line_input import Typed
 from jinfer.client import main
 from jinfer.engine.requests import RequestError
-from jinfer.remote.asking import fields
-from jinfer.remote.chat import RemoteChat
-from jinfer.remote.connection import Server
-from jinfer.sampling.params import SamplingParams
+from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.settings import Settings, Source
-from jinfer.terminal.lines import Typed
+from jinfer.server.server_settings import Settings, Source
+from tests.cli.terminal import Terminal
 from tests.server.running import GOLDENS, ROOT, Running, serving
-from tests.terminal.terminal import Terminal
 
 SHORT = ("--max-tokens", "8", "--greedy")
 

@@ -7,7 +7,7 @@ import pytest
 
 from jinfer.server.endpoint import Empty
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.schemas.sampling_fields import Sampling
 from tests.server.running import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

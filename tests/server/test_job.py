@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from jinfer.engine.engine import Engine
-from jinfer.server import app, models
-from jinfer.server.settings import Settings, Source
+from jinfer.server import app, model_manager
+from jinfer.server.server_settings import Settings, Source
 from tests.server.running import GOLDENS, Running, serving
 
 LLAMA = Source("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
@@ -36,7 +36,7 @@ def job() -> Iterator[Job]:
     found = Job()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(app, "current", lambda: found)
-        patched.setattr(models, "current", lambda: found)
+        patched.setattr(model_manager, "current", lambda: found)
         yield found
 
 

@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from jinfer.engine.engine import Engine
-from jinfer.server.logs import JsonLines
-from jinfer.server.settings import Settings, Source
+from jinfer.server.request_log import JsonLines
+from jinfer.server.server_settings import Settings, Source
 from tests.server.running import GOLDENS, SMOL, Running, serving
 
 TINY = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
@@ -271,10 +271,10 @@ def test_while_it_loads(monkeypatch: Any) -> None:
         release.wait(60)
         return opened(source)
 
-    from jinfer.server import models
+    from jinfer.server import model_manager
 
-    opened = models._opened
-    monkeypatch.setattr(models, "_opened", slow)
+    opened = model_manager._opened
+    monkeypatch.setattr(model_manager, "_opened", slow)
     with serving([LLAMA], wait=False) as running:
         health = httpx.get(f"{running.url}/health")
         assert health.status_code == 503

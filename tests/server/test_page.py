@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.sampling.params import SamplingParams
-from jinfer.sampling.ranges import RANGES
-from jinfer.server.flags import options, settings_of
+from jinfer.sampling.param_ranges import RANGES
+from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server.openapi import description
-from jinfer.server.page.files import files
-from jinfer.server.schemas.parameters import GROUPS, own_name
-from jinfer.server.settings import Settings, Source
+from jinfer.server.page.static_files import files
+from jinfer.server.schemas.parameter_groups import GROUPS, own_name
+from jinfer.server.serve_flags import options, settings_of
+from jinfer.server.server_settings import Settings, Source
 from tests.server.running import GOLDENS, Running, serving
 
 LLAMA = Source("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})

@@ -7,12 +7,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from jinfer.opening.conversation import Conversation
-from jinfer.server.errors import ApiError
-from jinfer.server.prompts import messages_of
+from jinfer.modelspec.model_spec import PromptSpec
+from jinfer.opening.chat_prompt import Conversation
+from jinfer.server.http_errors import ApiError
+from jinfer.server.prompt_builder import messages_of
 from jinfer.server.schemas.chat import Message
-from jinfer.server.tools.shape import shape_of, shaped
-from jinfer.spec.model import PromptSpec
+from jinfer.server.tool_parsers.template_shape import shape_of, shaped
 from jinfer.template import ChatTemplate
 from tests.server.running import Running
 

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.server.items import Items
-from jinfer.server.parsing import CallDelta, Delta
+from jinfer.server.output_deltas import CallDelta, Delta
+from jinfer.server.response_items import Items
 from tests.server.running import Running
 
 ANSWER = "Hello! How can I assist you today?"

@@ -19,7 +19,7 @@ import pytest
 from jinfer.server.routes import ENDPOINTS
 from tests.server.running import ROOT
 from tests.server.soak import WORDS, Soak
-from tests.server.test_process import command, free_port, ready
+from tests.server.test_run_server import command, free_port, ready
 
 SOURCE = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 
@@ -108,13 +108,13 @@ class Streams:
     """
 
     def __init__(self, http: httpx.AsyncClient, count: int, **fields: Any) -> None:
-        self.gap, self._ended = 0.0, False
+        self.gap, self._ended = 0.0, asyncio.Event()
         self._http, self._fields = http, fields
         self._tasks = [asyncio.create_task(self._listen()) for _ in range(count)]
 
     async def _listen(self) -> None:
         fields = {"max_tokens": 900, "stream": True, "ignore_eos": True, **self._fields}
-        while not self._ended:
+        while not self._ended.is_set():
             body = {"prompt": "Once upon a time", **fields}
             async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 last = 0.0
@@ -124,12 +124,12 @@ class Streams:
                     now = time.monotonic()
                     self.gap = max(self.gap, now - last if last else 0.0)
                     last = now
-                    if self._ended:
+                    if self._ended.is_set():
                         break
 
     async def end(self) -> None:
         """Waits until the last has ended."""
-        self._ended = True
+        self._ended.set()
         await asyncio.gather(*self._tasks)
 
 

@@ -8,9 +8,9 @@ import httpx
 import openai
 import pytest
 
-from jinfer.opening.recognize import open_source
-from jinfer.server.settings import Source
-from jinfer.server.tools import format as tool_format
+from jinfer.opening.resolve_model import open_source
+from jinfer.server.server_settings import Source
+from jinfer.server.tool_parsers import call_format as tool_format
 from tests.server.running import SMOL, Running, serving
 from tools.bench_models import LlamaShape, make_up
 

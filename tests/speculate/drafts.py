@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jinfer import LLM, Completion, SamplingParams
-from jinfer.engine.scheduler import Running
-from jinfer.engine.speculator import Drafted
-from jinfer.speculate.control import Control
+from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.speculator_protocol import Drafted
+from jinfer.speculate.draft_length import Control
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.speculation import Speculation
-from jinfer.speculate.tree import ROOT, Tree
+from jinfer.speculate.speculative_decoding import Speculation
+from jinfer.speculate.token_tree import ROOT, Tree
 
 
 @dataclass(eq=False)

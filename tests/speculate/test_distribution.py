@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.sampling.chance import noise
+from jinfer.sampling.rng import noise
 from tests.arrays import on_device
 
 VOCAB, TOKENS, SEEDS = 8, 3, 100_000

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.spec.errors import SpecError
-from jinfer.speculate.lookup import Lookup
-from jinfer.speculate.suffix import Suffix
-from jinfer.speculate.tree import Tree, merged
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.speculate.prompt_lookup import Lookup
+from jinfer.speculate.suffix_tree import Suffix
+from jinfer.speculate.token_tree import Tree, merged
 from tests.engine.test_schedules import GOLDENS, SMOLLM2, STORIES
 from tests.speculate.drafts import alone, ids, same
 

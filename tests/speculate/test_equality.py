@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.speculate.lookup import Lookup
-from jinfer.speculate.replay import Replay
+from jinfer.speculate.prompt_lookup import Lookup
+from jinfer.speculate.replay_drafter import Replay
 from tests.engine.test_schedules import GOLDENS, STORIES, STRATEGIES
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 from tests.test_goldens import CAUSAL

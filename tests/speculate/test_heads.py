@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.nn.step import Step
-from jinfer.opening.settings import open_model
-from jinfer.ops.cache import BLOCK, empty
-from jinfer.spec.errors import SpecError
-from jinfer.speculate.head import HeadModel
-from jinfer.speculate.speculation import Speculation
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.forward_context import Step
+from jinfer.opening.open_model import open_model
+from jinfer.ops.attention.kv_cache import BLOCK, empty
+from jinfer.speculate.head_drafter import HeadModel
+from jinfer.speculate.speculative_decoding import Speculation
 from tests.arrays import on_device
 from tests.families.llama_line import (
     TOKENS,

@@ -11,8 +11,8 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.generate import main
 from jinfer.server.metrics import Metrics
-from jinfer.speculate.control import Control
-from jinfer.speculate.replay import Replay
+from jinfer.speculate.draft_length import Control
+from jinfer.speculate.replay_drafter import Replay
 from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 

@@ -9,10 +9,10 @@ import time
 import jinja2
 import pytest
 
-from jinfer.template import ChatTemplate, TemplateError, chat, limits
-from jinfer.template.compiled import compile_source
+from jinfer.template import ChatTemplate, TemplateError, chat_template, template_limits
+from jinfer.template.render import compile_source
 
-from .test_chat import EXPECTED
+from .test_chat_template import EXPECTED
 
 _GROW = "{{% set ns = namespace(s={start}) %}}{{% for i in range(200) %}}{step}{{% endfor %}}{end}"
 
@@ -106,7 +106,7 @@ STEPS = (  # one step of the interpreter, for ever
 
 @pytest.mark.parametrize("source", TIME + SIZE)
 def test_ends_soon(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     start = time.thread_time()
     with pytest.raises(TemplateError):
         ChatTemplate(source).render([])
@@ -122,7 +122,7 @@ def test_ends_soon(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_step_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     start = time.monotonic()
     # A fast processor gets as far as the bound on memory within this time.
     with pytest.raises(TemplateError, match=r"takes too long|too much memory"):
@@ -148,7 +148,7 @@ def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(source)
         return compile_source(source)
 
-    monkeypatch.setattr(chat, "compile_source", count)
+    monkeypatch.setattr(chat_template, "compile_source", count)
     for number in range(5):
         source = "{{ messages|length }} of one source"
         assert ChatTemplate(source).render([{}] * number) == f"{number} of one source"
@@ -174,7 +174,7 @@ def test_known_templates_need_no_other_process(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*args: object) -> str:
         raise AssertionError("rendered in a process of its own")
 
-    monkeypatch.setattr(chat, "render_there", refuse)
+    monkeypatch.setattr(chat_template, "render_there", refuse)
     for case in EXPECTED["cases"]:
         template = ChatTemplate(
             EXPECTED["templates"][case["template"]], variables=EXPECTED["variables"]

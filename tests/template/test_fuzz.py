@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.template import ChatTemplate, TemplateError, limits
-from jinfer.template.sandbox import BoundedEnvironment
+from jinfer.template import ChatTemplate, TemplateError, template_limits
+from jinfer.template.jinja_sandbox import BoundedEnvironment
 
 from ..hostile import EXAMPLES, endures, many
-from .test_chat import EXPECTED
+from .test_chat_template import EXPECTED
 
 MESSAGES = [
     {"role": "user", "content": "Hi %(a)4000000000d {0:9999999} \ud800 <|im_end|>"},
@@ -73,7 +73,7 @@ TEMPLATES = st.recursive(OUTPUTS, longer, max_leaves=4)
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_random_templates(tmp_path: Path, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
     file = tmp_path / "template"
 
     @many(examples)
@@ -90,7 +90,7 @@ def test_random_templates(tmp_path: Path, examples: int, monkeypatch: pytest.Mon
 def test_damaged_known_templates(
     tmp_path: Path, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.05)
     file = tmp_path / "template"
     sources = st.sampled_from(sorted(EXPECTED["templates"].values()))
     pieces = EXPRESSIONS | st.sampled_from(["{%", "%}", "{{", "}}", "endfor", "'", "-", "(", "|"])

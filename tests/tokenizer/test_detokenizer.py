@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.tokenizer import Tokenizer, load_tokenizer
-from jinfer.tokenizer.huggingface import HuggingFaceTokenizer
-from jinfer.tokenizer.sentencepiece import SentencePieceTokenizer
+from jinfer.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
+from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.tokenizer.test_goldens import GOLDENS, KINDS
 
 TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0x1FFFF), max_size=40)

@@ -8,7 +8,7 @@ import pytest
 from jinfer.ops.backend import target
 from tools import bench_programs
 from tools.bench_programs import LLAMA_3_8B, bytes_read, llama, operations
-from tools.kernel_times import kernels_of, lines
+from tools.kernel_profile import kernels_of, lines
 
 TINY = {
     **LLAMA_3_8B,

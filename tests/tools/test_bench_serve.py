@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.settings import Settings, Source
+from jinfer.server.server_settings import Settings, Source
 from tests.server.running import ROOT, Running, serving
 from tools.bench_serve import main
-from tools.serve_figures import Answered, Limits, figures, percentiles
-from tools.serve_load import Mix, Work, arrivals, conversation
+from tools.bench_serve_load import Mix, Work, arrivals, conversation
+from tools.bench_serve_stats import Answered, Limits, figures, percentiles
 
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 

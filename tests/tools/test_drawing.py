@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from jinfer import LLM
-from jinfer.opening.recognize import recognize
-from jinfer.spec.drawing import CHARACTER, draw
-from jinfer.spec.html import table
-from jinfer.spec.model import ModelSpec
-from jinfer.spec.wiring import graph_of
-from tests.spec.helpers import model, resolved
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.view.formula_graph import graph_of
+from jinfer.modelspec.view.model_html import table
+from jinfer.modelspec.view.model_svg import CHARACTER, draw
+from jinfer.opening.resolve_model import recognize
+from tests.modelspec.helpers import model, resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ["llama2", "bloom", "phi2", "bert", "t5", "m2m100", "mixtral", "deepseek_moe", "minicpm"]

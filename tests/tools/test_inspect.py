@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from tools.draft import draft
+from tools.draft_spec import draft
 from tools.inspect import main
-from tools.matching import describe
+from tools.inspect_report import proposals
+from tools.match_checkpoint import describe
 from tools.quantize import convert
-from tools.report import proposals
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 Tensors = dict[str, np.ndarray]

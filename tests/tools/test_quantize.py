@@ -13,16 +13,16 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.orbax import orbax_api
-from jinfer.opening.pooling import Projection
-from jinfer.opening.recognize import recognize
-from jinfer.opening.settings import open_model
+from jinfer.opening.open_model import open_model
+from jinfer.opening.pooling_config import Projection
+from jinfer.opening.resolve_model import recognize
 from jinfer.quant import parse_format
-from jinfer.quant.calibration import Inputs
-from jinfer.quant.quantize import Method, quantize
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.quantize_matrix import Method, quantize
 from tools.inspect import main as inspect
 from tools.quantize import convert, main
 from tools.quantize_table import Measured, Row, to_text
-from tools.toml_text import toml_text
+from tools.toml_writer import toml_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"

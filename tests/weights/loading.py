@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.model import AbstractModel, build
-from jinfer.spec.resolve import Facts, merge, resolve
-from jinfer.spec.tensors import TensorMap
-from jinfer.weights.load import LoadError, find_origins, load
+from jinfer.modelspec.resolve_spec import Facts, merge, resolve
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.weights.load_weights import LoadError, find_origins, load
 
 type Arrays = dict[str, np.ndarray]
 

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
-from jinfer.spec.files import read_toml, specs_folder
-from jinfer.weights.load import LoadError
+from jinfer.modelspec.spec_files import read_toml, specs_folder
+from jinfer.weights.load_weights import LoadError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TOLERANCE = 2e-4

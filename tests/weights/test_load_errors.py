@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from jinfer.errors import USER_ERRORS
+from jinfer.api.user_errors import USER_ERRORS
 from jinfer.generate import main
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"

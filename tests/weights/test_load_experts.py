@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.model import AbstractModel
-from jinfer.spec.tensors import TensorMap
-from jinfer.weights.load import LoadError
-from jinfer.weights.mapping import find_origin
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.weights.load_weights import LoadError
+from jinfer.weights.tensor_mapping import find_origin
 
 from .loading import (
     Arrays,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.tensor_names import TensorMap, read_tensor_map
 from jinfer.records import replace
-from jinfer.spec.tensors import TensorMap, read_tensor_map
-from jinfer.spec.values import Values
-from jinfer.weights.load import LoadError
+from jinfer.weights.load_weights import LoadError
 
 from .loading import GROUPED, checkpoint, error_of, good, lazy, load_file, model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jinfer import LLM
-from jinfer.engine.programs import Shape
-from jinfer.sampling.order import stage_sets
+from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.sampling.sampler_chain import stage_sets
 from tools.bench_models import LlamaShape, make_up
 from tools.quantize import convert
 

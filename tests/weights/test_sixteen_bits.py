@@ -12,13 +12,13 @@ import pytest
 from jinfer import LLM
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.cpu.build import isa, lowered_isa
-from jinfer.ops import sixteen_bits as storing
+from jinfer.cpu.build_library import isa, lowered_isa
+from jinfer.modelspec.quant_format import WIDE
+from jinfer.modelspec.quantization_table import QuantizationSpec
+from jinfer.ops.matmul import half_precision as storing
 from jinfer.quant import QuantizedTensor
-from jinfer.quant.format import WIDE
-from jinfer.spec.quantization import QuantizationSpec
-from jinfer.weights.load import find_origins, load
-from jinfer.weights.storage import in_types, kept_types
+from jinfer.weights.load_weights import find_origins, load
+from jinfer.weights.storage_plan import in_types, kept_types
 from tests.cpu.helpers import BF16
 from tests.weights import loading
 from tests.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
@@ -120,7 +120,7 @@ def test_an_encoder() -> None:
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
     monkeypatch.setattr(storing, "reads_as_stored", lambda: False)
-    monkeypatch.setattr("jinfer.ops.dense.cpu.dense_linear", None)
+    monkeypatch.setattr("jinfer.ops.matmul.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")
     assert types(kept, "matrix") == {"bfloat16"}
@@ -130,7 +130,7 @@ def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.weights.find.reads_as_stored", lambda: False)
+    monkeypatch.setattr("jinfer.weights.plan_weights.reads_as_stored", lambda: False)
     assert types(open_model("llama2"), "matrix", "table", "head") == {"float32"}
 
 

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jinfer.engine.executables import dumped, reader
-from jinfer.quant.tensor import in_large_pages
+from jinfer.engine.runner.aot_serialization import dumped, reader
+from jinfer.quant.quantized_tensor import in_large_pages
 from jinfer.xla import arrays, device
 from jinfer.xla.abstract import Abstract
 from tests.xla.processes import needs_known, run
@@ -106,7 +106,7 @@ print((np.asarray(array) == values(ml_dtypes.bfloat16)).all(), is_postponed())
 def test_whether_memory_is_shared() -> None:
     """An address is that of the memory, and what may not be shared is copied."""
     script = f"""{ARRAYS}
-from jinfer.quant.tensor import in_large_pages
+from jinfer.quant.quantized_tensor import in_large_pages
 for kind in (np.float32, ml_dtypes.bfloat16, np.uint32):
     given = in_large_pages(values(kind))
     array, copied = device.put(given), device.put(given, may_alias=False)
@@ -121,7 +121,7 @@ print(is_postponed())
 
 def test_threads_of_xla_are_bounded_before_it_starts() -> None:
     script = f"""{ARRAYS}
-from jinfer.ops.threads import bound
+from jinfer.ops.thread_limit import bound
 assert not device.has_started()
 bound(1)
 print(device.has_started(), is_postponed())

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer.quant.format import FORMATS
-from jinfer.quant.tensor import abstract
+from jinfer.modelspec.quant_format import FORMATS
+from jinfer.quant.quantized_tensor import abstract
 from jinfer.records import dataclass, field
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
@@ -62,8 +62,8 @@ def test_records_of_before_are_trees_of_jax_too() -> None:
     script = """
 from jinfer.xla.later import postpone
 assert postpone()
-from jinfer.quant.format import FORMATS
-from jinfer.quant.tensor import abstract
+from jinfer.modelspec.quant_format import FORMATS
+from jinfer.quant.quantized_tensor import abstract
 from jinfer.xla import trees
 tree = abstract((64, 96), FORMATS["q4"])
 before = trees.leaves(tree)

@@ -19,9 +19,9 @@ Forced tokens change nothing but the speed: masks would allow only them. Both fo
 of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
 """
 
-from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured.constraint import Constraint, compile_constraint
 from jinfer.sampling.structured.matcher import Matcher
-from jinfer.sampling.structured.relaxed import relaxed, supported
+from jinfer.sampling.structured.schema_relaxation import relaxed, supported
 
 __all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint", "relaxed", "supported"]

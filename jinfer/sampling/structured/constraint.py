@@ -14,13 +14,13 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from jinfer.progress import task
-from jinfer.sampling.errors import ConstraintError
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
+from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
-from jinfer.sampling.structured.messages import failure, too_much_forced
-from jinfer.sampling.structured.reach import find_answer
-from jinfer.sampling.structured.source import Kind, Source, source_of
-from jinfer.sampling.structured.trial import UnfinishedError, try_apart
-from jinfer.sampling.structured.vocabulary import Vocabulary, vocabulary
+from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, try_apart
+from jinfer.sampling.structured.token_trie import Vocabulary, vocabulary
+from jinfer.sampling.structured.vocab_coverage import find_answer
 from jinfer.tokenizer import Tokenizer
 
 MAX_KEPT = 64  # compiled constraints, those used last

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher
 
-from jinfer.sampling.errors import ConstraintError
-from jinfer.sampling.structured.messages import one_line, too_much_forced
-from jinfer.sampling.structured.source import Kind
-from jinfer.sampling.structured.vocabulary import Vocabulary
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sampling.structured.grammar_source import Kind
+from jinfer.sampling.structured.llguidance_errors import one_line, too_much_forced
+from jinfer.sampling.structured.token_trie import Vocabulary
 from jinfer.shapes import UInt
 
 # Bytes that a grammar may force at once; they are tokenized again for each mask among them.

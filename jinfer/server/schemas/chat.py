@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.base import (
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.schema_base import (
     MOST_PARTS,
     Answer,
     Ignored,
@@ -20,7 +21,6 @@ from jinfer.server.schemas.base import (
     refused,
     tool_kind,
 )
-from jinfer.server.schemas.sampling import Sampling
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 CacheControl = Annotated[

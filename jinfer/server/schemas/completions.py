@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from jinfer.server.schemas.base import Answer, Prompts, StreamOptions, Timings, Usage
-from jinfer.server.schemas.sampling import Sampling
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.schema_base import Answer, Prompts, StreamOptions, Timings, Usage
 
 
 class CompletionRequest(Sampling):

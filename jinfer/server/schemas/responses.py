@@ -6,7 +6,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.base import (
+from jinfer.server.schemas.chat import (
+    CacheControl,
+    FunctionName,
+    ServiceTier,
+    Store,
+    Verbosity,
+)
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.schema_base import (
     MOST_PARTS,
     Answer,
     Ignored,
@@ -19,14 +27,6 @@ from jinfer.server.schemas.base import (
     refused,
     tool_kind,
 )
-from jinfer.server.schemas.chat import (
-    CacheControl,
-    FunctionName,
-    ServiceTier,
-    Store,
-    Verbosity,
-)
-from jinfer.server.schemas.sampling import Sampling
 
 
 class InputPart(Replayed):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.clients.checks import CLIENTS
 from tests.server.running import ROOT
-from tests.server.test_process import command, free_port, ready
+from tests.server.test_run_server import command, free_port, ready
 
 MODEL = "smollm2_135m_instruct"
 PYTHON = os.environ.get("JINFER_CLIENTS", sys.executable)

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from jinfer.server.schemas.parameters import GROUPS
-from jinfer.server.settings import Settings, Source
+from jinfer.server.schemas.parameter_groups import GROUPS
+from jinfer.server.server_settings import Settings, Source
 from tests.server.page.driving import (
     ANSWERS,
     answered,

@@ -1,0 +1,258 @@
+"""The library's front door for services: the same model, in coroutines and async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jinfer.api.base_llm import Loaded
+from jinfer.api.generation_requests import requested, streamed
+from jinfer.api.llm import LLM, Prompts
+from jinfer.api.prompt_inputs import Ids, Params, Prompt
+from jinfer.api.session import Prepared
+from jinfer.engine.output.collect import Completions, best
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage, completion
+from jinfer.engine.requests import RequestError
+from jinfer.opening.chat_prompt import Message
+from jinfer.opening.pooling_config import Pooling
+from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
+from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.shapes import Float
+
+Types = Sequence[Sequence[int]]
+
+
+class AsyncLLM(Loaded):
+    """A model for an event loop. Closing an iterator, or cancelling a task, ends its request.
+
+    It has all of `LLM`'s methods, with the same parameters: what computes is a coroutine, `stream`
+    an async iterator, and what only looks at texts, tokens and figures is called as there.
+
+    Attributes:
+        llm: the same model for threads.
+    """
+
+    def __init__(self, source: str | Path | LLM, **arguments: Any) -> None:
+        """Opens and loads a model, as `LLM`, or takes one that is open."""
+        if isinstance(source, LLM) and arguments:
+            raise RequestError(
+                f"the model is open already; give {', '.join(arguments)} to LLM(...)"
+            )
+        self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
+        self.frontend = self.llm.frontend
+
+    @completing(Sampling)
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: Params | Sequence[Params] | None = None,
+        *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Completion]:
+        """As `LLM.generate`."""
+        asked = await _aside(
+            [sampling, *(params if isinstance(params, list | tuple) else [params])],
+            requested,
+            self.frontend,
+            prompts,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
+        answers = await asyncio.gather(
+            *(asyncio.gather(*(self._whole(one) for one in group)) for group, _ in asked)
+        )
+        return Completions(
+            answer
+            for group, (_, chosen) in zip(answers, asked, strict=True)
+            for answer in best(list(group), chosen)
+        )
+
+    @completing(Sampling)
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncGenerator[Chunk]:
+        """As `LLM.stream`."""
+        prepared = await _aside(
+            [sampling, params],
+            streamed,
+            self.frontend,
+            prompt,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
+        pieces = self._pieces(prepared)
+        try:
+            async for piece in pieces:
+                if isinstance(piece, Chunk):
+                    yield piece
+        finally:
+            await pieces.aclose()
+
+    @completing(ChatKeywords)
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        params: Params | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> Completion:
+        """As `LLM.chat`."""
+        ids, chosen = self.frontend.chat(messages, params, keywords)
+        return (await self.generate(ids, chosen, priority=priority, timeout=timeout))[0]
+
+    async def logits(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+        last: bool = False,
+    ) -> list[Float[NDArray[np.float32], "*tokens vocab"]]:
+        """As `LLM.logits`."""
+        return await asyncio.to_thread(
+            self.llm.logits,
+            prompts,
+            encoder_ids=encoder_ids,
+            token_type_ids=token_type_ids,
+            last=last,
+        )
+
+    async def score(
+        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
+    ) -> list[Float[NDArray[np.float32], " tokens-1"]]:
+        """As `LLM.score`."""
+        return await asyncio.to_thread(self.llm.score, prompts, encoder_ids=encoder_ids)
+
+    async def hidden(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Types | None = None,
+    ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
+        """As `LLM.hidden`."""
+        return await asyncio.to_thread(
+            self.llm.hidden, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
+        )
+
+    async def pooled(
+        self, prompts: Prompts, *, token_type_ids: Types | None = None
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """As `LLM.pooled`."""
+        return await asyncio.to_thread(self.llm.pooled, prompts, token_type_ids=token_type_ids)
+
+    async def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        token_type_ids: Types | None = None,
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """As `LLM.embed`."""
+        return await asyncio.to_thread(
+            self.llm.embed,
+            texts,
+            pooling=pooling,
+            normalize=normalize,
+            prompt_name=prompt_name,
+            token_type_ids=token_type_ids,
+        )
+
+    async def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
+        """As `LLM.fill_mask`."""
+        return await asyncio.to_thread(self.llm.fill_mask, text, top=top)
+
+    async def close(self) -> None:
+        """As `LLM.close`."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _whole(self, prepared: Prepared) -> Completion:
+        chunks: list[Chunk] = []
+        async for piece in self._pieces(prepared):
+            if isinstance(piece, Usage):
+                return completion(chunks, piece)
+            chunks.append(piece)
+        raise RequestError("the answer ended without its last piece")
+
+    async def _pieces(self, prepared: Prepared) -> AsyncGenerator[Chunk | Usage]:
+        """The pieces of an answer, its usage last; the request ends with the iterator."""
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self.frontend.submit(prepared, _sink(loop, pieces))
+        try:
+            while not isinstance(piece := await pieces.get(), Usage):
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+            yield piece
+        finally:
+            self.frontend.thread.cancel(prepared.request.id)
+
+
+async def _aside[**P, T](
+    given: Sequence[Any], make: Callable[P, T], *arguments: P.args, **more: P.kwargs
+) -> T:
+    """What a function gives; beside the loop where a constraint is to be compiled.
+
+    That takes a tenth of a second, and the first one of a vocabulary a second.
+
+    Args:
+        given: parameters, in which a constraint may be.
+    """
+    tables = [vars(each) if isinstance(each, SamplingParams) else each for each in given if each]
+    if any(
+        table.get(name) is not None
+        for table in tables
+        if isinstance(table, Mapping)
+        for name in CONSTRAINTS
+    ):
+        return await asyncio.to_thread(make, *arguments, **more)
+    return make(*arguments, **more)
+
+
+def _sink(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Any]) -> Callable[[Any], None]:
+    """Puts pieces into a queue of an event loop that runs on another thread."""
+
+    def put(piece: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    return put

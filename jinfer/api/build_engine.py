@@ -1,0 +1,163 @@
+"""An engine put together as a specification sizes it, and the programs that it will need."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jinfer.distributed.process_group import current
+from jinfer.engine.engine import Engine
+from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.engine.runner.model_runner import flat_sizes
+from jinfer.engine.scheduling.block_manager import BlockManager, BlockPool
+from jinfer.engine.scheduling.cache_size import cache_blocks
+from jinfer.engine.scheduling.scheduler import Scheduler
+from jinfer.guard.disk_cache import Shelf
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.opening.open_model import Opened
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
+from jinfer.progress import line
+from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.weights.plan_weights import Weights
+from jinfer.xla import trees
+
+if TYPE_CHECKING:
+    from jinfer.parallel.pipeline_programs import StagedPrograms
+
+
+def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -> Engine:
+    """An engine whose weights are yet to be loaded.
+
+    Args:
+        shelf: where its programs are kept.
+
+    Raises:
+        SpecError: `[partition]` asks for what cannot be.
+    """
+    programs, lanes = _programs(model, opened, shelf)
+    spec, blocks = opened.spec.engine, programs.sizes.blocks
+    windows = {shape.group: shape.window for shape in model.caches.values()}
+    pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
+    encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
+    mixed = max(spec.mixed_chunk, spec.slots + 1)
+    scheduler = Scheduler(
+        BlockManager(pools, encoder),
+        spec.slots,
+        spec.prefill_chunk,
+        mixed,
+        flat_sizes(spec.prefill_chunk, mixed, spec.slots),
+        spec.queue,
+        lanes,
+    )
+    return Engine(programs=programs, scheduler=scheduler)
+
+
+def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
+    """Gives an engine its weights, on the devices where they are to be."""
+    programs: Any = engine.programs
+    stages = getattr(programs, "stages", None)
+    if stages is None:
+        engine.parameters = weights.load(progress)
+        return
+    from jinfer.parallel.sharded_loading import load_stages
+
+    if progress and programs.memory:
+        line(str(programs.memory))
+    engine.leaves = load_stages(weights, stages, progress=progress)
+
+
+def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
+    """The programs, for a cache of the size there is room for, and how many lanes they have."""
+    asked = opened.spec.engine.kv_tokens
+    if asked is not None and asked < BLOCK:
+        reason = (
+            f"{asked} is less than a block of the cache, {BLOCK} tokens: a sequence needs room "
+        )
+        reason += "for its prompt and its answer"
+        raise SpecError(opened.spec.path, "engine.kv_tokens", reason)
+    if (group := current()) is not None:
+        from jinfer.distributed.build_programs import hosted_programs
+
+        hosted = hosted_programs(group, model, opened, partial(_sizes, opened))
+        return hosted, hosted.lanes.count
+    if not opened.spec.partition.is_plain:
+        staged = _staged(model, opened)
+        return staged, staged.lanes.count
+    spec, context = opened.spec.engine, opened.context
+    used = sum(leaf.size * leaf.dtype.itemsize for leaf in trees.leaves(model.parameters))
+    blocks = cache_blocks(
+        model.caches,
+        opened.kv_cache,
+        slots=spec.slots,
+        context=context,
+        chunk=spec.prefill_chunk,
+        tokens=spec.kv_tokens,
+        used=used,
+    )
+    return Programs(model, _sizes(opened, blocks), shelf), 1
+
+
+def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
+    # Here: one device needs none of this, nor the modules that it imports.
+    from jinfer.parallel.auto_plan import settled
+    from jinfer.parallel.memory_plan import memory_plan
+    from jinfer.parallel.microbatches import Lanes
+    from jinfer.parallel.pipeline_programs import StagedPrograms
+    from jinfer.parallel.placement import free_of, make_stages, plan_of
+
+    context, kind = opened.context, opened.kv_cache
+    dtype = np.dtype(opened.dtype)
+    spec, why = settled(opened.spec, model, context, dtype, kind)
+    plan = plan_of(spec, model, context, dtype, kind)
+    memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))
+    if memory.problem:
+        raise SpecError(spec.path, "partition", memory.problem)
+    return StagedPrograms(
+        model=model,
+        sizes=_sizes(opened, dict(memory.blocks.total)),
+        stages=make_stages(plan, spec, model, dtype),
+        lanes=Lanes(plan.lanes, spec.engine.slots),
+        hosted=memory.blocks.hosted,
+        memory=f"{why}\n\n{memory}" if why else str(memory),
+    )
+
+
+def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
+    vocab = opened.spec.dims.get("vocab", 0)
+    return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
+
+
+def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
+    """The programs that a request needs if it comes alone, and asks for nothing unusual."""
+    if not engine.model.modules.spec.generates:
+        return []
+    scheduler, shapes = engine.scheduler, [Shape("admit")]
+    while prompt > 1:
+        count = scheduler.filling(min(scheduler.chunk, prompt))
+        shapes.append(Shape("logits", engine.size_of(count), 1))
+        prompt -= count
+    stages = stage_sets()[0]
+    chosen = Shape("choose", chosen=1, stages=stages)
+    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=stages)]
+
+
+def all_shapes(engine: Engine) -> list[Shape]:
+    """The programs that requests of every kind but beam and contrastive search may need."""
+    if not engine.model.modules.spec.generates:
+        return []
+    slots = engine.programs.sizes.slots
+    counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
+    flat = [
+        Shape("logits", size, chosen)
+        for size in engine.scheduler.sizes
+        for chosen in sorted({1, engine.chosen_count(size, 2)})
+    ]
+    shapes = [Shape("admit"), Shape("copy"), *flat]
+    choices = sorted({shape.chosen for shape in flat})
+    for stages in stage_sets():
+        shapes += [Shape("choose", chosen=count, stages=stages) for count in choices]
+        shapes += [Shape("decode", count, stages=stages) for count in counts]
+    return shapes

@@ -1,0 +1,90 @@
+"""What a model computes of whole prompts: logits, scores, hidden and pooled states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import index
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from jinfer.api.prompt_inputs import prompts
+from jinfer.api.session import NO_HEAD, Frontend
+from jinfer.engine.engine import Engine
+from jinfer.engine.requests import RequestError
+from jinfer.engine.runner.forward_passes import Passes, encode, forward
+from jinfer.nn.abstract_model import Want
+
+Result = Literal["logits", "hidden", "pooled", "score"]
+
+
+def results(
+    frontend: Frontend,
+    given: object,
+    want: Result,
+    encoder_given: object | None,
+    token_type_ids: Sequence[Sequence[int]] | None,
+    last: bool = False,
+) -> list[np.ndarray]:
+    """A result of each prompt; arguments as `LLM.logits`. Raises `RequestError`."""
+    spec = frontend.opened.spec
+    if encoder_given is not None and not frontend.engine.model.has_cross_attention:
+        raise RequestError(
+            "encoder_ids are for a model with an encoder and a decoder; leave them out"
+        )
+    if token_type_ids is not None and spec.decoder is not None:
+        raise RequestError("token_type_ids are for an encoder; leave them out")
+    texts = _encoded(frontend, given)
+    if spec.decoder is None:
+        if want not in {"hidden", *spec.stacks[0].head.results}:
+            raise RequestError(f"the model has no head that gives {want}")
+        types = _types(texts, token_type_ids, spec.dims.get("types"))
+        job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
+        found = frontend.thread.run(job)
+        return [each[-1] for each in found] if last else found
+    if want == "pooled":
+        raise RequestError("the model has no pooler; use embed")
+    if want != "hidden" and not spec.generates:
+        raise RequestError(f"{NO_HEAD}; use embed or hidden")
+    encoders: list[list[int]] = [[]] * len(texts)
+    if frontend.engine.model.has_cross_attention:
+        encoders = [] if encoder_given is None else _encoded(frontend, encoder_given)
+        if len(encoders) != len(texts):
+            raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
+    pairs = list(zip(texts, encoders, strict=True))
+    if want == "score" and any(len(ids) < 2 for ids in texts):
+        raise RequestError("a prompt to be scored needs at least two tokens")
+    return [frontend.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
+
+
+def _types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
+    """Which of two texts each token belongs to.
+
+    Args:
+        known: how many types the model has, where it says so.
+    """
+    if given is None:
+        return [[0] * len(ids) for ids in texts]
+    try:
+        types = [[index(one) for one in row] for row in cast("Any", given)]
+    except TypeError:
+        raise RequestError("token_type_ids are lists of whole numbers, one for each text") from None
+    if [len(row) for row in types] != [len(ids) for ids in texts]:
+        raise RequestError("token_type_ids must be as long as the texts")
+    if known and any(not 0 <= one < known for row in types for one in row):
+        raise RequestError(f"token_type_ids are from 0 to {known - 1}, as many as the model has")
+    return types
+
+
+def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
+    encoded = [frontend.encode(prompt) for prompt in prompts(given)]
+    for ids in encoded:
+        frontend.check_text(ids)
+    return encoded
+
+
+def _forward(
+    pair: tuple[list[int], list[int]], want: Any, last: bool, engine: Engine
+) -> Passes[np.ndarray]:
+    return forward(engine, pair[0], want, pair[1], last=last)

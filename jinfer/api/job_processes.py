@@ -1,0 +1,98 @@
+"""The processes of a job: process 0 does what a command is for, and the others follow it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.api.build_engine import assemble, load
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.distributed.distributed_programs import HostedPrograms
+from jinfer.distributed.initialize import join
+from jinfer.distributed.job_config import Job
+from jinfer.distributed.process_group import LOST, Group, current
+from jinfer.distributed.worker import follow_calls
+from jinfer.engine.engine_thread import close_all
+from jinfer.engine.runner.program_cache import use_persistent_cache
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
+from jinfer.ops.platforms import start
+from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.qk_equalization import equalized
+
+_INTERRUPTED = 130  # the status of what Ctrl-C has ended: nobody's fault
+
+
+def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool = False) -> None:
+    """Has this process compute its part of what process 0 does with an `LLM` of the same source.
+
+    To be called in every process but process 0 after `join`; returns when that closes its model,
+    and ends the process when the job ends.
+
+    Raises:
+        SourceError, SpecError, CheckpointError, LoadError, TokenizerError: as `LLM`.
+    """
+    group = current()
+    assert group is not None, "the process has joined a job"
+    start()
+    shelf = use_persistent_cache()
+    opened = open_model(source, overrides)
+    model = build(opened.spec, jnp.dtype(opened.dtype), shelf)
+    weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    weights = equalized(weights, opened.kv_cache)
+    engine = assemble(weights.model, opened)
+    load(engine, weights, progress=progress)
+    assert isinstance(engine.programs, HostedPrograms), "it has joined"
+    follow_calls(group, engine.programs, engine.leaves)
+
+
+def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> int:
+    """Joins a job, and does what is to be done in process 0 or in another one.
+
+    Returns:
+        The exit status; the others have ended with it, where it is an error's.
+
+    Raises:
+        SourceError: it cannot be joined.
+    """
+    group = join(job)
+    try:
+        if group.rank:
+            _heed_nobody()
+            follow()
+            group.hear(0)  # the end, which ends the process
+        status = lead()
+        group.parting = True
+        close_all()  # what is on its way needs the others
+    except KeyboardInterrupt:
+        group.parting = True
+        close_all()
+        group.end()
+        raise
+    except USER_ERRORS as error:
+        group.end(2, f"process {group.rank}: {error}")
+        raise
+    except BaseException as error:
+        group.end(LOST, f"process {group.rank} failed: {type(error).__name__}: {error}")
+        raise
+    _end(group, status)
+    return status
+
+
+def _end(group: Group, status: int) -> None:
+    if status in (0, _INTERRUPTED):
+        group.end()
+    else:
+        group.end(status, f"process 0 ended with status {status}, and says why")
+
+
+def _heed_nobody() -> None:
+    """Signals that reach all processes of a job are for process 0, which ends the others."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,353 @@
+"""The library's front door: a model that generates, streams, chats and gives logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jinfer.api.base_llm import Loaded
+from jinfer.api.forward_results import Result, results
+from jinfer.api.generation_requests import requested, streamed
+from jinfer.api.prompt_inputs import Ids, Params, Prompt
+from jinfer.api.session import Frontend, Prepared
+from jinfer.api.text_embeddings import tokens_of, vectors
+from jinfer.engine.output.collect import Completions, best, taken, whole
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage
+from jinfer.engine.requests import RequestError
+from jinfer.opening.chat_prompt import Message
+from jinfer.opening.pooling_config import Pooling
+from jinfer.progress import task, watched
+from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
+from jinfer.shapes import Float
+from jinfer.xla.undisturbed import paused
+
+Prompts = Prompt | Sequence[Prompt]
+
+
+class LLM(Loaded):
+    """A model, loaded and ready. Any number of threads may use it at a time.
+
+    Attributes:
+        frontend: what `AsyncLLM` shares with it.
+    """
+
+    @paused()
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        progress: bool | None = None,
+        threads: int | None = None,
+        first: Callable[[LLM], list[int]] | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Opens and loads a model.
+
+        Args:
+            source: a specification, a checkpoint folder, a .gguf, a llama2.c .bin,
+                `package://module/file` or `hf://owner/name`.
+            progress: show what is done and how far it is, for as long as it takes; None: on a
+                terminal and in a notebook.
+            threads: cores of the CPU that may compute. The bound is the process's: of several
+                open models the least counts, and XLA's own pools keep the size that they had when
+                XLA started. None: all that the process may use.
+            first: gives the token ids of a prompt that will come first, with the default
+                parameters: its programs are compiled while the weights load.
+            **overrides: any key of the specification, dotted names in a `**{...}`:
+                `LLM(path, **{"engine.context": 8192, "dtype": "float32"})`.
+
+        Raises:
+            SourceError, SpecError, CheckpointError, LoadError, TokenizerError, TemplateError: one
+                line that names the file, the key or tensor, and what to do.
+            RequestError: an argument that cannot be.
+        """
+        if not isinstance(source, str | PathLike):
+            raise RequestError(f"a source is {source!r:.80}; give a path, or a model's name")
+        start = None if first is None else lambda frontend: first(self._with(frontend))
+        shown = watched() if progress is None else progress
+        with task(f"opening {Path(source).name or source}", shown=shown):
+            self._with(Frontend(source, overrides, progress=shown, threads=threads, first=start))
+
+    def _with(self, frontend: Frontend) -> LLM:
+        self.frontend = frontend
+        return self
+
+    def close(self) -> None:
+        """Ends what runs, and gives the memory back; the model cannot be used afterwards.
+
+        A model that nobody refers to any more does so by itself.
+        """
+        self.frontend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @completing(Sampling)
+    def generate(
+        self,
+        prompts: Prompts,
+        params: Params | Sequence[Params] | None = None,
+        *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> list[Completion]:
+        """Continues prompts, several at a time; of an encoder-decoder, answers them.
+
+        An interrupt (Ctrl-C, a notebook's stop) ends all answers and gives none of them; `stream`
+        leaves what has come.
+
+        Args:
+            prompts: texts, lists or arrays of token ids, or conversations, which are answered; a
+                single one counts as a list of one. An encoder-decoder reads them with its encoder.
+            params: for all, or one for each; a dictionary lies over the specification's
+                `[generation]`, `SamplingParams` replace it.
+            decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
+                checkpoint says (decoder_start_token_id, forced_bos_token_id).
+            language: of the answer, for a model that translates; its token joins the prefix.
+            special: as `encode`.
+            priority: lower ones go first.
+            timeout: seconds after which it is given up with a `DeadlineError`.
+            **sampling: fields of `SamplingParams`, over `params`: `max_tokens=50`.
+
+        Returns:
+            `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
+            order; of several, the likeliest first where `best_of` had more computed. The list is
+            one that a notebook shows.
+
+        Raises:
+            DeadlineError: it took longer than `timeout`.
+            RequestError: a prompt is empty or too long, or there is no tokenizer for a text, or
+                a parameter is wrong.
+        """
+        asked = requested(
+            self.frontend,
+            prompts,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
+        with contextlib.ExitStack() as running:
+            answers = [
+                [running.enter_context(self._answer(one)) for one in group] for group, _ in asked
+            ]
+            return Completions(
+                answer
+                for group, (_, chosen) in zip(answers, asked, strict=True)
+                for answer in best(list(map(whole, group)), chosen)
+            )
+
+    @completing(Sampling)
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        decoder_prefix: Ids = (),
+        language: str | None = None,
+        special: bool | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generator[Chunk]:
+        """Continues a prompt, or answers a conversation, piece by piece; arguments as `generate`.
+
+        Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
+        """
+        prepared = streamed(
+            self.frontend,
+            prompt,
+            params,
+            sampling,
+            decoder_prefix=decoder_prefix,
+            language=language,
+            special=special,
+            priority=priority,
+            timeout=timeout,
+        )
+        return self._stream(prepared)
+
+    @completing(ChatKeywords)
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        params: Params | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> Completion:
+        """Answers a conversation.
+
+        Args:
+            messages: `{"role": "user", "content": "..."}` and so on; content may be a list of
+                parts `{"type": "text", "text": "..."}`. A text is a message of the user.
+            params, priority, timeout: as `generate`.
+            **keywords: fields of `SamplingParams`; variables of the chat template, such as
+                `tools`, or all of them in `variables`; and `special=True`: special tokens that are
+                written in messages count, which else are text.
+
+        Raises:
+            RequestError: as `generate`; or nobody knows a keyword.
+            TemplateError: there is no chat template, or it refuses the conversation.
+        """
+        ids, chosen = self.frontend.chat(messages, params, keywords)
+        return self.generate(ids, chosen, priority=priority, timeout=timeout)[0]
+
+    def logits(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+        last: bool = False,
+    ) -> list[Float[NDArray[np.float32], "*tokens vocab"]]:
+        """The logits after every token of each prompt, float32; of a masked model, at each token.
+
+        Args:
+            prompts: texts or token ids; of an encoder-decoder, the decoder's.
+            encoder_ids: what the encoder of an encoder-decoder reads, one for each prompt.
+            token_type_ids: for an encoder that has them: which of two texts a token belongs to.
+            last: only those after the last token of each prompt, [vocab]. All are computed, and
+                in each call anew; `generate(..., max_tokens=1, logprobs=20)` finds what prompts
+                begin with in the cache.
+
+        Raises:
+            RequestError: a prompt that cannot be computed, or a model without such a head.
+        """
+        return self._forward(prompts, "logits", encoder_ids, token_type_ids, last)
+
+    def score(
+        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
+    ) -> list[Float[NDArray[np.float32], " tokens-1"]]:
+        """The log-probability of every token of each prompt given those before it, float32.
+
+        Args:
+            prompts: texts or token ids; of an encoder-decoder, the decoder's.
+            encoder_ids: what the encoder of an encoder-decoder reads, one for each prompt.
+
+        Raises:
+            RequestError: a prompt of fewer than two tokens, or a model without a decoder.
+        """
+        if self.spec.decoder is None:
+            raise RequestError("the model has no decoder, so no token follows from those before")
+        return self._forward(prompts, "score", encoder_ids, None)
+
+    def hidden(
+        self,
+        prompts: Prompts,
+        *,
+        encoder_ids: Prompts | None = None,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
+        """The last hidden state of every token of each prompt, float32; arguments as `logits`."""
+        return self._forward(prompts, "hidden", encoder_ids, token_type_ids)
+
+    def pooled(
+        self,
+        prompts: Prompts,
+        *,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """What an encoder's own pooler makes of each text, float32: [1, hidden] of a single one."""
+        return np.stack(self._forward(prompts, "pooled", None, token_type_ids))
+
+    def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+    ) -> Float[NDArray[np.float32], "texts hidden"]:
+        """One vector per text, float32: [1, hidden] of a single text.
+
+        Args:
+            texts: texts or lists of token ids; longer ones than the model reads are cut.
+            pooling: "mean", "first" (CLS) or "last" token, "max", "mean_sqrt_len" or
+                "weighted_mean"; None: as the checkpoint says (sentence-transformers' modules.json,
+                GGUF's pooling_type), else "mean" for an encoder, "last" for a decoder.
+            normalize: to length 1; None: as the checkpoint says, else yes.
+            prompt_name: which of the checkpoint's prompts stands before the texts
+                (config_sentence_transformers.json); None: its default one, if it has one.
+
+        Raises:
+            RequestError: there is no such prompt; the checkpoint gives no vectors of whole texts.
+        """
+        return vectors(
+            self.frontend,
+            tokens_of(self.frontend, texts, prompt_name),
+            pooling=pooling,
+            normalize=normalize,
+            token_type_ids=token_type_ids,
+        )
+
+    def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
+        """The likeliest tokens at each mask of a text, likeliest first.
+
+        Raises:
+            RequestError: there is no mask in the text, or the tokenizer has none.
+        """
+        tokenizer = self.frontend.tokenizer
+        if tokenizer.mask_id is None:
+            raise RequestError("the tokenizer has no mask token")
+        ids = self.encode(text)
+        places = [place for place, id in enumerate(ids) if id == tokenizer.mask_id]
+        if type(top) is not int or top < 1:
+            raise RequestError(f"top is {top!r}; give how many tokens, from 1")
+        if not places:
+            raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
+        logprobs = jax.nn.log_softmax(self.logits([ids])[0][places], axis=-1)
+        return [
+            [self._likely(int(id), float(row[id])) for id in np.argsort(-row)[:top]]
+            for row in np.asarray(logprobs)
+        ]
+
+    def _likely(self, id: int, logprob: float) -> TokenLogprob:
+        text = self.frontend.tokenizer.decode([id], skip_special=False)
+        return TokenLogprob(id, text, logprob)
+
+    @contextlib.contextmanager
+    def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
+        """What comes of a request, which ends with the context."""
+        pieces: SimpleQueue[Any] = SimpleQueue()
+        self.frontend.submit(prepared, pieces.put)
+        try:
+            yield pieces
+        finally:
+            self.frontend.thread.cancel(prepared.request.id)
+
+    def _stream(self, prepared: Prepared) -> Generator[Chunk]:
+        # Submitted only here: a generator that is never started would keep its slot for ever.
+        with self._answer(prepared) as pieces:
+            while not isinstance(piece := taken(pieces), Usage):
+                yield piece
+
+    def _forward(
+        self,
+        prompts: Prompts,
+        want: Result,
+        encoder_ids: Prompts | None,
+        token_type_ids: Sequence[Sequence[int]] | None,
+        last: bool = False,
+    ) -> list[np.ndarray]:
+        return results(self.frontend, prompts, want, encoder_ids, token_type_ids, last)

@@ -1,0 +1,180 @@
+"""What users ask with, however they write it, in one form; or a line that says what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+
+from jinfer.engine.requests import RequestError
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.spec_errors import show
+from jinfer.opening.chat_prompt import Message
+from jinfer.sampling.param_keywords import FIELDS, Sampling, is_parameter, laid_over
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.unknown_params import no_parameter
+
+if TYPE_CHECKING:  # what talks to a server asks in the same way, and need not wait for JAX
+    import jax
+
+type Ids = Sequence[int] | np.ndarray | jax.Array
+Prompt = str | Ids | Sequence[Message]
+Params = SamplingParams | Sampling
+
+_GIVE = "give a text, a list of token ids, or a list of messages"
+_MESSAGE = "write {'role': 'user', 'content': '...'}"
+
+
+def prompts(given: object) -> list[str | list[int] | list[Message]]:
+    """One prompt or several, as a list.
+
+    Raises:
+        RequestError: it is no prompt, or there is none.
+    """
+    if isinstance(given, str):
+        return [given]
+    listed = _listed(given)
+    if not listed:
+        raise RequestError(f"there is no prompt; {_GIVE}, or several of them in a list")
+    if _is_number(listed[0]) or isinstance(listed[0], Mapping):
+        return [_one(listed)]
+    return [prompt(each) for each in listed]
+
+
+def prompt(given: object) -> str | list[int] | list[Message]:
+    """One prompt. Raises `RequestError` for what is none."""
+    if isinstance(given, str):
+        return given
+    listed = _listed(given)
+    if listed and isinstance(listed[0], str | list | tuple):
+        raise RequestError(
+            f"a list of {len(listed)} prompts is given where one belongs; generate, logits, embed "
+            "and the like take several"
+        )
+    return _one(listed)
+
+
+def messages(given: object) -> list[Message]:
+    """A conversation, with contents that are texts; a text is a message of the user.
+
+    Raises:
+        RequestError: it is no conversation, or has content that is no text.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if isinstance(given, Mapping) or not isinstance(given, Sequence | np.ndarray):
+        kind = type(given).__name__
+        raise RequestError(f"a conversation is a list of messages, not a {kind}; {_MESSAGE}")
+    if not len(given):
+        raise RequestError(f"the conversation is empty; give a message: {_MESSAGE}")
+    return [_message(each, number) for number, each in enumerate(given)]
+
+
+def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]]:
+    """Whether a prompt is one."""
+    return bool(given) and isinstance(given[0], Mapping)
+
+
+def without_decoder(spec: ModelSpec) -> str:
+    """What to say where an encoder is asked to write: the methods that it has."""
+    results = spec.stacks[0].head.results
+    further = [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
+    uses = ["embed", "hidden", *(name for name, result in further if result in results)]
+    return f"the model has no decoder; use {', '.join(uses[:-1])} or {uses[-1]}"
+
+
+def parameters(
+    defaults: Mapping[str, Any], params: object, changes: Mapping[str, Any]
+) -> SamplingParams:
+    """A request's sampling parameters: its own, and keywords over them.
+
+    Args:
+        defaults: the model's, where the request has no `SamplingParams`.
+
+    Raises:
+        RequestError: a name that nobody knows, a value outside its range.
+    """
+    if not (params is None or isinstance(params, SamplingParams | Mapping)):
+        raise RequestError(
+            f"params is {show(params)}; give SamplingParams(...), a dictionary of its fields, or "
+            "keywords such as max_tokens=50"
+        )
+    given = params if isinstance(params, Mapping) else {}
+    for name in (*given, *changes):
+        if not is_parameter(name):
+            raise RequestError(no_parameter(name, FIELDS))
+    try:
+        return laid_over(defaults, params, changes)
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _listed(given: object) -> list[Any]:
+    """The members of a prompt that is no text."""
+    if isinstance(given, Mapping):
+        raise RequestError("a prompt is a dictionary; give a list of messages: [{...}]")
+    if isinstance(given, bytes | bytearray | memoryview):
+        raise RequestError("a prompt is bytes; give a text: prompt.decode()")
+    if isinstance(given, Sequence):
+        return list(given)
+    if given is None or _is_number(given) or not hasattr(given, "__array__"):
+        what = show(given) if given is None or _is_number(given) else f"a {type(given).__name__}"
+        raise RequestError(f"a prompt is {what}; {_GIVE}")
+    array = np.asarray(given)
+    if array.ndim != 1:
+        raise RequestError(
+            f"an array of token ids has {array.ndim} dimensions, where a prompt has one; for "
+            "several prompts give a list of them, each with its own length"
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        raise RequestError(f"token ids are whole numbers, not an array of {array.dtype}")
+    return array.tolist()
+
+
+def _one(listed: list[Any]) -> list[int] | list[Message]:
+    if is_conversation(listed):
+        return messages(listed)
+    return [_id(each) for each in listed]
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number, of Python or an array's member."""
+    if isinstance(value, int | float | complex):
+        return True
+    return not isinstance(value, str) and getattr(value, "ndim", None) == 0
+
+
+def _id(value: Any) -> int:
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(plain, int) and not isinstance(plain, bool):
+        return plain
+    raise RequestError(f"{show(plain)} is no token id; they are whole numbers, as in [1, 15043]")
+
+
+def _message(given: object, number: int) -> Message:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"message {number} is a {type(given).__name__}; {_MESSAGE}")
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"message {number} has no role; {_MESSAGE}")
+    if isinstance(content, list | tuple):
+        return {**given, "content": "\n".join(_part(part, number) for part in content)}
+    silent = content is None and not given.keys() <= {"role", "content"}  # it calls tools
+    if not isinstance(content, str) and not silent:
+        what = "no content" if content is None else f"content that is {show(content)}"
+        raise RequestError(f"message {number} has {what}; {_MESSAGE}")
+    return given
+
+
+def _part(part: object, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(
+            f"message {number} has a part of type {show(kind)}, which is not read; give parts like "
+            "{'type': 'text', 'text': '...'}"
+        )
+    return text

@@ -1,0 +1,398 @@
+"""What `LLM` and `AsyncLLM` share: a model that is open, and requests in its terms."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from jinfer.api.build_engine import all_shapes, assemble, first_shapes, load
+from jinfer.api.prompt_inputs import (
+    Ids,
+    Params,
+    Prompt,
+    is_conversation,
+    messages,
+    parameters,
+    prompt,
+    without_decoder,
+)
+from jinfer.distributed.process_group import lead
+from jinfer.engine import fork_guard
+from jinfer.engine.engine_thread import EngineThread
+from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.runner.device_state import Choice
+from jinfer.engine.runner.program_cache import use_persistent_cache
+from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
+from jinfer.engine.search.search_driver import Driver
+from jinfer.engine.search.search_registry import driver_of
+from jinfer.modelspec.spec_errors import nearest, show
+from jinfer.nn.abstract_model import build
+from jinfer.opening.chat_prompt import CONTINUE, Message
+from jinfer.opening.describe import family, stored_as, title
+from jinfer.opening.open_model import Opened, open_model
+from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.ops.disable_kernels import turned_off
+from jinfer.ops.gpu_backend import asked_for
+from jinfer.ops.platforms import start
+from jinfer.ops.thread_limit import bound
+from jinfer.progress import each
+from jinfer.records import dataclass, replace
+from jinfer.sampling.param_keywords import FIELDS, is_parameter
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.unknown_params import ABSENT
+from jinfer.tokenizer import Tokenizer
+from jinfer.weights.model_size import count_text, sizes_of
+from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.qk_equalization import equalized
+
+MAX_THREADS = 4096
+NO_HEAD = "the checkpoint has no vocabulary head, so the model gives no logits"
+
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
+    from jinfer.speculate.build_drafters import OpenedDrafts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that fits the model, and what it runs with."""
+
+    request: Request
+    choice: Choice
+    driver: Driver | None
+    matcher: Matcher | None
+
+
+class Frontend:
+    """A model, loaded, with a thread that runs it.
+
+    Attributes:
+        opened: what was settled before its weights were read; the file's tensors and metadata are
+            let go of once they are.
+        thread: runs its engine.
+        load_seconds: time the weights took.
+        closed: whether it was closed.
+    """
+
+    closed = False
+
+    def __init__(
+        self,
+        source: str | Path,
+        overrides: Mapping[str, Any],
+        *,
+        progress: bool = False,
+        threads: int | None = None,
+        first: Callable[[Frontend], list[int]] | None = None,
+    ) -> None:
+        """Opens and loads a model; arguments as `LLM`."""
+        cores = isinstance(threads, int) and not isinstance(threads, bool)
+        if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
+            raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
+        fork_guard.opens()
+        # Words that switches do not know are said before anything is read.
+        turned_off()
+        asked_for()
+        lead()
+        shelf = use_persistent_cache()
+        # Before anything starts XLA; it ends with this object, however that ends.
+        self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
+        start()
+        opened = open_model(source, overrides)
+        asked = _drafts(opened, source, overrides)
+        self.opened = opened = opened if asked is None else asked.opened
+        weights = find_weights(
+            build(opened.spec, np.dtype(opened.dtype), shelf),
+            opened.spec,
+            opened.checkpoint,
+            opened.activations,
+            free_memory,
+        )
+        weights = equalized(weights, opened.kv_cache)
+        self.engine = assemble(weights.model, opened, shelf)
+        drafts = None if asked is None else asked.drafts(self.engine)
+        self.engine.speculator = None if drafts is None else drafts.speculation
+        self.thread = EngineThread(self.engine, opened.tokenizer)
+        self._family, self._stored = family(opened), stored_as(opened)
+        self._ids = count()
+        if opened.spec.engine.warm_up:
+            self.warm_up(progress)
+        elif first is not None:
+            self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
+        begun = time.perf_counter()
+        load(self.engine, weights, progress=progress)
+        for load_draft in drafts.load if drafts else ():
+            load_draft(progress)
+        self.load_seconds = time.perf_counter() - begun
+        # The file stays mapped as long as somebody knows its tensors; a GGUF file's metadata are a
+        # hundred thousand strings, of which a tokenizer has made its own.
+        file = replace(opened.checkpoint, tensors={}, metadata={})
+        self.opened = replace(opened, checkpoint=file)
+        # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
+        # would stay too, with the frames of those who called, and so with this.
+        gc.collect(0)
+        gc.freeze()
+
+    def close(self) -> None:
+        """As `LLM.close`."""
+        self.closed = True
+        self.thread.close()
+        self._lift()
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Makes all programs that requests may need, behind one bar."""
+        futures = self.engine.programs.announce(all_shapes(self.engine))
+        if self.engine.speculator is not None:
+            futures += self.engine.speculator.announce(self.engine)
+        for future in each(futures, "compiling", unit="program", shown=progress):
+            future.result()
+
+    def described(self) -> str:
+        """A few words: name, family, size, how weights are stored, context."""
+        spec, model = self.opened.spec, self.engine.model
+        words = [title(self.opened)]
+        if self._family:
+            words.append(self._family)
+        words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
+        words += [self._stored, f"context {self.opened.context}"]
+        return ", ".join([*words, "closed"] if self.closed else words)
+
+    def cache_report(self) -> str:
+        """One line: room in the cache, and its size."""
+        sizes = self.engine.programs.sizes
+        bytes_ = block_bytes(self.engine.model.caches, sizes.kv_cache)
+        total = sum(bytes_[group] * count for group, count in sizes.blocks.items())
+        tokens = max(sizes.blocks.values(), default=0) * BLOCK
+        return f"cache for {tokens:,} tokens, {total / 2**30:.2f} GiB"
+
+    @property
+    def room(self) -> int:
+        """Tokens that a sequence can have: the context, or less where the cache is smaller."""
+        pools = self.engine.scheduler.blocks.pools.values()
+        counts = [pool.count * BLOCK for pool in pools if pool.window is None]
+        return min([self.opened.context, *counts])
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `RequestError` where there is none."""
+        if self.opened.tokenizer is None:
+            raise RequestError(
+                "the checkpoint has no tokenizer; give token ids, or set tokenizer=... in the spec"
+            )
+        return self.opened.tokenizer
+
+    def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
+        """As `LLM.encode`."""
+        asked = prompt(given)
+        if isinstance(asked, str):
+            return self.tokenizer.encode(asked, parse_special=special is not False)
+        if is_conversation(asked):
+            return self.encode_chat(asked, special=bool(special))
+        ids = cast("list[int]", asked)
+        vocab = self.opened.spec.dims["vocab"]
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise RequestError(f"token {id} is outside the vocabulary of {vocab}")
+        return ids
+
+    def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
+        """As `LLM.encode_chat`."""
+        return self.opened.conversation.encode(self.tokenizer, messages(given), **variables)
+
+    def chat(
+        self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """A conversation's token ids and parameters; of the keywords some are the template's.
+
+        Raises:
+            RequestError: a keyword that neither sampling nor the template knows.
+        """
+        changes, variables = {}, dict(keywords)
+        named = variables.pop("variables", {})
+        if not isinstance(named, Mapping) or named.keys() & {"messages", "tokenizer", "special"}:
+            raise RequestError(f"variables is {show(named)}; give the chat template's own, by name")
+        conversation = self.opened.conversation
+        if variables.get("tools") or named.get("tools"):
+            conversation = conversation.for_tools()
+        for name in keywords.keys() - {"variables", "special"}:
+            if is_parameter(name):
+                changes[name] = variables.pop(name)
+            elif name != CONTINUE and not conversation.reads(name):
+                hint = ABSENT.get(name) or nearest(name, (*FIELDS, "special", "variables"))
+                raise RequestError(
+                    f"neither sampling nor the model's chat template knows {show(name)}; {hint}"
+                )
+        return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
+
+    def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
+        """A request's parameters, with keywords over them. Raises `RequestError`."""
+        return parameters(self.opened.defaults, params, changes)
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """As `LLM.params`."""
+        return self.sampling(None, changes)
+
+    def prefix(self, given: Ids, language: str | None) -> list[int]:
+        """What the answer of an encoder-decoder starts from."""
+        prefix = self.encode(given)
+        if language is not None:
+            start = prefix or self.opened.decoder_prefix[:1]
+            prefix = [*start, self.tokenizer.language_id(language)]
+        return prefix
+
+    def prepare(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams | None,
+        prefix: Sequence[int] = (),
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Prepared]:
+        """The requests that answer a prompt: `best_of` or `n` of them.
+
+        Args:
+            prefix: what the answer of an encoder-decoder starts from.
+            priority: lower ones go first.
+            timeout: seconds after which they are given up.
+
+        Raises:
+            RequestError: it cannot be run.
+        """
+        sampling = params if params is not None else self.params()
+        if self.opened.spec.decoder is None:
+            raise RequestError(without_decoder(self.opened.spec))
+        if not self.opened.spec.generates:
+            raise RequestError(f"{NO_HEAD}; use embed or hidden")
+        encoder: tuple[int, ...] = ()
+        if self.engine.model.has_cross_attention:
+            encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)
+            self.check_text(encoder)
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        context = self.opened.context
+        if len(ids) >= context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, which leaves no room in a context of "
+                f"{context}; shorten it, or set engine.context"
+            )
+        if sampling.stop and self.opened.tokenizer is None:
+            raise RequestError("stop texts need a tokenizer; use stop_token_ids")
+        most = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
+        request = Request(
+            next(self._ids),
+            tuple(ids),
+            sampling,
+            min(most, context),
+            self.opened.end_ids,
+            encoder,
+            priority,
+            None if timeout is None else time.monotonic() + timeout,
+        )
+        self._check_room(request)
+        return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]
+
+    def _each(self, request: Request) -> list[Request]:
+        """A request for each answer; seeds differ, and log-probabilities tell the best ones."""
+        sampling = request.sampling
+        count = sampling.best_of or sampling.n
+        if count == 1:
+            return [request]
+        beam = sampling.strategy == "beam"
+        if beam and count > min(sampling.n, sampling.beams):
+            raise RequestError(
+                f"a beam search of {sampling.beams} beams gives as many answers at most, its best; "
+                f"set n, not best_of"
+            )
+        if not beam and not sampling.draws:
+            raise RequestError("n and best_of need answers that differ: set a temperature above 0")
+        requests = []
+        for index in range(count):
+            seed = None if sampling.seed is None else (sampling.seed + index) % 2**64
+            logprobs = sampling.logprobs
+            if count > sampling.n:
+                logprobs = logprobs or 0
+            one = replace(sampling, seed=seed, logprobs=logprobs, n=1, best_of=None)
+            id = request.id if index == 0 else next(self._ids)
+            requests.append(replace(request, id=id, sampling=one))
+        return requests
+
+    def _prepared(self, request: Request, rank: int) -> Prepared:
+        sampling, spec = request.sampling, self.opened.spec
+        tokenizer = self.opened.tokenizer
+        encode = partial(tokenizer.encode, special=False) if tokenizer else None
+        try:
+            choice = Choice.of(sampling, request.end_ids, spec.dims["vocab"], encode)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        return Prepared(request, choice, driver_of(request, rank), self._matcher(request))
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        sampling = request.sampling
+        given: dict[str, Any] = {
+            "json_schema": sampling.json_schema,
+            "regex": sampling.regex,
+            "choice": sampling.choice,
+            "grammar": sampling.grammar,
+        }
+        if any(value is not None for value in given.values()):
+            if sampling.strategy in ("beam", "contrastive"):
+                raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
+            # Half a tenth of a second to import, which most requests need not pay.
+            from jinfer.sampling.structured import compile_constraint
+
+            constraint = compile_constraint(
+                self.tokenizer, **given, at_text_start=bool(request.encoder)
+            )
+            return constraint.start()
+        return None
+
+    def _check_room(self, request: Request) -> None:
+        sampling = request.sampling
+        rows = {"beam": sampling.beams, "contrastive": sampling.top_k}.get(sampling.strategy, 1)
+        for pool in self.engine.scheduler.blocks.pools.values():
+            needed = -(-request.limit // BLOCK)
+            if rows > 1:  # they share the prompt, and at worst nothing else
+                prompt = len(request.prompt) // BLOCK
+                begun = len(request.prompt) % BLOCK > 0  # a block that all copy
+                needed = prompt + begun + rows * (needed - prompt + 1)
+            if pool.window is None and needed > pool.count:
+                raise RequestError(
+                    f"{rows} sequences of {request.limit} tokens do not fit into a cache of "
+                    f"{pool.count * BLOCK}; set engine.kv_tokens, or ask for fewer"
+                )
+
+    def check_text(self, ids: Sequence[int]) -> None:
+        """Raises `RequestError` for a text that is empty or longer than the context."""
+        if not 0 < len(ids) <= self.opened.context:
+            raise RequestError(
+                f"a prompt has {len(ids)} tokens; from 1 to {self.opened.context} can be computed"
+            )
+
+    def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
+        """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
+        driver, matcher = prepared.driver, prepared.matcher
+        self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
+
+
+def _nothing() -> None:
+    """There is no bound to be lifted."""
+
+
+def _drafts(
+    opened: Opened, source: str | Path, overrides: Mapping[str, Any]
+) -> OpenedDrafts | None:
+    if not opened.spec.speculation.draft:
+        return None
+    # Here: who drafts nothing needs none of it, nor what it imports.
+    from jinfer.speculate.build_drafters import open_drafts
+
+    return open_drafts(opened, source, overrides)

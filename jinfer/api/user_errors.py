@@ -1,0 +1,26 @@
+"""Every error that a user can mend: one line each, shown without a traceback."""
+
+from jinfer.checkpoint import CheckpointError
+from jinfer.engine.requests import EngineError, RequestError
+from jinfer.guard.process_limits import LimitError
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening.sources import SourceError
+from jinfer.ops.disable_kernels import SwitchError
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.template import TemplateError
+from jinfer.tokenizer import TokenizerError
+from jinfer.weights.load_weights import LoadError
+
+USER_ERRORS = (
+    CheckpointError,
+    EngineError,
+    ConstraintError,
+    LimitError,
+    LoadError,
+    RequestError,
+    SourceError,
+    SpecError,
+    SwitchError,
+    TemplateError,
+    TokenizerError,
+)

@@ -1,0 +1,136 @@
+"""From the words of a command line to the program that they name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from jinfer.cli.command_registry import COMMANDS, GROUPS, Command
+from jinfer.cli.prog_name import command, jinfer
+from jinfer.cli.terminal.exit_status import leave, status_of
+from jinfer.cli.tools_path import provide_tools
+from jinfer.xla.later import imported
+from jinfer.xla.undisturbed import paused
+
+_TOOLS = "jinfer.tools."
+# What Ollama, llama.cpp, vLLM and shells call it.
+_INSTEAD = {
+    "run": "chat MODEL",
+    "start": "serve MODEL",
+    "server": "serve MODEL",
+    "cli": "chat MODEL",
+    "complete": "generate MODEL",
+    "completion": "generate MODEL",
+    "ask": "generate MODEL QUESTION",
+    "ls": "list",
+    "models": "list",
+    "search": "list TEXT",
+    "ps": "list, which says what is on this machine; what a server has, its /v1/models",
+    "show": "inspect SOURCE",
+    "info": "inspect SOURCE",
+    "download": "pull NAME",
+    "convert": "quantize SOURCE OUT; without that any checkpoint is read as it is",
+    "create": "generate spec.toml; a model is a TOML file",
+    "embed": "serve SOURCE, which has /v1/embeddings; in Python LLM(SOURCE).embed",
+    "rm": "list --memory, which says where weights come from; the hub's own command removes them",
+    "-v": "--version",
+}
+_NAMES = {command.name: command for command in COMMANDS}
+
+
+def enter() -> NoReturn:
+    """The whole of the command `jinfer`."""
+    leave(main())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program that the first words name; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    match words:
+        case [] | ["-h" | "--help" | "help"]:
+            print(_help())
+            return 0
+        case ["-V" | "--version" | "version"]:
+            from jinfer.version import __version__
+
+            print(f"jinfer {__version__}")
+            return 0
+        case ["help", *words]:
+            words = [*words, "--help"]
+    if words[0] in GROUPS:
+        if len(words) == 1 or words[1] in ("-h", "--help"):
+            print(_group_help(words[0]))
+            return 0
+        words[:2] = [" ".join(words[:2])]
+    chosen = _NAMES.get(words[0])
+    if chosen is None:
+        print(f"error: {_unknown(words[0])}", file=sys.stderr)
+        return 2
+    return status_of(lambda: _run(chosen, words[1:]))
+
+
+def _run(chosen: Command, words: Sequence[str]) -> int:
+    # Here: with logging it takes a tenth of what a help text takes.
+    from jinfer.progress import task
+
+    provide_tools()
+    with command(chosen.name):
+        # Programs that answer import what they need themselves, once they know what is asked.
+        with task("starting"), imported() if chosen.module.startswith(_TOOLS) else paused():
+            module = import_module(chosen.module)
+        return int(module.main([*chosen.first, *words]))
+
+
+def _help() -> str:
+    lines = {name: about for name, about in _about().items() if " " not in name}
+    return "\n".join(
+        [
+            f"usage: {jinfer()} COMMAND [ARGUMENTS]   ({jinfer()} COMMAND --help says more)",
+            "",
+            *_columns(lines),
+            "",
+            f"{jinfer()} --version says which jinfer this is.",
+        ]
+    )
+
+
+def _group_help(group: str) -> str:
+    inside = {name: about for name, about in _about().items() if name.startswith(f"{group} ")}
+    usage = f"usage: {jinfer()} {group} WHAT [ARGUMENTS]"
+    return "\n".join([usage, "", *_columns(inside)])
+
+
+def _about() -> dict[str, str]:
+    """A line of help for every word; a group stands where its first command does."""
+    lines: dict[str, str] = {}
+    for each in COMMANDS:
+        group, _, rest = each.name.partition(" ")
+        if rest and group not in lines:
+            inside = (n.removeprefix(f"{group} ") for n in _NAMES if n.startswith(f"{group} "))
+            lines[group] = f"{GROUPS[group]}: {', '.join(inside)}"
+        lines[each.name] = each.about
+    return lines
+
+
+def _columns(lines: dict[str, str]) -> list[str]:
+    width = max(map(len, lines))
+    return [f"  {name:{width}}  {about}" for name, about in lines.items()]
+
+
+def _unknown(word: str) -> str:
+    """What is said of a word that names no command."""
+    if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
+        return f"{word} is no command; did you mean '{jinfer()} generate {word}'?"
+    if word in _INSTEAD:
+        return f"there is no command {word!r}; there is: {jinfer()} {_INSTEAD[word]}"
+    group, _, rest = word.partition(" ")
+    names = [
+        name for name in _about() if (name.startswith(f"{group} ") if rest else " " not in name)
+    ]
+    near = get_close_matches(word, names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"there is no command {word!r}; {hint}there are: {', '.join(names)}"

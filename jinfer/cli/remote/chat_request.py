@@ -1,0 +1,166 @@
+"""A question as a server takes it, and its answer as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinfer.cli.remote.http_client import Server, objects
+from jinfer.engine.requests import RequestError
+from jinfer.opening.chat_prompt import Message
+from jinfer.progress import task
+from jinfer.records import dataclass, field
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+# Parameters that have other names there.
+_NAMES = {"include_stop": "include_stop_str_in_output", "skip_special": "skip_special_tokens"}
+
+
+@dataclass
+class Answer:
+    """What has come of an answer.
+
+    Attributes:
+        text: so far.
+        reason: why it ended, if it has.
+        usage: tokens, as the server counts them; empty where it does not.
+        first, seconds: from the question to the first piece, and to the end.
+        thought: whether there was reasoning before it.
+        interrupted: whether Ctrl-C stopped it.
+    """
+
+    text: str = ""
+    reason: str | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    first: float | None = None
+    thought: bool = False
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    def rates(self) -> str:
+        """One line: tokens, and how soon they came."""
+        said = []
+        if (asked := self.usage.get("prompt_tokens")) is not None:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            said.append(f"prompt {asked} tokens" + (f" ({cached} cached)" if cached else ""))
+        if self.first is not None:
+            said.append(f"first after {self.first:.2f} s")
+            new = self.usage.get("completion_tokens")
+            if new and self.seconds > self.first:
+                rate = (new - 1) / (self.seconds - self.first)
+                said.append(f"answer {new} tokens, {rate:.1f}/s")
+        return " | ".join(said) or f"{self.seconds:.2f} s"
+
+
+def body(
+    messages: Sequence[Message], sampling: Mapping[str, Any], model: str | None
+) -> dict[str, Any]:
+    """A request for an answer to a conversation. Raises `RequestError`."""
+    named = {} if model is None else {"model": model}
+    return {**named, "messages": list(messages), **fields(sampling)}
+
+
+def raw(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """A request for what follows a text, without a chat template. Raises `RequestError`."""
+    asked = {"model": model, "prompt": text, **fields(sampling)}
+    if asked.pop("logprobs", None):
+        asked["logprobs"] = asked.pop("top_logprobs")
+    return asked
+
+
+def fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as a server names them; where OpenAI has a name, it is that one.
+
+    Raises:
+        RequestError: a schema that is no JSON.
+    """
+    sent: dict[str, Any] = {}
+    for name, value in sampling.items():
+        if value is not None:
+            sent |= _field(name, value)
+    return sent
+
+
+def _field(name: str, value: Any) -> dict[str, Any]:
+    match name:
+        case "strategy" if value == "greedy":
+            return {"temperature": 0}
+        case "logprobs":
+            return {"logprobs": True, "top_logprobs": value}
+        case "logit_bias":
+            return {name: {str(id): bias for id, bias in dict(value).items()}}
+        case "json_schema":
+            return {"response_format": _format(value)}
+    return {_NAMES.get(name, name): value}
+
+
+def _format(schema: Any) -> dict[str, Any]:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise RequestError(f"json_schema: is no JSON: {error}") from None
+    if schema is True:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def stream(
+    server: Server,
+    asked: Mapping[str, Any],
+    show: Callable[[str], None],
+    think: Callable[[str], None],
+) -> Answer:
+    """Shows an answer while it comes; Ctrl-C stops it, and the server is told so.
+
+    Args:
+        show: is given the pieces of the answer.
+        think: is given the pieces of the reasoning before it.
+
+    Raises:
+        RemoteError: there is none.
+    """
+    answer, begun = Answer(), time.perf_counter()
+    path = TEXT if "prompt" in asked else CHAT
+    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        with contextlib.closing(server.events(path, streamed)) as events:
+            with task(f"waiting for {server.url}"):
+                while answer.first is None and (event := next(events, None)) is not None:
+                    _take(answer, event, begun, show, think)
+            for event in events:
+                _take(answer, event, begun, show, think)
+    except KeyboardInterrupt:
+        answer.interrupted = True
+    answer.seconds = time.perf_counter() - begun
+    return answer
+
+
+def _take(
+    answer: Answer,
+    event: Mapping[str, Any],
+    begun: float,
+    show: Callable[[str], None],
+    think: Callable[[str], None],
+) -> None:
+    if isinstance(event.get("usage"), Mapping):
+        answer.usage = event["usage"]
+    for choice in objects(event.get("choices")):
+        answer.reason = choice.get("finish_reason") or answer.reason
+        delta = dict(choice.get("delta") or {})
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = delta.get("content") or choice.get("text") or ""
+        if (thought or text) and answer.first is None:
+            answer.first = time.perf_counter() - begun
+        if thought:
+            answer.thought = True
+            think(thought)
+        if text:
+            if answer.thought and not answer.text:
+                think("\n")
+            answer.text += text
+            show(text)

@@ -1,0 +1,186 @@
+"""A server that speaks OpenAI's HTTP interface, reached with the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from jinfer.engine.requests import RequestError
+from jinfer.guard.sanitize import shown
+from jinfer.records import dataclass
+from jinfer.version import __version__
+
+DEFAULT = "http://127.0.0.1:8080"
+_CONNECT = 10.0  # seconds
+_MAX_ERROR = 1 << 16  # bytes of an answer that is an error
+_MAX_LINE = 16 << 20  # bytes of one event
+_IGNORED = "x-jinfer-ignored"  # fields of the request that changed nothing
+_FULL = ("context_length_exceeded", "exceed_context_size_error")  # OpenAI's word, llama.cpp's
+
+
+class RemoteError(RequestError):
+    """What a server said no to, or why it cannot be reached.
+
+    Attributes:
+        full: whether the conversation is too long for the model.
+    """
+
+    def __init__(self, message: str, *, full: bool = False) -> None:
+        super().__init__(shown(" ".join(message.split())))
+        self.full = full
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to ask.
+
+    Attributes:
+        url: http://..., https://... or unix:/path, with or without /v1 at its end.
+        key: what opens it.
+        timeout: seconds that it may be silent; None: any time.
+    """
+
+    url: str = DEFAULT
+    key: str | None = None
+    timeout: float | None = None
+
+    def models(self) -> list[str]:
+        """Names of what is served. Raises `RemoteError`."""
+        with self._asked("GET", "/v1/models", None) as answer:
+            found = _json(answer.read())
+        named = [each.get("id") for each in objects(found.get("data"))]
+        return [name for name in named if isinstance(name, str)]
+
+    def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """An answer that comes in one piece. Raises `RemoteError`."""
+        with self._asked("POST", path, body) as answer:
+            return _json(answer.read())
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+        """The events of an answer as they come. Raises `RemoteError`."""
+        with self._asked("POST", path, body) as answer:
+            while line := answer.readline(_MAX_LINE + 1):
+                if len(line) > _MAX_LINE:
+                    raise RemoteError(f"{self.url}: an event is longer than {_MAX_LINE} bytes")
+                name, _, data = line.strip().partition(b":")
+                if name != b"data":
+                    continue
+                if (data := data.strip()) == b"[DONE]":
+                    return
+                event = _json(data)
+                if "error" in event:
+                    raise _refusal(event, "the answer ended with an error")
+                yield event
+        raise RemoteError(f"{self.url}: the answer broke off")
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, which is a success; what goes wrong while it is read, too."""
+        parts = _parts(self.url)
+        connection = _connection(parts)
+        base = "" if parts.scheme == "unix" else parts.path.rstrip("/").removesuffix("/v1")
+        headers = {"Content-Type": "application/json", "User-Agent": f"jinfer/{__version__}"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            connection.connect()
+            connection.sock.settimeout(self.timeout)
+            connection.request(method, base + path, content, headers)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise _refused(answer)
+            if told := answer.getheader(_IGNORED):
+                print(f"ignored by the server: {shown(told)}", file=sys.stderr)
+            yield answer
+        except TimeoutError:
+            raise RemoteError(f"{self.url}: the server says nothing") from None
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise RemoteError(
+                f"{self.url}: cannot be reached: {why}; --url or JINFER_URL says where it is"
+            ) from None
+        except http.client.HTTPException as error:
+            why = str(error) or type(error).__name__
+            raise RemoteError(f"{self.url}: is no HTTP: {why}") from None
+        finally:
+            connection.close()
+
+
+class _Unix(http.client.HTTPConnection):
+    """A connection to a socket in the file system."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_CONNECT)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+
+def objects(value: object) -> list[dict[str, Any]]:
+    """The objects of a list; nothing where there is no list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url if "://" in url or url.startswith("unix:") else f"http://{url}")
+        usable = bool(parts.path if parts.scheme == "unix" else parts.hostname)
+        _ = parts.port  # raises where it is none
+    except ValueError as error:
+        raise RemoteError(f"{url}: is no address: {error}") from None
+    if parts.scheme not in ("http", "https", "unix") or not usable:
+        raise RemoteError(f"{url}: write http://HOST:PORT, https://HOST or unix:/PATH")
+    return parts
+
+
+def _connection(parts: SplitResult) -> http.client.HTTPConnection:
+    if parts.scheme == "unix":
+        return _Unix(parts.path)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(str(parts.hostname), parts.port, timeout=_CONNECT)
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RemoteError(f"the server's answer is no JSON object: {content[:200]!r}")
+    return found
+
+
+def _refused(answer: http.client.HTTPResponse) -> RemoteError:
+    """The error that an answer is, in the server's own words where it has some."""
+    content = answer.read(_MAX_ERROR)
+    status = f"{answer.status} {answer.reason}".strip()
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    text = content.decode(errors="replace").strip()
+    is_page = "html" in (answer.getheader("Content-Type") or "")
+    otherwise = status if is_page or not text else f"{status}: {text}"
+    return _refusal(found, otherwise) if isinstance(found, dict) else RemoteError(otherwise)
+
+
+def _refusal(found: Mapping[str, Any], otherwise: str) -> RemoteError:
+    """An error from JSON: OpenAI's form, or a text by one of the usual names."""
+    error = found.get("error", found)
+    if not isinstance(error, Mapping):
+        return RemoteError(str(error))
+    said = error.get("message") or error.get("detail") or otherwise
+    full = any(error.get(name) in _FULL for name in ("code", "type"))
+    return RemoteError(str(said), full=full)

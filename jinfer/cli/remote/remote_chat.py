@@ -1,0 +1,92 @@
+"""A conversation in the terminal with a server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jinfer.api.prompt_inputs import parameters
+from jinfer.cli.remote.chat_request import Answer, body, stream
+from jinfer.cli.remote.http_client import RemoteError, Server
+from jinfer.cli.terminal.chat_loop import (
+    STOPPED,
+    UNANSWERED,
+    Dialogue,
+    count,
+    one_at_a_time,
+    say_rates,
+)
+from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.opening.chat_prompt import Message
+from jinfer.sampling.sampling_params import SamplingParams
+
+
+class RemoteChat(Dialogue):
+    """A conversation with a model that a server has.
+
+    Attributes:
+        server: who answers.
+        model: which of its models.
+        last: the last answer.
+    """
+
+    def __init__(self, server: Server, model: str) -> None:
+        super().__init__()
+        self.server, self.model = server, model
+        self.last = Answer()
+        self._asked = self._answered = 0
+
+    def answer(self, message: str) -> None:
+        """Answers one message; where the context is full, the oldest turns are dropped."""
+        kept: list[Message] = [*self.said(), {"role": "user", "content": message}]
+        dropped, screen = 0, Screen()
+        while True:
+            try:
+                asked = body(kept, self.sampling, self.model)
+                self.last = answer = stream(self.server, asked, screen, think)
+                break
+            except RemoteError as error:
+                turn = _oldest(kept) if error.full else range(0)
+                if not turn:
+                    raise
+                del kept[turn.start : turn.stop]
+                dropped += len(turn)
+        self.messages = kept
+        if answer.interrupted and not answer.text:
+            screen.end(UNANSWERED)
+            return
+        self.messages = [*kept, {"role": "assistant", "content": answer.text}]
+        cut = " [cut off: a limit of tokens]" if answer.reason == "length" else ""
+        screen.end(STOPPED if answer.interrupted else cut)
+        if dropped:
+            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
+        say_rates(answer.rates())
+        self._asked += answer.usage.get("prompt_tokens") or 0
+        self._answered += answer.usage.get("completion_tokens") or 0
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """What a message is answered with, as far as it is known here. Raises `RequestError`."""
+        given = {**self.sampling, **changes}
+        usual = {"temperature": 1.0}  # OpenAI's, where neither the user nor the model has another
+        set_ = {name: value for name, value in given.items() if value is not None}
+        return one_at_a_time(parameters({}, None, usual | set_))
+
+    def stats(self) -> list[str]:
+        """Tokens of all answers."""
+        return [
+            f"{count(len(self.messages), 'message')} with {self.model} at {self.server.url}",
+            f"so far: {self._asked} tokens of prompts, {self._answered} of answers",
+        ]
+
+
+def think(text: str) -> None:
+    """Prints a piece of what the model thinks, apart from the answer."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _oldest(messages: list[Message]) -> range:
+    """The places of the oldest turn that may be dropped; the last question stays."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    later = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]
+    return range(first, later[0] if later else first)

@@ -1,0 +1,54 @@
+"""`jinfer docs PAGE`: the documentation, which an installation brings along."""
+
+from __future__ import annotations
+
+import pydoc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.modelspec.spec_errors import nearest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Shows a page, or which there are; returns the exit status."""
+    parser = Parser(
+        prog=program(__spec__.name),
+        description="Shows a page of the documentation; without a name, which pages there are.",
+    )
+    parser.add_argument("page", nargs="?", help="its name, such as 'sampling'")
+    name = parser.parse_args(arguments).page
+    pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
+    if name is None:
+        width = max(map(len, pages), default=0)
+        for stem, each in pages.items():
+            print(f"  {stem:{width}}  {_title(each)}")
+        return 0
+    path = pages.get(Path(name).name.removesuffix(".md"))
+    if path is None:
+        print(f"error: there is no page {name!r}; {nearest(name, pages)}", file=sys.stderr)
+        return 2
+    text = path.read_text(encoding="utf-8")
+    if sys.stdout.isatty() and sys.stdin.isatty():
+        pydoc.pager(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+def docs_folder() -> Path:
+    """The folder of the pages: installed with jinfer, or beside it."""
+    package = Path(__file__).parents[1]
+    installed = package / "docs_data"
+    return installed if installed.is_dir() else package.parent / "docs"
+
+
+def _title(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.readline().strip().lstrip("# ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Flags that contradict each other, or would do nothing: each is refused with the reason."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+
+from jinfer.cli.terminal.generate_flags import sampling, spelled
+from jinfer.records import dataclass
+from jinfer.sampling.param_names import SAMPLERS
+from jinfer.sampling.sampling_params import SamplingParams
+
+
+class FlagError(ValueError):
+    """Flags that cannot be followed together: one line."""
+
+
+@dataclass(frozen=True)
+class _Never:
+    """A flag, others that cannot stand beside it, and why."""
+
+    flag: str
+    others: tuple[str, ...]
+    why: str
+
+
+_FILTERS = (
+    *("top_k", "top_p", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma"),
+    *("xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+)
+_NEVER = (
+    _Never("question", ("prompt", "prompt_file", "ids"), "both are the prompt"),
+    _Never("ids", ("prompt", "prompt_file"), "both are the prompt"),
+    _Never("prompt", ("prompt_file",), "both are the prompt"),
+    _Never("ids", ("raw",), "token ids are continued as they are"),
+    _Never("ids", ("system",), "token ids are continued as they are"),
+    _Never("raw", ("system",), "the system message is a part of the chat template"),
+    _Never("json", ("explain_speculation",), "JSON has no colours"),
+    _Never("explain_speculation", ("n", "best_of"), "one answer is explained"),
+    _Never("greedy", ("strategy",), "both say how tokens are chosen"),
+    _Never("greedy", ("temperature", "seed", *_FILTERS), "nothing is left to chance"),
+    _Never("json_schema", ("regex", "choice", "grammar"), "an answer keeps to one of them"),
+    _Never("regex", ("choice", "grammar"), "an answer keeps to one of them"),
+    _Never("choice", ("grammar",), "an answer keeps to one of them"),
+)
+_CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
+# What a parameter does something with: one of some strategies, or another parameter that is on.
+_STRATEGIES = {
+    **dict.fromkeys(("beams", "length_penalty", "early_stopping"), ("beam",)),
+    **dict.fromkeys(("fsd_alpha", "fsd_k", "fsd_n", "fsd_beta", "fsd_pool"), ("fsd", "random_fsd")),
+    **dict.fromkeys(("random_fsd_tokens", "random_fsd_probability"), ("random_fsd",)),
+    "penalty_alpha": ("contrastive",),
+}
+_PARTNERS = {
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ("mirostat",)),
+    "xtc_threshold": ("xtc_probability",),
+    "dynatemp_exponent": ("dynatemp_range",),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        ("dry_multiplier",),
+    ),
+}
+
+
+# Keys of a specification -> the flags that set them.
+KEYS = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
+
+
+def settle(options: argparse.Namespace) -> argparse.Namespace:
+    """The flags, with what may be said in two ways said in one: source, prompt.
+
+    Raises:
+        FlagError: it is said twice.
+    """
+    words = list(options.question or ())
+    if options.model is not None and options.source is not None:
+        words.insert(0, options.source)
+    found = argparse.Namespace(**vars(options))
+    found.source = options.source if options.model is None else options.model
+    found.model, found.question = None, None
+    if words:
+        given = {name for name, value in vars(options).items() if value is not None}
+        check_pairs(given | {"question"})
+        found.prompt = " ".join(words)
+    return found
+
+
+def check(options: argparse.Namespace, chat: bool) -> None:
+    """Whether flags can stand side by side, before anything is opened.
+
+    Args:
+        chat: whether it is one, with or without its flag.
+
+    Raises:
+        FlagError: two that cannot.
+    """
+    given = {name for name, value in vars(options).items() if value is not None}
+    if options.list is not None and (others := sorted(given - {"list"})):
+        raise FlagError(f"--list shows a table and ends; leave out {_named(others[0])}")
+    if options.list is None and options.source is None:
+        raise FlagError(
+            "a source is missing: a name that 'jinfer list' shows, a checkpoint folder or file "
+            "(--help)"
+        )
+    check_pairs(given)
+    if chat and (other := _first(_CHAT, given)):
+        why = "cannot go with --chat" if options.chat else "needs a prompt: --prompt or --ids"
+        raise FlagError(f"{_named(other)} {why}")
+    if options.chat and options.prompt == "-":
+        raise FlagError("--chat with --prompt -: the chat reads standard input itself")
+    if chat and options.ignore_eos and options.max_tokens is None:
+        raise FlagError("--ignore-eos in a chat needs --max-tokens: no answer would end")
+    if options.logprobs is not None and not options.json:
+        raise FlagError("--logprobs needs --json, which shows them")
+    _check_settings(options)
+
+
+def check_pairs(given: Collection[str]) -> None:
+    """Whether any two of the flags that were given contradict each other. Raises `FlagError`."""
+    for never in _NEVER:
+        if never.flag in given and (other := _first(never.others, given)):
+            raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
+
+
+def _check_settings(options: argparse.Namespace) -> None:
+    """--set beside a flag that sets the same key."""
+    keys = {f"generation.{name}": name for name in sampling(options)}
+    keys |= {key: name for key, name in KEYS.items() if getattr(options, name) is not None}
+    if options.system is not None:
+        keys["prompt.system"] = "system"
+    for text in options.set or ():
+        if (flag := keys.get(text.partition("=")[0].strip())) is not None:
+            raise FlagError(f"--set {text} with {_named(flag)}: both set the same")
+
+
+def check_effects(given: Collection[str], params: SamplingParams) -> None:
+    """Whether sampling parameters from flags do anything, given what a request will have.
+
+    Raises:
+        FlagError: one that does nothing.
+    """
+    for flag, why in _idle(given, params):
+        raise FlagError(f"{_named(flag)} does nothing here: {why}")
+    if "n" in given and params.n > 1 and not params.draws:
+        raise FlagError(
+            f"-n {params.n} is how many answers there are, which would be equal: set a temperature "
+            "above 0; how many tokens: --max-tokens"
+        )
+
+
+def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
+    for flag, strategies in _STRATEGIES.items():
+        if flag in given and params.strategy not in strategies:
+            yield flag, f"give --strategy {' or '.join(strategies)}"
+    for flag, partners in _PARTNERS.items():
+        if flag in given and not any(getattr(params, name) for name in partners):
+            yield flag, f"give {_named(partners[0])}"
+    if not params.draws:
+        why = f"nothing is drawn at {_sure(params)}"
+        for flag in ("seed", *_FILTERS):
+            if flag in given and not (flag == "top_k" and params.strategy == "contrastive"):
+                yield flag, why
+        if "temperature" in given and params.temperature and params.strategy != "fsd":
+            yield "temperature", why
+    for flag in SAMPLERS:
+        if flag in given and params.samplers is not None and flag not in params.samplers:
+            yield flag, "--samplers leaves it out"
+
+
+def _sure(params: SamplingParams) -> str:
+    if params.temperature == 0 and params.strategy not in ("greedy", "beam", "fsd", "contrastive"):
+        return "a temperature of 0"
+    strategy = "greedy" if params.strategy == "auto" else params.strategy
+    return f"strategy {strategy}; set a temperature"
+
+
+def _first(names: Collection[str], given: Collection[str]) -> str | None:
+    return next((name for name in names if name in given), None)
+
+
+def _named(name: str) -> str:
+    return {"source": "the source", "question": "QUESTION"}.get(name) or spelled(name)

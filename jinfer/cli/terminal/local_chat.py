@@ -1,0 +1,131 @@
+"""A conversation in the terminal with a model in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jinfer.api.llm import LLM
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.terminal import show_answer
+from jinfer.cli.terminal.chat_loop import (
+    STOPPED,
+    UNANSWERED,
+    Dialogue,
+    count,
+    one_at_a_time,
+    say_rates,
+)
+from jinfer.cli.terminal.show_answer import print_answer, usage_of
+from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.requests import RequestError
+from jinfer.opening.chat_prompt import Message
+from jinfer.sampling.param_names import own_names
+from jinfer.sampling.sampling_params import SamplingParams
+
+_SHARE = 4  # of the context, one part stays free for an answer
+
+
+class Chat(Dialogue):
+    """A conversation with a model in this process.
+
+    Attributes:
+        llm: who answers.
+    """
+
+    mistakes = USER_ERRORS
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        self.llm = llm
+        # An answer ends where the model ends it, unless somebody set a limit.
+        if "max_tokens" not in own_names(llm.frontend.opened.defaults):
+            self.sampling["max_tokens"] = None
+
+    def answer(self, message: str) -> None:
+        """Answers one message."""
+        params = self.params()
+        asked: Message = {"role": "user", "content": message}
+        room = self.llm.frontend.room
+        ids, kept = fitted(self.llm.encode_chat, [*self.said(), asked], room, params.max_tokens)
+        if dropped := len(self.said()) + 1 - len(kept):
+            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
+        most = min(params.max_tokens or room, room - len(ids))
+        chunks: list[Chunk] = []
+        waited, screen = self.llm.compile_seconds, Screen()
+        with contextlib.closing(self.llm.stream(ids, params, max_tokens=most)) as stream:
+            interrupted = print_answer(stream, chunks, screen, self.llm, len(ids))
+        self.messages = kept
+        if not chunks:
+            screen.end(UNANSWERED)
+            return
+        text = "".join(chunk.text for chunk in chunks)
+        self.messages = [*kept, {"role": "assistant", "content": text}]
+        screen.end(STOPPED if interrupted else _mark(chunks, most == params.max_tokens, most))
+        usage = usage_of(self.llm, interrupted)
+        say_rates(rates(usage, self.llm.compile_seconds - waited))
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """What a message is answered with. Raises `RequestError`."""
+        return one_at_a_time(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
+
+    def stats(self) -> list[str]:
+        """Tokens of the conversation, and of all answers."""
+        stats, usage = self.llm.stats(), self.llm.last_usage
+        used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
+        return [
+            f"{count(len(self.messages), 'message')}, {used} of {self.llm.frontend.room} tokens",
+            f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
+            f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
+        ]
+
+
+def fitted(
+    encode: Callable[[Sequence[Message]], list[int]],
+    messages: Sequence[Message],
+    room: int,
+    most: int | None,
+) -> tuple[list[int], list[Message]]:
+    """The tokens of a conversation, and what of it was kept so that an answer finds room.
+
+    The oldest turns go first, never the system message or the last question. Some more of them than
+    needed go at once, so that the next questions find their beginnings in the cache.
+
+    Args:
+        room: tokens of a sequence.
+        most: tokens of the answer.
+
+    Raises:
+        RequestError: the last question alone is too long.
+    """
+    kept = list(messages)
+    wanted = min(most or room, room // _SHARE)
+    first = 1 if kept[0]["role"] == "system" else 0
+    while len(ids := encode(kept)) + wanted > room:
+        turns = [i for i, m in enumerate(kept) if i > first and m["role"] == "user"]
+        if not turns:
+            break
+        del kept[first : turns[0]]
+    if len(ids) >= room:
+        raise RequestError(
+            f"the message takes {len(ids)} of the {room} tokens that there are; shorten it, or "
+            "start with a larger --set engine.context"
+        )
+    return ids, kept
+
+
+def rates(usage: Usage, compiled: float) -> str:
+    """One line on one turn: tokens, and how many of them per second."""
+    waited = f"compile {compiled:.2f} s | " if compiled > 0.005 else ""
+    return f"{waited}{show_answer.rates(usage)}"
+
+
+def _mark(chunks: Sequence[Chunk], asked: bool, most: int) -> str:
+    """What follows an answer: a word where a limit cut it."""
+    if not chunks or chunks[-1].finish_reason != "length":
+        return ""
+    if asked:
+        return f" [cut off: max_tokens is {most}; /set max_tokens=none for no limit]"
+    return " [cut off: the context is full; go on, and old messages will be dropped]"

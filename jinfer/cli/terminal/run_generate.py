@@ -1,0 +1,216 @@
+"""What the flags ask for, done: a table of models, an answer, several, a chat."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinfer.api.llm import LLM
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.terminal import INTERRUPTED, show_answer
+from jinfer.cli.terminal.chat_loop import STOPPED
+from jinfer.cli.terminal.flag_conflicts import KEYS, FlagError, check, check_effects, settle
+from jinfer.cli.terminal.generate_flags import sampling, spelled
+from jinfer.cli.terminal.local_chat import Chat
+from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.distributed.job_config import find_job
+from jinfer.engine.output.generation import Chunk
+from jinfer.engine.requests import RequestError
+from jinfer.guard.safe_files import FileRefused, read_regular
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.opening import model_catalogue
+from jinfer.progress import task
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.xla.undisturbed import heard
+
+MAX_PROMPT = 64 << 20  # bytes
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit status. A user's mistake is one line, and 2."""
+    try:
+        options = settle(options)
+        silent = options.prompt is None and options.prompt_file is None and options.ids is None
+        chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
+        check(options, chat)
+        if options.list is not None:
+            print(model_catalogue.table(text=options.list))
+            return 0
+        job = find_job(vars(options), os.environ)
+        if job is None:
+            return _run(options, chat, silent)
+        # Here: one process alone needs none of it.
+        from jinfer.api.job_processes import follow, run_job
+
+        return run_job(
+            job,
+            lambda: _run(options, chat, silent),
+            lambda: follow(options.source, _overrides(options)),
+        )
+    except SpecError as error:
+        print(f"error: {_flag_of(error, sampling(options)) or error}", file=sys.stderr)
+        return 2
+    except (*USER_ERRORS, FlagError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _flag_of(error: SpecError, given: Mapping[str, Any]) -> str | None:
+    """An error of a sampling parameter that came by a flag: it names the flag, not the file."""
+    for name in given if error.key == "generation" else ():
+        if error.reason.startswith(f"{name} "):
+            return f"{spelled(name)}{error.reason.removeprefix(name)}"
+    return None
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Keys of the specification that are set."""
+    overrides: dict[str, Any] = {}
+    for text in options.set or ():
+        overrides = merge(overrides, parse_override(text))
+    for key, name in KEYS.items():
+        if (value := getattr(options, name)) is not None:
+            *tables, last = key.split(".")
+            given: dict[str, Any] = {last: value}
+            for table in reversed(tables):
+                given = {table: given}
+            overrides = merge(overrides, given)
+    if options.system is not None:
+        overrides = merge(overrides, {"prompt": {"system": options.system}})
+    if changes := sampling(options):
+        overrides = merge(overrides, {"generation": changes})
+    return overrides
+
+
+def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
+    prompt = None if silent and chat else _prompt(options)
+    with heard():
+        llm = LLM(
+            options.source,
+            progress=sys.stderr.isatty(),
+            threads=options.threads,
+            first=lambda llm: _first(llm, options, None if chat else prompt),
+            **_overrides(options),
+        )
+    if sys.stderr.isatty():
+        if chat:
+            print(llm.frontend.described(), file=sys.stderr)
+        print(llm.frontend.cache_report(), file=sys.stderr)
+    if chat:
+        return Chat(llm).run(prompt if isinstance(prompt, str) else None)
+    ids = _asked(llm, prompt or "", options)
+    if options.explain_speculation:
+        from jinfer.cli.terminal.explain_speculation import explain
+
+        return explain(llm, ids)
+    return _answer(llm, ids, options.json)
+
+
+def _prompt(options: argparse.Namespace) -> str | list[int]:
+    if options.ids is not None:
+        words = options.ids.replace(",", " ").split()
+        if not words or not all(word.isdecimal() for word in words):
+            raise RequestError(f"--ids {options.ids!r}: write token ids, such as --ids '1 15043'")
+        return [int(word) for word in words]
+    if options.prompt_file is not None:
+        return _followed(_text(options.prompt_file))
+    if options.prompt not in (None, "-"):
+        return _followed(options.prompt)
+    return _text(None)
+
+
+def _followed(prompt: str) -> str:
+    """A prompt, and behind it what comes through a pipe, as `jinfer client` has it."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):  # none, or not one of the system's
+        return prompt
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return prompt
+    more = _text(None).rstrip("\n")
+    return f"{prompt}\n\n{more}" if more.strip() else prompt
+
+
+def _text(file: str | None) -> str:
+    """What is in a file, or comes through standard input. Raises `RequestError`."""
+    name, content = file or "standard input", b""
+    try:
+        if file is not None:
+            content = read_regular(Path(file), MAX_PROMPT)
+        else:
+            content = sys.stdin.buffer.read()
+        return content.decode("utf-8-sig")
+    except FileRefused as error:
+        raise RequestError(f"{name}: {error}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{name}: is no text in UTF-8") from None
+
+
+def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
+    """What is asked first, before weights are loaded: whether that can be done shows here."""
+    if llm.spec.decoder is None:
+        raise RequestError(
+            "the model has no decoder and writes no text; for its vectors there are LLM.embed in "
+            "Python and /v1/embeddings of jinfer serve"
+        )
+    check_effects(sampling(options).keys(), llm.params())
+    if (prompt is None or options.system is not None) and not llm.can_chat:
+        raise RequestError(
+            "the model has no chat template or no tokenizer; "
+            "set prompt.template, or continue a text with --raw --prompt"
+        )
+    return [] if prompt is None else _asked(llm, prompt, options)
+
+
+def _asked(llm: LLM, prompt: str | list[int], options: argparse.Namespace) -> list[int]:
+    """The prompt's token ids: as a message where the model can chat, else as it is."""
+    if isinstance(prompt, str) and not options.raw and llm.can_chat:
+        return llm.encode_chat(prompt)
+    return llm.encode(prompt)
+
+
+def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
+    params = llm.params()
+    if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
+        return _answers(llm, ids, params, as_json)
+    chunks: list[Chunk] = []
+    screen = Screen()
+    show = (lambda text: None) if as_json else screen
+    with contextlib.closing(llm.stream(ids, params)) as stream:
+        interrupted = show_answer.print_answer(stream, chunks, show, llm, len(ids))
+    usage = show_answer.usage_of(llm, interrupted)
+    if as_json:
+        report = show_answer.report(llm, [show_answer.of_chunks(chunks)], usage)
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        screen.end(STOPPED if interrupted and sys.stdout.isatty() else "")
+        print(show_answer.timings(llm, usage), file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
+    """Answers that are known only at the end, or several."""
+    with task("answering"):
+        found = llm.generate(ids, params)
+    usage = found[0].usage
+    if as_json:
+        report = show_answer.report(llm, [show_answer.of_completion(each) for each in found], usage)
+        print(json.dumps(report, ensure_ascii=False))
+        return 0
+    for number, each in enumerate(found, start=1):
+        if len(found) > 1:
+            print(f"--- {number} of {len(found)}")
+        screen = Screen()
+        screen(show_answer.shown(llm, each.text, each.token_ids))
+        screen.end()
+    print(show_answer.timings(llm, usage), file=sys.stderr)
+    return 0

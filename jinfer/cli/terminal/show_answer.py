@@ -1,0 +1,144 @@
+"""An answer in the terminal: shown while it comes, stopped by Ctrl-C, reported on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from jinfer.api.llm import LLM
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage
+from jinfer.progress import task
+
+
+def print_answer(
+    stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM, asked: int
+) -> bool:
+    """Shows an answer while it comes; True if Ctrl-C stopped it.
+
+    Args:
+        chunks: gets its pieces; before the first one Ctrl-C has nothing to wait for.
+        asked: tokens of its prompt.
+    """
+    with ctrl_c(lambda: bool(chunks)) as pressed:
+        try:
+            for chunk in _after_prompt(stream, llm, asked):
+                chunks.append(chunk)
+                show(shown(llm, chunk.text, chunk.token_ids))
+                if pressed():
+                    return True
+        except KeyboardInterrupt:
+            if chunks:
+                raise
+            return True
+    return False
+
+
+def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chunk]:
+    """The pieces; until the first one how much of the prompt is computed is shown."""
+    scheduler = llm.frontend.engine.scheduler
+
+    def computed() -> int:
+        return next((sequence.computed for sequence in scheduler.running), 0)
+
+    with task("reading the prompt", asked, unit="token", measure=computed):
+        first = next(stream, None)
+    if first is not None:
+        yield first
+        yield from stream
+
+
+@contextlib.contextmanager
+def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed, instead of interrupting a step in its middle.
+
+    Pressed a second time, it interrupts whatever goes on.
+
+    Args:
+        waits: whether there is something to wait for; if not, the first time interrupts as well.
+    """
+    pressed = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+        if not waits():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def shown(llm: LLM, text: str, ids: Sequence[int]) -> str:
+    """What is shown of an answer: its text; without a tokenizer its ids."""
+    return text if llm.tokenizer else "".join(f"{id} " for id in ids)
+
+
+def usage_of(llm: LLM, interrupted: bool) -> Usage:
+    """Tokens and seconds of the answer that has just ended."""
+    if interrupted:  # its end is a message that the engine may not have read yet
+        llm.frontend.thread.run(lambda engine: None)
+    return llm.last_usage
+
+
+def of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    """What is reported of an answer that came in pieces; it may have been stopped."""
+    return _entry(
+        "".join(chunk.text for chunk in chunks),
+        [id for chunk in chunks for id in chunk.token_ids],
+        chunks[-1].finish_reason if chunks else None,
+        [entry for chunk in chunks for entry in chunk.logprobs],
+    )
+
+
+def of_completion(answer: Completion) -> dict[str, Any]:
+    """What is reported of an answer that came as a whole."""
+    return _entry(answer.text, answer.token_ids, answer.finish_reason, answer.logprobs or [])
+
+
+def _entry(
+    text: str, ids: list[int], reason: str | None, logprobs: list[TokenLogprob]
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {"text": text, "token_ids": ids, "finish_reason": reason}
+    return entry | ({"logprobs": [asdict(each) for each in logprobs]} if logprobs else {})
+
+
+def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    """What --json prints: an answer with its usage and timings, or several in a list."""
+    return {
+        **(answers[0] if len(answers) == 1 else {"answers": answers}),
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": sum(len(answer["token_ids"]) for answer in answers),
+        },
+        "timings": {
+            "load_seconds": round(llm.load_seconds, 3),
+            "compile_seconds": round(llm.compile_seconds, 3),
+            "prefill_tokens_per_second": round(usage.prefill_rate, 1),
+            "decode_tokens_per_second": round(usage.decode_rate, 1),
+        },
+    }
+
+
+def timings(llm: LLM, usage: Usage) -> str:
+    """One line: seconds to load and to compile, tokens per second of prompt and answer."""
+    return f"load {llm.load_seconds:.2f} s, compile {llm.compile_seconds:.2f} s | {rates(usage)}"
+
+
+def rates(usage: Usage) -> str:
+    """Tokens of prompt and answer, and how many of them per second, in a few words."""
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    return (
+        f"prefill {usage.prompt_tokens} tokens{cached}, {_rate(usage.prefill_rate)} | "
+        f"decode {usage.completion_tokens}, {_rate(usage.decode_rate)}"
+    )
+
+
+def _rate(number: float) -> str:
+    return f"{number:.{0 if number >= 100 else 1}f}/s"

@@ -1,0 +1,161 @@
+"""The commands of a chat: a table, and a function for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinfer.api.prompt_inputs import messages
+from jinfer.engine.requests import RequestError
+from jinfer.guard.safe_files import FileRefused, read_regular
+from jinfer.modelspec.spec_errors import nearest
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.records import dataclass
+from jinfer.sampling.param_names import own_names
+
+if TYPE_CHECKING:
+    from jinfer.cli.terminal.chat_loop import Dialogue
+
+MAX_BYTES = 16 << 20  # of a conversation in a file
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        run: gets the chat and what stood after the command.
+        takes: what that is, in brackets where it may be left out; "": nothing.
+        help: what it does.
+    """
+
+    run: Callable[[Dialogue, str], None]
+    takes: str
+    help: str
+
+
+def follow(chat: Dialogue, line: str) -> None:
+    """Does what a line that begins with / says. Raises `RequestError` where it cannot."""
+    name, _, rest = line.removeprefix("/").partition(" ")
+    rest = rest.strip()
+    command = COMMANDS.get(ALIASES.get(name, name))
+    if command is None:
+        listing = nearest(f"/{name}", (f"/{known}" for known in COMMANDS))
+        raise RequestError(
+            f'there is no /{name}; {listing}; a message that begins with / goes between """'
+        )
+    if rest and not command.takes:
+        raise RequestError(f"/{name} takes nothing")
+    if not rest and command.takes and not command.takes.startswith("["):
+        raise RequestError(f"/{name} needs {command.takes}")
+    command.run(chat, rest)
+
+
+def _help(chat: Dialogue, rest: str) -> None:
+    for name, command in COMMANDS.items():
+        print(f"  {f'/{name} {command.takes}':22} {command.help}")
+    print('  a line that ends in \\ goes on in the next one; """ begins and ends several lines')
+
+
+def _exit(chat: Dialogue, rest: str) -> None:
+    chat.ended = True
+
+
+def _reset(chat: Dialogue, rest: str) -> None:
+    chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
+    print("(forgotten, but for the system message)" if chat.messages else "(forgotten)")
+
+
+def _undo(chat: Dialogue, rest: str) -> None:
+    _take_back(chat)
+    left = len(chat.messages)
+    print(f"({left} {'message is' if left == 1 else 'messages are'} left)")
+
+
+def _retry(chat: Dialogue, rest: str) -> None:
+    params, before = chat.params(), chat.messages
+    asked = _take_back(chat)
+    if not params.draws or params.seed is not None:
+        print("(the same answer comes again: /set temperature=0.8, or /set seed=none)")
+    try:
+        chat.answer(asked)
+    except BaseException:
+        chat.messages = before
+        raise
+
+
+def _take_back(chat: Dialogue) -> str:
+    """The last question, which the conversation forgets with its answer."""
+    for place in reversed(range(len(chat.messages))):
+        if chat.messages[place]["role"] == "user":
+            asked = str(chat.messages[place]["content"])
+            chat.messages = chat.messages[:place]
+            return asked
+    raise RequestError("there is no question yet")
+
+
+def _system(chat: Dialogue, text: str) -> None:
+    others = [m for m in chat.messages if m["role"] != "system"]
+    chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
+    print("(from now on)" if text else "(none but the model's own)")
+
+
+def _save(chat: Dialogue, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.exists() and path != chat.file:
+        raise RequestError(f"{name}: there is such a file; give another name")
+    try:
+        text = json.dumps(chat.messages, ensure_ascii=False, indent=1)
+        path.write_text(text + "\n", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RequestError(f"{name}: {error.strerror}") from None
+    chat.file = path
+    print(f"({_messages(chat)} in {name})")
+
+
+def _load(chat: Dialogue, name: str) -> None:
+    path = Path(name).expanduser()
+    try:
+        found = json.loads(read_regular(path, MAX_BYTES))
+        chat.messages = messages(found if isinstance(found, list) else None)
+    except FileRefused as error:
+        raise RequestError(f"{name}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name}: is no conversation: {error}") from None
+    chat.file = path
+    print(f"({_messages(chat)})")
+
+
+def _messages(chat: Dialogue) -> str:
+    return f"{len(chat.messages)} message{'s' * (len(chat.messages) != 1)}"
+
+
+def _set(chat: Dialogue, setting: str) -> None:
+    if not setting:
+        print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
+        return
+    ((name, value),) = parse_override(setting).items()
+    new = own_names({name.replace("-", "_"): None if value in ("none", "null") else value})
+    chat.params(**new)
+    chat.sampling |= new
+
+
+def _stats(chat: Dialogue, rest: str) -> None:
+    print(*chat.stats(), sep="\n")
+
+
+COMMANDS: Mapping[str, Command] = {
+    "help": Command(_help, "", "this list"),
+    "exit": Command(_exit, "", "ends; so do exit, quit and Ctrl-D"),
+    "reset": Command(_reset, "", "forgets the conversation; so does /clear"),
+    "retry": Command(_retry, "", "answers the last message again"),
+    "undo": Command(_undo, "", "takes the last message and its answer back"),
+    "system": Command(_system, "[TEXT]", "sets the system message; without TEXT there is none"),
+    "set": Command(_set, "[KEY=VALUE]", "sets a sampling parameter; alone: shows what is set"),
+    "save": Command(_save, "FILE", "writes the conversation as JSON"),
+    "load": Command(_load, "FILE", "goes on with a conversation from a file"),
+    "stats": Command(_stats, "", "tokens so far"),
+}
+ALIASES: Mapping[str, str] = {"quit": "exit", "clear": "reset", "?": "help"}

@@ -1,0 +1,137 @@
+"""Attention over a paged cache, and the writing of new tokens into it, in one custom call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jinfer.cpu.build_library import register
+from jinfer.shapes import Float, Int
+
+_SYMBOL = "jinfer_attention"
+_MOST_GROUP = 192  # query heads of a key head
+
+
+class Coding(NamedTuple):
+    """How the codes of a quantized cache stand for numbers; blocks are of 32."""
+
+    bits: int
+    levels: int
+    per_code: int
+    symmetric: bool
+
+
+class Parts(NamedTuple):
+    """Keys or values of a pool.
+
+    Attributes:
+        arrays: one of [blocks, kv_heads, size, dim], or codes and numbers of each vector.
+        dim: numbers of a vector.
+    """
+
+    arrays: tuple[Array, ...]
+    dim: int
+
+
+class Scores(NamedTuple):
+    """How scores are changed; as `jinfer.ops.attention.mask_rules.ScoreRules`."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    ahead: int | None = None
+    sinks: Float[Array, " heads"] | None = None
+    slopes: Float[Array, " heads"] | None = None
+    by_distance: Float[Array, "heads distances"] | None = None
+    lowest: int = 0
+
+
+def supported(heads: int, kv_heads: int) -> bool:
+    """Whether there is a custom call on this machine, and for so many heads."""
+    return heads // kv_heads <= _MOST_GROUP and register(_SYMBOL)
+
+
+def attention(
+    q: Float[Array, "tokens heads dim"],
+    rows: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    last: Int[Array, " tokens"],
+    tables: Int[Array, "rows entries"],
+    keys: Parts,
+    values: Parts | None,
+    coding: Coding | None,
+    scores: Scores,
+    new: tuple[Array, ...] | None = None,
+    *,
+    partial: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """Attention's output, and the arrays of keys and values.
+
+    A call with a token or a block that is not in the tables or the pool fails.
+
+    Args:
+        rows: each token's row of the tables; -1: padding, which gets zeros.
+        last: the last position that each token sees.
+        tables: the block of each sequence's positions size * j .. size * (j + 1) - 1; `size` is a
+            multiple of 64, or there is one entry.
+        values: None: the keys are the values too.
+        coding: of a quantized cache.
+        new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, which are first
+            put into the pool. The pool's arrays are then changed in place: they must not be used
+            afterwards.
+        partial: entries of the tables may be -1, of which nothing is written or seen. The output is
+            then float32, not divided by the sum of the weights, and beside it are, in one array,
+            each query's highest score and that sum.
+
+    Returns:
+        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others.
+    """
+    cached = (*keys.arrays, *(values.arrays if values is not None else ()))
+    numbers = (
+        jnp.zeros(0, jnp.float32) if scores.sinks is None else _f32(scores.sinks),
+        jnp.zeros(0, jnp.float32) if scores.slopes is None else _f32(scores.slopes),
+        jnp.zeros((0, 0), jnp.float32) if scores.by_distance is None else _f32(scores.by_distance),
+    )
+    where = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
+    given = (q, *where, *numbers, *(new or ()))
+    value_dim = keys.dim if values is None else values.dim
+    results = [jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)]
+    if partial:
+        sizes = ((*q.shape[:2], value_dim), (*q.shape[:2], 2))
+        results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    kept = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
+    bits, levels, per_code, symmetric = coding or Coding(0, 0, 1, True)
+    count, width = len(results), len(keys.arrays)
+    found = jax.ffi.ffi_call(
+        _SYMBOL,
+        [*results, *kept],
+        input_output_aliases={len(given) + i: count + i for i in range(len(kept))},
+    )(
+        *given,
+        *cached,
+        scale=np.float32(scores.scale),
+        softcap=np.float32(scores.softcap or 0.0),
+        window=np.int32(-1 if scores.window is None else scores.window),
+        ahead=np.int32(-1 if scores.ahead is None else scores.ahead),
+        lowest=np.int32(scores.lowest),
+        written=bool(new),
+        shared=values is None,
+        bits=np.int32(bits),
+        levels=np.int32(levels),
+        per_code=np.int32(per_code),
+        symmetric=symmetric,
+        dim=np.int32(keys.dim),
+        value_dim=np.int32(value_dim),
+        partial=partial,
+    )
+    after: Sequence[Array] = found[count:] or cached
+    return tuple(found[:count]), tuple(after[:width]), tuple(after[width:])
+
+
+def _f32(numbers: Array) -> Array:
+    return numbers.astype(jnp.float32)

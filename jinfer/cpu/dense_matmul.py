@@ -1,0 +1,63 @@
+"""Products with plain matrices as one custom call, with weights of 16 bits as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import Array
+
+from jinfer.cpu import build_library
+from jinfer.cpu.quantized_matmul import ACTIVATIONS, selection
+from jinfer.shapes import Float, Int
+
+
+def available() -> bool:
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return build_library.register("jinfer_dense")
+
+
+def dense_linear(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[Float[Array, "*stack outputs inputs"]],
+    *,
+    activation: str = "none",
+    index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
+    transposed: bool = False,
+    part: slice | None = None,
+    rounded: bool = False,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ weight.T for each weight, in float32; all weights share the reading of x.
+
+    Args:
+        x: float32.
+        weights: float32, bfloat16 or float16, converted to float32 without loss.
+        activation: other than "none": there are two weights, gate and up, of equal shape, and the
+            one result is activation(x @ gate.T) * (x @ up.T).
+        index, offsets: as in `coded_linear`; with one of them weights have three axes, else two.
+        transposed: weights are [inputs, outputs] instead: x @ weight.
+        part: the rows of each matrix that count, as if there were no others.
+        rounded: x may be rounded to bfloat16 where a weight is; it is where the processor then
+            multiplies twice as many numbers at a time.
+    """
+    if not available():
+        raise RuntimeError("there are no custom calls on this machine")
+    results = weights if activation == "none" else weights[:1]
+    first, end, _ = (part or slice(None)).indices(weights[0].shape[-2])
+    widths = [w.shape[-1] if transposed else end - first if part else w.shape[-2] for w in results]
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], width), np.float32) for width in widths]
+    select, chosen = selection(index, offsets)
+    out = jax.ffi.ffi_call("jinfer_dense", shapes)(
+        x,
+        *chosen,
+        *weights,
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        select=np.int64(select),
+        transposed=np.bool_(transposed),
+        first=np.int64(first),
+        taken=np.int64(end - first if part else 0),
+        rounded=np.bool_(rounded),
+    )
+    return tuple(out)

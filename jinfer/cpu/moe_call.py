@@ -1,0 +1,82 @@
+"""A mixture's routing as custom calls: which experts rows go to, sorted by expert, and their sum.
+
+What a row gets is the same to the bit whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from jinfer.cpu import build_library
+from jinfer.shapes import Float, Int
+
+
+def available() -> bool:
+    """Whether the custom calls exist on this machine; compiles them the first time."""
+    return build_library.register("jinfer_route", "jinfer_by_expert", "jinfer_of_experts")
+
+
+def route(
+    logits: Float[Array, "rows experts"],
+    correction: Float[Array, " experts"] | None,
+    top_k: int,
+    *,
+    softmax: bool,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
+    """The best experts of each row, the first of such as are equal, and their weights.
+
+    Args:
+        logits: float32.
+        correction: added to the scores for the choice only.
+        softmax: scores are a softmax of the logits; else each is its logit's sigmoid.
+        renormalize: weights are scores over their sum, else the scores; either times `scale`.
+    """
+    shape = logits.shape[0], top_k
+    results = [jax.ShapeDtypeStruct(shape, kind) for kind in (np.int32, np.float32)]
+    chosen, weights = jax.ffi.ffi_call("jinfer_route", results)(
+        logits,
+        *([] if correction is None else [correction]),
+        softmax=np.bool_(softmax),
+        renormalize=np.bool_(renormalize),
+        scale=np.float32(scale),
+    )
+    return chosen, weights
+
+
+class Sorted(NamedTuple):
+    """Pairs of row and expert, sorted by expert and then by row.
+
+    Attributes:
+        row_of, expert_of: of each pair.
+        offsets: pairs offsets[i] .. offsets[i + 1] - 1 are expert i's.
+        place_of: where each pair stands, in the order in which they were given.
+    """
+
+    row_of: Int[Array, " pairs"]
+    expert_of: Int[Array, " pairs"]
+    offsets: Int[Array, " experts_1"]
+    place_of: Int[Array, " pairs"]
+
+
+def by_expert(chosen: Int[Array, "rows top_k"], experts: int) -> Sorted:
+    """Sorts pairs; `chosen` is int32 and below `experts`."""
+    sizes = chosen.size, chosen.size, experts + 1, chosen.size
+    results = [jax.ShapeDtypeStruct((size,), np.int32) for size in sizes]
+    return Sorted(*jax.ffi.ffi_call("jinfer_by_expert", results)(chosen))
+
+
+def of_experts(
+    results: Float[Array, "pairs hidden"],
+    place_of: Int[Array, " pairs"],
+    weights: Float[Array, "rows top_k"],
+) -> Float[Array, "rows hidden"]:
+    """The sum of each row's results times their weights, all float32, one after the other."""
+    shape = jax.ShapeDtypeStruct((weights.shape[0], results.shape[1]), np.float32)
+    out: Array = jax.ffi.ffi_call("jinfer_of_experts", shape)(results, place_of, weights)
+    return out

@@ -1,0 +1,136 @@
+"""Products with quantized matrices as one custom call.
+
+The matrices are `QuantizedTensor`s taken apart: their arrays as they are, and what their format
+says. Activations are float32 rows, which are rounded to whole numbers in blocks of 32; a block with
+a number that is not finite makes its products NaN. In mode "int8" a whole number is one digit, -127
+.. 127, with scale = largest magnitude / 127, in mode "int16" it has two in base 253. In mode
+"float" it has three, of which the last counts 1.2e-7 of the block's largest magnitude, as much as
+its last bit does in float32. Products with digits are sums of integers; those of each digit are
+scaled and added up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import Array
+
+from jinfer.cpu import build_library
+from jinfer.shapes import Float, Int
+
+type Mode = Literal["int8", "int16", "float"]
+_DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits
+# The numbers of `Activation` in activation.h; products take those up to relu.
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
+_CODEBOOK = 16  # most values
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A matrix as codes, or a stack of such matrices; the layout is `QuantizedTensor`'s.
+
+    Attributes:
+        words: uint32 [*stack, tiles, superblocks, bits, R, G], at most one axis of stack.
+        scales: float16, or int8 with `steps`, [*stack, tiles, superblocks, R, S, numbers].
+        steps: float16 [*stack, tiles, superblocks, R, S', numbers], or None.
+        outputs: without padding.
+        block: weights that share a scale.
+        per_code: weights of a code, 2 for 11 x + y.
+        zero: the code of 0 where blocks have no base.
+        codebook: the codes' values, at most 16, where they are not evenly spaced.
+    """
+
+    words: Array
+    scales: Array
+    steps: Array | None
+    outputs: int
+    block: int
+    per_code: int = 1
+    zero: int = 0
+    codebook: tuple[int, ...] | None = None
+
+
+def available() -> bool:
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return build_library.register("jinfer_linear")
+
+
+def supports(matrix: Coded) -> bool:
+    """Whether the call can multiply with a matrix.
+
+    It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
+    """
+    if matrix.words.shape[-1] != (2 if matrix.steps is None else 8):
+        return False
+    return matrix.codebook is None or (
+        len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1
+    )
+
+
+def coded_linear(
+    x: Float[Array, "rows inputs"],
+    matrices: Sequence[Coded],
+    *,
+    mode: Mode = "int8",
+    activation: str = "none",
+    index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ matrix.T for each matrix, in float32; all matrices share the reading of x.
+
+    Args:
+        x: float32.
+        matrices: of equal inputs.
+        activation: other than "none": there are two matrices, gate and up, of equal shape and
+            layout, and the one result is activation(x @ gate.T) * (x @ up.T).
+        index: int32, which matrix of each stack.
+        offsets: int32 [stack + 1]: rows offsets[i] .. offsets[i + 1] - 1 are multiplied with
+            matrix i of each stack, other rows of the result are undefined. Only the matrices that
+            have rows are read.
+    """
+    if not available():
+        raise RuntimeError("there are no custom calls on this machine")
+    select, chosen = selection(index, offsets)
+    operands: list[Any] = [x, *chosen]
+    for matrix in matrices:
+        operands += [matrix.words, matrix.scales]
+        operands += [] if matrix.steps is None else [matrix.steps]
+    results = matrices if activation == "none" else matrices[:1]
+    rows = x.shape[0]
+    shapes = [jax.ShapeDtypeStruct((rows, matrix.outputs), np.float32) for matrix in results]
+    codebook = next((m.codebook for m in matrices if m.codebook is not None), ())
+    call = jax.ffi.ffi_call("jinfer_linear", shapes)
+    out = call(
+        *operands,
+        tensors=np.array([fields_of(matrix) for matrix in matrices], np.int64).reshape(-1),
+        codebook=np.array(codebook, np.int64),
+        digits=np.int64(_DIGITS[mode]),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        select=np.int64(select),
+    )
+    return tuple(out)
+
+
+def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
+    """How matrices of stacks are chosen, as `Select` in select.h counts, and the operand for it."""
+    if index is not None:
+        return 1, [index.reshape(1)]
+    return (0, []) if offsets is None else (2, [offsets])
+
+
+def fields_of(matrix: Coded) -> list[int]:
+    """What is said of it to the calls: the fields that linear_product.h names."""
+    return [
+        matrix.words.shape[-3],
+        matrix.per_code,
+        matrix.block,
+        matrix.scales.shape[-1],
+        matrix.zero,
+        int(matrix.steps is not None),
+        int(matrix.codebook is not None),
+        matrix.outputs,
+    ]

@@ -1,0 +1,104 @@
+"""Norms, rotations, Hadamard transforms, activations, softmax, argmax of rows, as custom calls.
+
+A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
+axis are cut into other parts from some thousand numbers on.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import Array
+
+from jinfer.cpu import build_library
+from jinfer.cpu.quantized_matmul import ACTIVATIONS
+from jinfer.shapes import Float, Int
+
+_CALLS = ("norm", "rotate", "hadamard", "scores", "activate", "argmax")
+
+
+def available() -> bool:
+    """Whether the custom calls exist on this machine; compiles them the first time."""
+    return build_library.register(*(f"jinfer_{name}" for name in _CALLS))
+
+
+def norm(
+    x: Float[Array, "rows size"],
+    weight: Float[Array, "groups size"] | None,
+    bias: Float[Array, "groups size"] | None,
+    *,
+    centered: bool,
+    eps: float,
+    offset: float,
+) -> Float[Array, "rows size"]:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, all float32.
+
+    Args:
+        weight, bias: row i takes number i % groups of them; None: 1 and 0.
+        centered: False for mean = 0.
+    """
+    vectors = [vector for vector in (weight, bias) if vector is not None]
+    return jax.ffi.ffi_call("jinfer_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x,
+        *vectors,
+        centered=centered,
+        weighted=weight is not None,
+        biased=bias is not None,
+        eps=np.float32(eps),
+        offset=np.float32(offset),
+    )
+
+
+def rotate(
+    x: Float[Array, "rows width"],
+    cos: Float[Array, "rows pairs"],
+    sin: Float[Array, "rows pairs"],
+    *,
+    size: int,
+    adjacent: bool,
+) -> Float[Array, "rows width"]:
+    """Rotates heads; see `jinfer.ops.rope.rotate`. Products are rounded before they are added.
+
+    Args:
+        x, cos, sin: float32.
+    """
+    call = jax.ffi.ffi_call("jinfer_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, cos, sin, size=np.int64(size), adjacent=adjacent)
+
+
+def hadamard(
+    x: Float[Array, "rows width"], *, size: int, query: bool
+) -> Float[Array, "rows width"]:
+    """Of heads of a size, float32; see `jinfer.ops.attention.hadamard`."""
+    call = jax.ffi.ffi_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, size=np.int64(size), query=query)
+
+
+def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
+    """Of each row, in float32."""
+    return _scores(x, True)
+
+
+def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
+    """Of each number, in float32."""
+    return _scores(x, False)
+
+
+def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:
+    """Of each number, in float32.
+
+    Args:
+        function: one of `jinfer.cpu.quantized_matmul.ACTIVATIONS`.
+    """
+    call = jax.ffi.ffi_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, activation=np.int64(ACTIVATIONS.index(function)))
+
+
+def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
+    """The first index of each row's greatest number; the last index where one is not a number."""
+    return jax.ffi.ffi_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
+
+
+def _scores(x: Array, softmax: bool) -> Array:
+    call = jax.ffi.ffi_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, softmax=softmax)

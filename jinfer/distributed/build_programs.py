@@ -1,0 +1,96 @@
+"""A model's programs in a job of several processes, which have to agree on all that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jinfer.distributed.consistency_check import agree
+from jinfer.distributed.coordinator import LeadingPrograms
+from jinfer.distributed.distributed_programs import HostedPrograms
+from jinfer.distributed.process_group import Group
+from jinfer.distributed.unsupported import check_spec, check_stages
+from jinfer.engine.runner.compiled_programs import Sizes
+from jinfer.engine.scheduling.cache_size import cache_blocks, free_memory
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.opening.open_model import Opened
+from jinfer.parallel.layer_bytes import nbytes
+from jinfer.parallel.microbatches import Lanes
+from jinfer.parallel.placement import make_stages, plan_of
+from jinfer.parallel.stage_programs import Stage
+
+
+def hosted_programs(
+    group: Group, model: AbstractModel, opened: Opened, sizes: Callable[[dict[str, int]], Sizes]
+) -> HostedPrograms:
+    """The programs of this process; in process 0 those that an engine calls.
+
+    Args:
+        sizes: what programs have in common, of blocks of each group.
+
+    Raises:
+        SpecError: `[partition]` asks for what cannot be.
+        SourceError: another process has opened something else.
+    """
+    check_spec(group, opened)
+    agree(group, opened)
+    dtype = jnp.dtype(opened.dtype)
+    spec = _planned(group, model, opened)
+    plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
+    stages = make_stages(plan, spec, model, dtype)
+    check_stages(group, stages, spec.path)
+    own = _blocks([stage for stage in stages if stage.site.here], opened)
+    made = LeadingPrograms if group.rank == 0 else HostedPrograms
+    return made(
+        group=group,
+        model=model,
+        sizes=sizes(_least(group, own)),
+        stages=stages,
+        lanes=Lanes(plan.lanes, spec.engine.slots),
+    )
+
+
+def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
+    """Blocks of each group that every stage of this process has room for."""
+    blocks: dict[str, int] = {}
+    engine = opened.spec.engine
+    hosts = sum(d.platform == "cpu" for stage in stages for d in stage.site.devices)
+    for stage in stages:
+        device, model = stage.site.devices[0], stage.model.model
+        own = cache_blocks(
+            model.caches,
+            opened.kv_cache,
+            slots=engine.slots,
+            context=opened.context,
+            chunk=engine.prefill_chunk,
+            tokens=engine.kv_tokens,
+            used=nbytes(model.parameters),
+            free=free_memory(device) // (hosts if device.platform == "cpu" else 1),
+        )
+        for group, count in own.items():
+            blocks[group] = min(count, blocks.get(group, count))
+    return blocks
+
+
+def _planned(group: Group, model: AbstractModel, opened: Opened) -> ModelSpec:
+    """The specification with the devices that process 0 would take: it alone looks at memory."""
+    spec = opened.spec
+    dtype, named = jnp.dtype(opened.dtype), spec.partition.devices
+    if named is None or named.strip() != "auto":
+        return spec
+    if group.rank == 0:
+        plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
+        named = ";".join("&".join(row.devices) for row in plan.rows)
+    return replace(spec, partition=replace(spec.partition, devices=group.shared(named)))
+
+
+def _least(group: Group, own: dict[str, int]) -> dict[str, int]:
+    """Blocks of each group that every process has room for: tables are the same for all."""
+    least: dict[str, int] = {}
+    for blocks in group.gathered(own):
+        for name, count in blocks.items():
+            least[name] = min(count, least.get(name, count))
+    return dict(group.shared(least))

@@ -1,0 +1,133 @@
+"""Process 0's programs: a call of one tells all processes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer.distributed.distributed_programs import LOGITS, PAST, ROWS, HostedPrograms
+from jinfer.distributed.futures import later
+from jinfer.distributed.wire_format import Ref
+from jinfer.distributed.worker_state import DONE, as_leaves
+from jinfer.engine.runner.compiled_programs import Program, Shape
+from jinfer.engine.runner.sampler_output import Chosen
+from jinfer.records import dataclass, field
+
+# How many of leaves, cache and state a program is given first: each process has its own.
+_OWN = {"logits": 3, "decode": 3, "choose": 1, "copy": 1, "admit": 1}
+_OWN |= dict.fromkeys(("forward", "score", "beam", "contrast", "fill", "encode"), 2)
+_HERE = object()  # what stands for a cache or a state: each process has its own
+
+
+class Kept:
+    """A result that stays where it was computed, for another call."""
+
+    def __init__(self, ref: Ref, shape: tuple[int, ...] = (), lane: int = 0) -> None:
+        self.ref, self.shape, self.lane = ref, shape, lane
+
+
+@dataclass(kw_only=True)
+class LeadingPrograms(HostedPrograms):
+    """The programs as an engine calls them."""
+
+    _dropped: deque[int] = field(default_factory=deque)
+
+    def release(self) -> None:
+        """As `Programs.release`, in all processes."""
+        self.group.tell_all(release=True)
+        super().release()
+
+    def empty_cache(self) -> Any:
+        """All processes empty theirs."""
+        return self._reset("cache")
+
+    def empty_state(self) -> Any:
+        """The same of the state."""
+        return self._reset("state")
+
+    def _reset(self, what: str) -> Any:
+        self.group.tell_all(reset=what)
+        self.part.reset(what)
+        return _HERE
+
+    def _compile(self, shape: Shape) -> Program:
+        # So that the others make theirs meanwhile.
+        self.group.tell_all(announce=asdict(shape))
+        own = super()._compile(shape)
+
+        def program(*given: Any) -> Any:
+            self.part.leaves = given[0] if _OWN[shape.kind] > 1 else self.part.leaves
+            return self._called(shape, own, given[_OWN[shape.kind] :])
+
+        return program
+
+    def _called(self, shape: Shape, own: Program, given: tuple[Any, ...]) -> Any:
+        """Has all processes compute a call; gives what an engine expects of it."""
+        call, kind = next(self.group.calls), shape.kind
+        if kind == "admit":
+            given = (as_leaves(given[0]), *given[1:])
+        arguments = [_sent(one) for one in given]
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self.group.tell_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
+        self.part.drop(dropped)
+        coming = self.part.results.expect(call, DONE) if kind in _GIVING else None
+        own(call, *arguments)
+        match kind:
+            case "logits":
+                lane, _ = self.lanes.of_slots(given[0])
+                logits = self._keeping(Kept(Ref(call, LOGITS), (shape.chosen, self.width)))
+                return _HERE, logits, Kept(Ref(call, ROWS), lane=lane)
+            case "fill" | "copy" | "admit":
+                return _HERE
+        assert coming is not None, "it gives something"
+
+        def found(like: Any) -> Any:
+            return later(coming, like, self.group.fail)
+
+        match kind:
+            case "choose":
+                return _HERE, found(self._chosen)
+            case "decode":
+                return _HERE, _HERE, found(self._chosen)
+            case "encode":
+                return found(0)
+            case "contrast":
+                past = self._keeping(Kept(Ref(call, PAST)))
+                return _HERE, past, *found((0,) * 3)
+            case "beam":
+                return _HERE, *found((0,) * 3)
+            case "score":
+                return _HERE, found((0,) * 3)
+        return _HERE, found(0)
+
+    @property
+    def _chosen(self) -> Any:
+        """What has the form of what is chosen."""
+        progress = jax.tree.map(lambda _: 0, self.making.state.progress)
+        return Chosen(*(0,) * 4, progress)  # type: ignore[arg-type]
+
+    def _keeping(self, kept: Kept) -> Kept:
+        """Has a call's results forgotten where they are, once nobody here knows of them."""
+        weakref.finalize(kept, self._dropped.append, kept.ref.call).atexit = False
+        return kept
+
+
+_GIVING = ("choose", "decode", "encode", "contrast", "beam", "score", "forward")
+
+
+def _sent(given: Any) -> Any:
+    """An argument as it is sent: NumPy's arrays, and references to what is kept."""
+    if isinstance(given, Kept):
+        if given.ref.name == ROWS:
+            return {"lane": given.lane, "rows": given.ref}
+        return given.ref
+    if isinstance(given, dict):
+        return {name: _sent(value) for name, value in given.items()}
+    if isinstance(given, list):
+        return given
+    return np.asarray(given)

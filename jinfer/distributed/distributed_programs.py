@@ -1,0 +1,280 @@
+"""The programs of a model on several hosts: what each process does of a call.
+
+The programs of single stages are those of several devices in one process; a call tells every
+process of it, and each launches those that are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jinfer.distributed.futures import Values
+from jinfer.distributed.process_group import Group
+from jinfer.distributed.wire_format import Ref
+from jinfer.distributed.worker_state import DONE, OUT, PLACES, Part
+from jinfer.engine.runner import search_steps
+from jinfer.engine.runner.compiled_programs import Program, Shape
+from jinfer.engine.runner.flat_batch import Places
+from jinfer.nn.abstract_model import Want
+from jinfer.ops.attention.kv_cache import ENCODER
+from jinfer.parallel.device_groups import first_copy
+from jinfer.parallel.pipeline_programs import StagedPrograms
+from jinfer.parallel.stage_programs import float32, int32
+from jinfer.records import dataclass, field
+from jinfer.sampling.logprobs import log_probabilities
+
+LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"
+
+
+@dataclass(kw_only=True)
+class HostedPrograms(StagedPrograms):
+    """What this process does: a program takes a call's number, and what the call is given.
+
+    Attributes:
+        group: the processes.
+    """
+
+    group: Group
+    part: Part = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.part = Part(group=self.group, making=self.making, lanes=self.lanes)
+
+    @cached_property
+    def state(self) -> Any:
+        """A lane's abstract state: those of all of them are in another process, perhaps."""
+        return self.making.state
+
+    def release(self) -> None:
+        """As `Programs.release`."""
+        super().release()
+        self.part.threads.close()
+        self.part.caches.clear()
+        self.part.states.clear()
+
+    def _logits(self, shape: Shape) -> Program:
+        part, chosen = self.part, shape.chosen
+        begin = self.making.begin(shape.tokens, chosen).program
+        rows_of = self.lanes.rows
+        flow = self.making.flow(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
+
+        def run(call: int, slots: Any, positions: Any, tables: Any, last: Any) -> None:
+            lane, rows = self.lanes.of_slots(slots)
+            logits, chooses = part.keep(call, LOGITS), part.keep(call, ROWS)
+            self._begin(call, lane, begin, (rows, positions, last), chooses)
+            part.flow(call, flow, None, self.lanes.tables(lane, tables), last)
+            self._at_home(call, lane, lambda out: logits.set_result(out["logits"]))
+
+        return run
+
+    def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: Values) -> None:
+        """Has home find the places of a flat batch, and the rows that its results are of."""
+        part = self.part
+
+        def work() -> None:
+            places, chooses = begin(part.states[lane], *given)
+            rows.set_result(chooses)
+            part.give(call, PLACES, places, part.everybody(), f"lane {lane}")
+
+        part.lane(lane, work)
+
+    def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
+        """Does something with what the last stage gives."""
+        part = self.part
+        if part.is_home:
+            coming = part.results.expect(call, OUT)
+            part.lane(lane, lambda: finish(coming.result()))
+
+    def _done(self, call: int, lane: int, value: Any) -> None:
+        """Gives process 0 what a call comes to."""
+        self.part.give(call, DONE, value, {0}, f"lane {lane}")
+
+    def _choose(self, shape: Shape) -> Program:
+        part = self.part
+        program = self.making.choose(shape.chosen, self.width, shape.stages).program
+
+        def run(call: int, logits: Ref, given: Any, mask: Any, masked: Any) -> None:
+            # A lane's number comes with rows that home alone knows.
+            known = isinstance(given, dict)
+            lane, rows = (given["lane"], given["rows"]) if known else self.lanes.of_slots(given)
+            coming, own = part.kept(logits), part.kept(rows)
+
+            def work() -> None:
+                drawn = coming(), own(), mask, masked
+                chosen = part.state(lane, lambda state: program(state, *drawn))
+                self._done(call, lane, chosen)
+
+            part.lane(lane, work)
+
+        return run
+
+    def _decode(self, shape: Shape) -> Program:
+        part, count = self.part, shape.tokens
+        begin = self.making.begin(count, count).program
+        rows_of = self.lanes.rows
+        flow = self.making.flow(count, (rows_of, rows_of + 1), count, ("logits",))
+        choose = self.making.choose(count, self.width, shape.stages).program
+        newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
+        unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
+
+        def run(call: int, slots: Any, tables: Any, *_: Any) -> None:
+            # Of one step, which nobody interrupts.
+            lane, rows = self.lanes.of_slots(slots)
+            chooses: Values = Future()
+            self._begin(call, lane, begin, (rows, newest, every), chooses)
+            part.flow(call, flow, None, self.lanes.tables(lane, tables), every)
+
+            def finish(out: Any) -> None:
+                drawn = out["logits"], chooses.result(), *unmasked
+                chosen = part.state(lane, lambda state: choose(state, *drawn))
+                self._done(call, lane, chosen)
+
+            self._at_home(call, lane, finish)
+
+        return run
+
+    def _forward(self, shape: Shape) -> Program:
+        def finish(out: Any) -> Any:
+            return out[shape.want].astype(jnp.float32)
+
+        return self._passed(shape, (shape.want,), finish)
+
+    def _score(self, shape: Shape) -> Program:
+        def finish(out: Any, following: Array) -> Any:
+            return log_probabilities(out["logits"].astype(jnp.float32), following)
+
+        return self._passed(shape, ("logits",), finish, int32(shape.tokens))
+
+    def _beam(self, shape: Shape) -> Program:
+        def finish(out: Any, scores: Array) -> Any:
+            return search_steps.best_beams(self.model, out["logits"].astype(jnp.float32), scores)
+
+        return self._passed(shape, ("logits",), finish, float32(shape.tokens))
+
+    def _contrast(self, shape: Shape) -> Program:
+        def finish(out: Any, length: Array, *rest: Array) -> Any:
+            past, probabilities, alpha = rest
+            return search_steps.best_candidate(self.model, out, length, past, probabilities, alpha)
+
+        more = (float32(self.sizes.context, self.hidden), float32(shape.tokens), float32())
+        passed = self._passed(shape, ("logits", "hidden"), finish, int32(), *more)
+
+        def run(call: int, tokens: Any, rows: Any, at: Any, *rest: Any) -> None:
+            passed(call, tokens, rows, at, *rest[:3], at[0], *rest[3:])
+
+        return run
+
+    def _passed(
+        self, shape: Shape, wants: tuple[Want, ...], finish: Callable[..., Any], *more: Any
+    ) -> Program:
+        """A pass over sequences without a state, and what is made of its results at home.
+
+        Args:
+            more: of what shape `finish` gets what follows the flat batch.
+        """
+        part = self.part
+        flow = self.making.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
+        end = self.making.finish(shape, finish, flow[-1].out[1], *more).program
+        stays = shape.kind == "contrast"
+
+        def run(
+            call: int, tokens: Any, rows: Any, positions: Any, prompts: Any, tables: Any,
+            encoded: Any, *rest: Any,
+        ) -> None:  # fmt: skip
+            part.flow(call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None)
+            given = [part.kept(one) for one in rest]
+            # The hidden states so far are large, and nobody but the next call wants them.
+            past = part.keep(call, PAST) if stays else None
+
+            def work(out: Any) -> None:
+                done = end(out, *(one() for one in given))
+                if past is not None:
+                    past.set_result(done[0])
+                    done = done[1:]
+                self._done(call, 0, done)
+
+            self._at_home(call, 0, work)
+
+        return run
+
+    def _fill(self, shape: Shape) -> Program:
+        part = self.part
+        made = self.making.read(1, shape.tokens, ("hidden",))
+        assert made[-1] is not None, "the last stage gives what an encoder gives"
+        encoded = made[-1].out["hidden"]
+        filled = {
+            number: stage
+            for number, stage in enumerate(self.stages)
+            if any(kept.group == ENCODER for kept in stage.model.model.caches.values())
+        }
+        programs = {n: self.making.fill(n, encoded).program for n in filled}
+        takers = {rank for number in filled for rank in part.owners(number)}
+
+        def run(call: int, tokens: Any, lengths: Any, table: Any) -> None:
+            part.read(call, made, tokens, np.zeros_like(tokens), lengths)
+            self._at_home(
+                call, 0, lambda out: part.give(call, ENCODED, out["hidden"], takers, "lane 0")
+            )
+            here = [number for number in filled if number in part.own]
+            coming = part.results.expect(call, ENCODED) if here else None
+
+            def fill(number: int) -> None:
+                assert coming is not None, "there is such a stage"
+                stage, cache = filled[number], part.caches[number]
+                given = stage.site.take(coming.result()), lengths, table
+                part.caches[number] = programs[number](part.leaves[stage.leaves], cache, *given)
+
+            for number in here:
+                part.threads.add(f"stage {number}", partial(fill, number))
+
+        return run
+
+    def _encode(self, shape: Shape) -> Program:
+        part = self.part
+        made = self.making.read(shape.rows, shape.tokens, (shape.want,))
+
+        def run(call: int, tokens: Any, types: Any, lengths: Any) -> None:
+            part.read(call, made, tokens, types, lengths)
+            self._at_home(call, 0, lambda out: self._done(call, 0, _float32(out[shape.want])))
+
+        return run
+
+    def _copy(self, shape: Shape) -> Program:
+        part = self.part
+        made = {number: self.making.copy(number).program for number in part.own}
+
+        def run(call: int, *given: Any) -> None:
+            def copy(number: int) -> None:
+                part.caches[number] = made[number](part.caches[number], *given)
+
+            for number in made:
+                part.threads.add(f"stage {number}", partial(copy, number))
+
+        return run
+
+    def _admit(self, shape: Shape) -> Program:
+        part, program = self.part, self.making.admit().program
+        tree = jax.tree.structure(self.making.state)
+
+        def run(call: int, leaves: Any, slot: Any) -> None:
+            lane, own = self.lanes.of_slots(np.array([slot]))
+            row = jax.tree.unflatten(tree, leaves)
+
+            def work() -> None:
+                part.states[lane] = program(part.states[lane], row, own[0])
+
+            part.lane(lane, work)
+
+        return run
+
+
+def _float32(array: Array) -> np.ndarray:
+    return np.asarray(first_copy(array)).astype(np.float32)

@@ -1,0 +1,129 @@
+"""What processes of a job say to each other: a schema of every message.
+
+The first of a message's keys in `_FIELDS` is its name. A message that has other keys, or values of
+other types, is not taken for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from jinfer.distributed.wire_format import FrameError
+from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.records import dataclass, field
+
+_ANYTHING = object
+_FIELDS: Mapping[str, Mapping[str, type]] = {
+    "result": {"result": str, "call": int, "value": _ANYTHING},
+    "end": {"end": int, "reason": str},
+    "beat": {"beat": int},
+    "value": {"value": _ANYTHING},
+    "announce": {"announce": Shape},
+    "reset": {"reset": str},
+    "call": {"call": int, "shape": Shape, "given": list, "drop": list},
+    "release": {"release": bool},
+}
+_SHAPE = frozenset(one.name for one in fields(Shape))
+_LONGEST = 80  # characters that are shown of somebody's words
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says of itself when it calls another one.
+
+    Attributes:
+        process, processes: its number, and how many it was told of.
+        jinfer, jax: its versions.
+        at: HOST:PORT at which it waits for those with higher numbers; "" where it need not say.
+    """
+
+    process: int
+    processes: int
+    jinfer: str
+    jax: str
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What process 0 answers, once all have called.
+
+    Attributes:
+        service: HOST:PORT of the way to JAX's service.
+        before: where processes with lower numbers wait, by their numbers.
+        refused: why there is no job; "" where there is one.
+    """
+
+    service: str = ""
+    before: Mapping[str, str] = field(default_factory=dict)
+    refused: str = ""
+
+
+def read_hello(message: Any) -> Hello:
+    """A caller's first message. Raises `FrameError`."""
+    types = {"process": int, "processes": int, "jinfer": str, "jax": str}
+    _check(message, types, {"at": str})
+    said = Hello(**message)
+    if not 0 <= said.process < said.processes:
+        raise FrameError(f"process {said.process} of {said.processes}")
+    if said.at:
+        place(said.at)
+    for version in (said.jinfer, said.jax):
+        if not version.isprintable() or len(version) > _LONGEST:
+            raise FrameError("a version that is none")
+    return said
+
+
+def read_welcome(message: Any) -> Welcome:
+    """What process 0 answers. Raises `FrameError`."""
+    _check(message, {}, {"service": str, "before": dict, "refused": str})
+    told = Welcome(**message)
+    if told.refused:
+        return told
+    place(told.service)
+    for other, where in told.before.items():
+        if not isinstance(other, str) or not other.isdecimal() or not isinstance(where, str):
+            raise FrameError("a number of a process that is none")
+        place(where)
+    return told
+
+
+def kind(message: Any) -> str:
+    """The name of a message, which has what its schema says. Raises `FrameError`."""
+    if isinstance(message, dict):
+        for name, types in _FIELDS.items():
+            if name in message and message.keys() == types.keys():
+                _check(message, types)
+                return name
+    raise FrameError(f"no message has {_shown(message)}")
+
+
+def place(where: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT. Raises `FrameError`."""
+    host, _, port = where.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise FrameError(f"an address {where[:_LONGEST]!r}")
+    return host.strip("[]"), int(port)
+
+
+def _check(message: Any, types: Mapping[str, type], more: Mapping[str, type] | None = None) -> None:
+    """Raises `FrameError` for what has not the keys of `types`, and perhaps of `more`."""
+    known = {**types, **(more or {})}
+    if not isinstance(message, dict) or not types.keys() <= message.keys() <= known.keys():
+        raise FrameError(f"no message has {_shown(message)}")
+    for name, value in message.items():
+        wanted = known[name]
+        if wanted is Shape:
+            if not isinstance(value, dict) or value.keys() != _SHAPE:
+                raise FrameError(f"{name} is no shape of a program")
+        elif wanted is not _ANYTHING and type(value) is not wanted:
+            raise FrameError(f"{name} is a {type(value).__name__}, not a {wanted.__name__}")
+
+
+def _shown(message: Any) -> str:
+    if not isinstance(message, dict):
+        return f"the form of a {type(message).__name__}"
+    keys = ", ".join(map(str, message))[:_LONGEST]
+    return f"the keys {keys!r}" if keys else "no keys"

@@ -1,0 +1,57 @@
+"""What several processes cannot do, each with what to do instead."""
+
+from __future__ import annotations
+
+from jinfer.distributed.process_group import Group
+from jinfer.modelspec.partition_table import AUTO, CPU, device_groups
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening.open_model import Opened
+from jinfer.parallel.stage_programs import Stage
+
+
+def check_spec(group: Group, opened: Opened) -> None:
+    """Raises `SpecError` where a specification asks for what several processes cannot do."""
+    spec, several = opened.spec, f"with {group.size} processes"
+    part, path = spec.partition, spec.path
+    if part.is_plain:
+        reason = f'says nothing, but there are {group.size} processes; set it, "{AUTO}" will do'
+        raise SpecError(path, "partition.devices", reason)
+    if spec.speculation.draft:
+        raise SpecError(path, "speculation.draft", f"cannot be had {several}; leave it out")
+    if spec.quantization.method == "feedback":
+        reason = f"cannot be had {several}; convert the checkpoint before: jinfer quantize"
+        raise SpecError(path, "quantization.method", reason)
+    hosted = part.devices is not None and (CPU,) in device_groups(part.devices, path)
+    for key, asked in (
+        ("devices", hosted),
+        ("cpu_layers", part.cpu_layers > 0),
+        ("host_embeddings", part.host_embeddings),
+    ):
+        if asked:
+            reason = f"a stage on the host cannot be had {several}; leave it out"
+            raise SpecError(path, f"partition.{key}", reason)
+    for key, asked in (
+        ("host_kv_cache", part.host_kv_cache > 0),
+        ("streamed_layers", part.streamed_layers > 0),
+    ):
+        if asked:
+            raise SpecError(path, f"partition.{key}", f"cannot be had {several}; leave it out")
+
+
+def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
+    """Raises `SpecError` where a process has nothing to do."""
+    owners = {device.process_index for stage in stages for device in stage.site.devices}
+    if idle := sorted(set(range(group.size)) - owners):
+        raise SpecError(
+            path,
+            "partition",
+            f"leaves process {idle[0]} of {group.size} without a device; devices are numbered "
+            "through all processes, those of process 0 first",
+        )
+    shared = any(
+        len({device.process_index for device in stage.site.devices}) > 1
+        and stage.site.devices[0].platform == CPU
+        for stage in stages
+    )
+    if shared and group.mute:
+        raise SpecError(path, "partition.devices", f"divides a stage among hosts, and {group.mute}")

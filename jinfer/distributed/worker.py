@@ -1,0 +1,32 @@
+"""What all processes but process 0 do: they compute what they are told of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinfer.distributed.distributed_programs import HostedPrograms
+from jinfer.distributed.process_group import Group
+from jinfer.engine.runner.compiled_programs import Shape
+
+
+def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) -> None:
+    """Computes what process 0 tells, until it lets go of the model."""
+    part = programs.part
+    part.leaves = leaves
+    while True:
+        match group.hear(0):
+            case {"announce": shape}:
+                programs.announce([_shape(shape)])
+            case {"reset": what}:
+                part.reset(what)
+            case {"call": call, "shape": shape, "given": given, "drop": dropped}:
+                part.drop(dropped)
+                programs.get(_shape(shape))(call, *given)
+            case {"release": True}:
+                programs.release()
+                return
+
+
+def _shape(told: dict[str, Any]) -> Shape:
+    return Shape(**{**told, "stages": tuple(told["stages"])})

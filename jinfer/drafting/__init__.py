@@ -1,1 +1,0 @@
-"""Speculation put together as a specification asks: lookups, draft models, heads, their weights."""

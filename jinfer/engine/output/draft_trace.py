@@ -1,0 +1,107 @@
+"""What was drafted for a request, call by call: for whoever wants to see why it was fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import overload
+
+from jinfer.records import dataclass
+
+ROOT = -1  # the parent of what follows the last token that was known
+
+
+@dataclass(frozen=True)
+class DraftedStep:
+    """A tree that one call verified.
+
+    Attributes:
+        tokens: of its nodes, parents before their children.
+        parents: by their place; `ROOT`: the last token that was known.
+        sources: who drafted each node.
+        accepted: the nodes that were right, from a child of the root on.
+        chosen: all tokens that the call gave; the last may not have been drafted.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+    accepted: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    def depths(self) -> list[int]:
+        """How many tokens after the root each node stands, from 1 on."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+
+@dataclass(frozen=True)
+class Step:
+    """A tree, with the texts of its tokens: a notebook draws it."""
+
+    drafted: DraftedStep
+    text: Callable[[int], str]
+
+    def __repr__(self) -> str:
+        accepted = "".join(map(self.text, self.drafted.chosen))
+        return f"Step({len(self.drafted.tokens)} drafted, gave {accepted!r})"
+
+    def _repr_svg_(self) -> str:
+        """The tree: a colour for each source, bold what was right."""
+        from jinfer.engine.output.draft_tree_svg import draw
+
+        return draw([self])
+
+
+@dataclass(frozen=True, repr=False)
+class Steps:
+    """What was drafted for an answer: a sequence of its calls; a notebook draws them.
+
+    Attributes:
+        drafted: the trees of the calls that verified any, in their order.
+        text: of a token.
+    """
+
+    drafted: tuple[DraftedStep, ...]
+    text: Callable[[int], str]
+
+    def __len__(self) -> int:
+        return len(self.drafted)
+
+    def __iter__(self) -> Iterator[Step]:
+        return (Step(step, self.text) for step in self.drafted)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> Step | Steps:
+        if isinstance(index, slice):
+            return Steps(self.drafted[index], self.text)
+        return Step(self.drafted[index], self.text)
+
+    def __repr__(self) -> str:
+        right = sum(len(step.accepted) for step in self.drafted)
+        return f"Steps({len(self)} calls, {right} drafted tokens right)"
+
+    def tried(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
+        """By source and depth: how many nodes were right, of those whose parents were."""
+        found: dict[str, dict[int, tuple[int, int]]] = {}
+        for step in self.drafted:
+            reached = {ROOT, *step.accepted}
+            each = zip(step.parents, step.sources, step.depths(), strict=True)
+            for node, (parent, source, depth) in enumerate(each):
+                if parent in reached:
+                    right, count = found.setdefault(source, {}).get(depth, (0, 0))
+                    found[source][depth] = (right + (node in reached), count + 1)
+        return found
+
+    def _repr_svg_(self) -> str:
+        """The trees of the first calls, one below the other."""
+        from jinfer.engine.output.draft_tree_svg import draw
+
+        return draw(list(self[:MOST_DRAWN]), left_out=len(self) - MOST_DRAWN)
+
+
+MOST_DRAWN = 12

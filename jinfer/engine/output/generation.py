@@ -1,0 +1,250 @@
+"""A request while it runs, and its result: tokens in, text and the reason to stop out."""
+
+from __future__ import annotations
+
+import reprlib
+import time
+from collections.abc import Sequence
+
+from jinfer.engine.output.draft_trace import DraftedStep, Steps
+from jinfer.engine.output.stop_strings import StopTexts
+from jinfer.engine.requests import FinishReason, Request, Token
+from jinfer.records import dataclass, field
+from jinfer.tokenizer import Tokenizer
+
+_SHORT = reprlib.Repr(maxstring=60, maxlist=8)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and how likely the model found it.
+
+    Attributes:
+        id, text: the token.
+        logprob: its natural log-probability, before temperature and filters.
+        top: the likeliest tokens at its place, likeliest first.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens and seconds of a request.
+
+    Attributes:
+        prompt_tokens, completion_tokens: how many.
+        cached_tokens: of the prompt, those that were in the cache already.
+        prefill_seconds: from the request's start to its first token, compilation left out.
+        decode_seconds: from its first token to its last.
+        queue_seconds: from the request's start to its slot; a part of `prefill_seconds`.
+        drafted_tokens, accepted_tokens: that were drafted, and those of them that are its answer's.
+        speculation: the trees of drafted tokens, call by call; None where nothing was drafted.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    speculation: Steps | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens of the prompt that were computed per second."""
+        return (
+            (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
+            if self.prefill_seconds
+            else 0.0
+        )
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first one."""
+        return (
+            max(0, self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer.
+
+    Attributes:
+        text: new text; may be empty.
+        token_ids: new tokens.
+        logprobs: of the new tokens, where asked for.
+        finish_reason: on the last chunk: "stop" (end of sequence, stop text or id) or "length".
+        origin: who drafted its tokens; "": nobody.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: without end of sequence, special tokens and stop text; "" without a tokenizer.
+        token_ids: all new tokens, an ending one included.
+        logprobs: one per token where asked for, else None.
+        finish_reason: "stop" or "length".
+        usage: tokens and seconds.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason
+    usage: Usage
+
+    @property
+    def speculation(self) -> Steps | None:
+        """The trees of drafted tokens, call by call; None where nothing was drafted."""
+        return self.usage.speculation
+
+    def _repr_html_(self) -> str:
+        """The text as a notebook shows it, its tokens shaded where log-probabilities are there."""
+        from jinfer.engine.output.completions_html import completions_html
+
+        return completions_html([self])
+
+    def __repr__(self) -> str:
+        # Without a tokenizer there is no text, but there are ids.
+        text = _SHORT.repr(self.text if self.text or not self.token_ids else self.token_ids)
+        return f"Completion({text}, {len(self.token_ids)} tokens, {self.finish_reason!r})"
+
+
+@dataclass
+class Generation:
+    """A running request.
+
+    Attributes:
+        request: what the engine runs.
+        chunks: pieces not yet taken by the caller.
+        finish_reason: None while it runs.
+        begun, first, last: when it was submitted, and when its first and last tokens came.
+        waited: seconds of that, up to the first token, that compilation took.
+        count: new tokens.
+        cached: tokens of the prompt that were in the cache already.
+        admitted: when it was given a slot, if it was.
+        drafted, accepted: as in `Usage`.
+        trees: of drafted tokens.
+    """
+
+    request: Request
+    tokenizer: Tokenizer | None
+    chunks: list[Chunk] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    waited: float = 0.0
+    count: int = 0
+    cached: int = 0
+    admitted: float | None = None
+    drafted: int = 0
+    accepted: int = 0
+    trees: Sequence[DraftedStep] = ()
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self._stops = StopTexts(tuple(sampling.stop), sampling.include_stop)
+        self._detokenizer = (
+            self.tokenizer.detokenizer(
+                self.request.prompt, skip_special=sampling.skip_special, shown=self.request.shown
+            )
+            if self.tokenizer
+            else None
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token has come."""
+        return self.finish_reason is not None
+
+    def push(self, token: Token) -> bool:
+        """Takes a new token in; True if it is the last one."""
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.count += 1
+        sampling = self.request.sampling
+        ends = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            ends = (*ends, *self.request.end_ids)
+        text = ""
+        ended = token.id in ends
+        if self._detokenizer is not None and (sampling.include_stop or not ended):
+            text = self._detokenizer.push(token.id)
+            text = self._stops.push(text, self.count <= sampling.min_tokens)
+        if ended:
+            self.finish_reason = "stop"
+        if self._stops.found:
+            self.finish_reason = "stop"
+        elif self.finish_reason is None and token.last is not None:
+            self.finish_reason = token.last
+        elif self.finish_reason is None and (
+            len(self.request.prompt) + self.count >= self.request.limit
+        ):
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            text += self._rest()
+        logprobs = (self._logprob(token),) if token.logprob is not None else ()
+        chunk = Chunk(text, (token.id,), logprobs, self.finish_reason, token.origin)
+        self.chunks.append(chunk)
+        return self.ended
+
+    def _rest(self) -> str:
+        if self._detokenizer is None or self._stops.found:
+            return ""
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+    def _logprob(self, token: Token) -> TokenLogprob:
+        top = tuple(TokenLogprob(id, self._text(id), logprob) for id, logprob in token.top)
+        return TokenLogprob(token.id, self._text(token.id), token.logprob or 0.0, top)
+
+    def _text(self, id: int) -> str:
+        return self.tokenizer.decode([id], skip_special=False) if self.tokenizer else ""
+
+    def take(self) -> list[Chunk]:
+        """The pieces that came since the last call."""
+        chunks, self.chunks = self.chunks, []
+        return chunks
+
+    def usage(self) -> Usage:
+        """Tokens and seconds so far."""
+        return Usage(
+            len(self.request.prompt),
+            self.count,
+            max(0.0, self.first - self.begun - self.waited),
+            max(0.0, self.last - self.first),
+            self.cached,
+            max(0.0, self.admitted - self.begun) if self.admitted else 0.0,
+            self.drafted,
+            self.accepted,
+            Steps(tuple(self.trees), self._text) if self.trees else None,
+        )
+
+
+def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
+    """The whole answer of a request that has ended."""
+    assert chunks[-1].finish_reason is not None, "the request has not ended"
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[id for chunk in chunks for id in chunk.token_ids],
+        logprobs=logprobs or None,
+        finish_reason=chunks[-1].finish_reason,
+        usage=usage,
+    )

@@ -1,0 +1,244 @@
+"""Compiled programs as bytes, and back: ready to run, without a trace, given only what they read.
+
+JAX can do this too, but with pickle, which would run whatever a file says. Here XLA reads its own
+format, and what JAX has to know of a program beside it is JSON.
+
+What is looked at inside JAX changes from version to version. Where it is not found a program is not
+kept, and made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jinfer.engine.runner.device_state import State
+from jinfer.engine.runner.sampler_output import Chosen
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.ops.attention.kv_cache import LayerCache
+from jinfer.ops.custom_calls import known_calls, register_calls
+from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.records import dataclass
+from jinfer.sampling.sampling_metadata import Progress, Sampler
+from jinfer.xla.arrays import aval
+from jinfer.xla.device import device_list, first_device, platform
+from jinfer.xla.program import Program
+
+_RECORDS = {each.__name__: each for each in (Chosen, LayerCache, Progress, Sampler, State)}
+_LENGTH = 8  # bytes that tell how long the JSON is
+_log = logging.getLogger("jinfer")
+
+
+class _CannotBeKeptError(Exception):
+    """A program of a kind that this module does not know."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program that looks at few of its first argument's arrays.
+
+    JAX asks each array that it is given for its type and place, whether or not it is read.
+
+    Attributes:
+        compiled: given these alone.
+        read: their places.
+    """
+
+    compiled: jax.stages.Compiled
+    read: tuple[int, ...]
+
+    def __call__(self, arrays: Sequence[Any], *rest: Any) -> Any:
+        """As the whole program is called."""
+        return self.compiled(tuple([arrays[i] for i in self.read]), *rest)
+
+    def as_text(self) -> str:
+        """What XLA made of it."""
+        return self.compiled.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        """What XLA says of the memory that it takes."""
+        return self.compiled.memory_analysis()
+
+
+def reader(program: jax.stages.Compiled) -> Any:
+    """The same program, given only those of its first argument's arrays that it reads.
+
+    Args:
+        program: for one device; it stays as it is where it is of a kind not known here.
+    """
+    try:
+        return _program(_header(program), _inside(program).xla_executable)
+    except Exception as error:
+        _log.debug("a program is given all its arguments: %s", error)
+        return program
+
+
+def dumped(program: jax.stages.Compiled) -> bytes | None:
+    """A compiled program for one device as bytes; None where that cannot be."""
+    try:
+        header, content = _header(program), bytes(_inside(program).xla_executable.serialize())
+    except Exception as error:
+        _log.debug("a program cannot be kept: %s", error)
+        return None
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(_LENGTH, "little") + text + content
+
+
+def loaded(content: bytes) -> Any:
+    """What `reader` gives of the program that `dumped` made bytes of; None if it cannot be used."""
+    try:
+        end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+        header = json.loads(content[_LENGTH:end])
+        if not register_calls(header["calls"]):
+            return None
+        client = first_device().client
+        own = client.deserialize_executable(content[end:], executable_devices=device_list())
+        return _program(header, own)
+    except Exception as error:
+        _log.debug("a kept program cannot be used: %s", error)
+        return None
+
+
+def _inside(program: Any) -> Any:
+    return program._executable._unloaded_executable
+
+
+def _header(program: Any) -> dict[str, Any]:
+    """What JAX has to know of a program beside XLA's part of it."""
+    inside = _inside(program)
+    (device,) = inside.device_list
+    _check(program, inside, device)
+    (first, *rest), named = jax.tree.map(_aval, program.args_info)
+    kept, read = sorted(inside.kept_var_idx), None
+    if type(first) is tuple and all(hasattr(one, "shape") for one in first):
+        count, read = len(first), [i for i in kept if i < len(first)]
+        first = tuple(first[i] for i in read)
+        # The others are no arguments any more.
+        kept = [*range(len(read)), *(i - count + len(read) for i in kept if i >= count)]
+    return {
+        "name": inside.name,
+        "arguments": _coded(((first, *rest), named)),
+        "kept": kept,
+        "read": read,
+        "results": _coded(jax.tree.unflatten(program.out_tree, inside.output_avals)),
+        "calls": sorted(known_calls()),
+    }
+
+
+def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
+    if platform() != "cpu":
+        return _of_jax(header, xla_executable)
+    arguments, _ = _decoded(header["arguments"])
+    results = _decoded(header["results"])
+    return Program(xla_executable, arguments, header["kept"], header["read"], results)
+
+
+def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
+    """A program that JAX calls."""
+    from jax._src.interpreters.pxla import UnloadedMeshExecutable
+
+    device, devices = first_device(), device_list()
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
+    flat, arguments = jax.tree.flatten(_decoded(header["arguments"]))
+    out, results = jax.tree.flatten(_decoded(header["results"]))
+    taken = [flat[i] for i in header["kept"]]
+    executable = UnloadedMeshExecutable(
+        xla_executable=xla_executable,
+        device_list=devices,
+        backend=device.client,
+        input_avals=taken,
+        input_shardings=[sharding] * len(taken),
+        output_avals=out,
+        output_shardings=[sharding] * len(out),
+        committed=False,
+        name=header["name"],
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(header["kept"]),
+        mut=None,
+        xla_in_layouts=[None] * len(taken),  # None: the usual one
+        dispatch_in_layouts=[None] * len(taken),
+        xla_out_layouts=[None] * len(out),
+        all_args_info=None,
+        pgle_profiler=None,
+    )
+    info = jax.tree.unflatten(arguments, [jax.stages.ArgInfo(one, False) for one in flat])
+    compiled = jax.stages.Compiled(executable.load(), [], info, results)
+    return compiled if header["read"] is None else Reader(compiled, tuple(header["read"]))
+
+
+def _check(program: Any, inside: Any, device: Any) -> None:
+    """Raises where `_program` would leave something out."""
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
+    odd: Sequence[Any] = (
+        program._params.const_args,
+        program._no_kwargs,
+        inside.unordered_effects,
+        inside.ordered_effects,
+        inside.host_callbacks,
+        inside.mut,
+        inside.committed,
+        inside.keepalive,
+        device != first_device(),
+        any(layout is not None for layout in inside.dispatch_in_layouts),
+        any(one != sharding for one in (*inside.input_shardings, *inside.output_shardings)),
+    )
+    if any(odd):
+        raise _CannotBeKeptError(f"{inside.name}: {odd}")
+
+
+def _memory(device: Any) -> str:
+    return str(device.default_memory().kind)
+
+
+def _aval(info: Any) -> Any:
+    return getattr(info, "_aval", None) or info.aval
+
+
+def _coded(tree: Any) -> Any:
+    """A tree of abstract arrays, as JSON has it."""
+    match tree:
+        case None:
+            return None
+        case dict():
+            return {"dict": [[key, _coded(value)] for key, value in tree.items()]}
+        case QuantizedVectors():
+            format = vars(tree.format)
+            return {"vectors": [_coded(tree.words), _coded(tree.scales), format, tree.width]}
+        case tuple() if type(tree).__name__ in _RECORDS:
+            return {type(tree).__name__: [_coded(value) for value in tree]}
+        case tuple() if type(tree) is tuple:
+            return {"tuple": [_coded(value) for value in tree]}
+        case _ if hasattr(tree, "shape"):
+            return [list(tree.shape), np.dtype(tree.dtype).name, bool(tree.weak_type)]
+        case _:
+            raise _CannotBeKeptError(f"a tree with a {type(tree).__name__}")
+
+
+def _decoded(coded: Any) -> Any:
+    if coded is None:
+        return None
+    if isinstance(coded, list):
+        shape, type_name, weak = coded
+        return aval(shape, type_name, weak)
+    ((kind, parts),) = coded.items()
+    if kind == "dict":
+        return {key: _decoded(value) for key, value in parts}
+    if kind == "tuple":
+        return tuple(_decoded(value) for value in parts)
+    if kind == "vectors":
+        words, scales, format, width = parts
+        return QuantizedVectors(_decoded(words), _decoded(scales), _format(format), width)
+    return _RECORDS[kind](*(_decoded(value) for value in parts))
+
+
+def _format(fields: Mapping[str, Any]) -> QuantFormat:
+    codebook = fields["codebook"]
+    return QuantFormat(**{**fields, "codebook": None if codebook is None else tuple(codebook)})

@@ -1,0 +1,78 @@
+"""How the tokens of an engine's requests are chosen, and what their samplers have come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jinfer.engine.runner.device_state import Choice, State, state_row
+from jinfer.engine.runner.in_flight import Launched
+from jinfer.engine.scheduling.scheduler import Running
+from jinfer.records import dataclass, field
+from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.sampling.sampling_metadata import Progress
+from jinfer.xla import trees
+
+
+@dataclass(eq=False)
+class Samplers:
+    """Those of all requests on their way.
+
+    Attributes:
+        choices: by request.
+    """
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
+
+    def note(self, request: int, launched: Launched, step: int, row: int) -> None:
+        """Keeps in mind where a request's progress is, after a token that was read."""
+        self._progress[request] = (launched.chosen.progress, step, row)
+
+    def forget(self, request: int) -> None:
+        """A request has ended."""
+        self.choices.pop(request, None)
+        self._progress.pop(request, None)
+
+    def clear(self) -> None:
+        """Lets arrays of the device go."""
+        self._progress.clear()
+
+    def stages(self, sequences: Sequence[Running]) -> tuple[str, ...]:
+        """The stages of sampling that a program for these sequences needs."""
+        plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
+        return stage_sets()[0 if plain else -1]
+
+    def row(
+        self, sequence: Running, context: int, more: Sequence[int] = (), first: int = 0
+    ) -> State:
+        """What is known of a sequence, for the device; and `more` tokens that may follow it.
+
+        Args:
+            first: the token that it begins with there.
+        """
+        request = sequence.request
+        return state_row(
+            [*sequence.tokens[first:], *more],
+            context,
+            prompt=len(request.prompt) - first,
+            limit=request.limit,
+            encoded=len(request.encoder),
+            choice=self.choices[request.id],
+            progress=self._progress_of(sequence, len(more)),
+        )
+
+    def _progress_of(self, sequence: Running, more: int) -> Progress:
+        """What its sampler has come to, as far as its tokens were read."""
+        known = self._progress.get(sequence.request.id)
+        if known is None:
+            progress = self.choices[sequence.request.id].progress
+        else:
+            each, step, row = known
+            progress = trees.map(lambda part: np.asarray(part)[step, row][None], each)
+        # Tokens that were not drawn, because there was no choice, count all the same.
+        count = len(sequence.tokens) + more - len(sequence.request.prompt)
+        drawn: Any = np.array([count], np.int32)
+        return progress._replace(drawn=drawn)

@@ -1,0 +1,62 @@
+"""Downloads that went wrong: what lies under a file's name in place of the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from jinfer.guard.safe_files import FileRefused, read_regular
+
+HEAD = 512  # bytes that are enough to tell
+MAX_ANSWER = 4096  # bytes of an answer that is an error
+_HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
+# What hubs answer, as the whole of a file.
+_ANSWERS = re.compile(
+    r"(?:entry|repository|revision|file|page)? ?not found|(?:404|403|401|5\d\d)\b.*|"
+    r"invalid (?:username or password|credentials).*|unauthorized|forbidden|"
+    r"access to (?:model|dataset) .*",
+    re.IGNORECASE,
+)
+
+
+def failed_download(data: bytes, size: int) -> str:
+    """What a file is instead of what it is called, and what to do; "" if nothing tells.
+
+    Args:
+        data: its beginning, `HEAD` bytes or more; all of it where it is shorter.
+        size: bytes of the whole.
+    """
+    if data.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull`"
+    if _HTML.match(data):
+        return "is an HTML page, not the file itself: fetch it again"
+    said = _answer(data, size) if size <= MAX_ANSWER else ""
+    return f"is a server's answer, {said[:100]!r}, not the file itself: fetch it again" * bool(said)
+
+
+def read_downloaded(path: Path, most: int) -> bytes:
+    """As `read_regular`; a download that went wrong is refused as well."""
+    data = read_regular(path, most)
+    if told := failed_download(data, len(data)):
+        raise FileRefused(told)
+    return data
+
+
+def _answer(data: bytes, size: int) -> str:
+    """The error that is all there is in a short text."""
+    try:
+        text = data.decode().strip()
+    except UnicodeDecodeError:
+        return ""
+    if _ANSWERS.fullmatch(text):
+        return text
+    if not text.startswith("{") or len(data) < size:
+        return ""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    error = table.get("error")
+    kept = table.keys() <= {"error", "errors", "message", "detail", "status", "code", "url"}
+    return str(error) if error and kept else ""

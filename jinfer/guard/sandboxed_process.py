@@ -1,0 +1,159 @@
+"""A process beside this one, with bounds on memory and time, that answers questions.
+
+For what cannot be bounded from inside: a library in C or Rust, a regular expression, one step of an
+interpreter. The process runs a function of the project on JSON and gives JSON back, so that nothing
+it says can do more than be wrong. Past its bounds it ends, and the next question starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+WALL_SECONDS = 60.0  # a bound for what uses no time of its own; a busy machine is not a reason
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# Packages of jinfer are taken as folders: their own code would import much that is not needed.
+_START = """
+import json, sys, types
+path, folder, module = json.loads(sys.argv[1])
+sys.path[:] = path
+parts = module.split(".")
+for end in range(1, len(parts) if parts[0] == "jinfer" else 2):
+    names = ["jinfer", *parts[1:end]]
+    package = types.ModuleType(".".join(names))
+    package.__path__ = ["/".join([folder, *names[1:]])]
+    sys.modules[package.__name__] = package
+from jinfer.guard.child_main import serve
+serve(module, *map(int, sys.argv[2:]))
+"""
+
+
+class ChildError(Exception):
+    """The child ended, or had to be ended, before it answered; its text says why."""
+
+
+class Child:
+    """Asks a function of a module, in a process of its own.
+
+    The process is started by the first question and is kept; questions of several threads wait for
+    each other.
+    """
+
+    def __init__(self, module: str, *, memory: int, answer_bytes: int) -> None:
+        """
+        Args:
+            module: has a function `answer` of a JSON value that gives another one.
+            memory: bytes of address space the process may have.
+            answer_bytes: how long an answer may be.
+        """
+        self._module, self._memory, self._most = module, memory, answer_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """The answer to a question.
+
+        Args:
+            seconds: of processor time for it.
+
+        Raises:
+            ChildError: there is none within the bounds.
+        """
+        message = json.dumps([seconds, question]).encode()
+        with self._lock:
+            try:
+                return self._asked(message)
+            except BaseException:
+                # An answer that was not waited for must not be the next one's, and a child without
+                # memory lets go of what it has only at its end.
+                self._stop()
+                raise
+
+    def close(self) -> None:
+        """Ends the process; another question starts one again."""
+        with self._lock:
+            self._stop()
+
+    def _asked(self, message: bytes) -> Any:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + WALL_SECONDS
+        try:
+            process.stdin.write(len(message).to_bytes(8, "little"))
+            process.stdin.write(message)
+            process.stdin.flush()
+        except OSError:
+            raise self._died() from None
+        size = int.from_bytes(self._read(8, deadline), "little")
+        if size > self._most:
+            raise ChildError(f"gives more than {self._most} bytes")
+        said: Mapping[str, Any] = json.loads(self._read(size, deadline))
+        if "error" in said:
+            raise ChildError(str(said["error"])[:300])
+        return said["value"]
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, data = self._process.stdout.fileno(), bytearray()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(data) < count:
+            if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                raise ChildError(f"takes more than {WALL_SECONDS:g} s")
+            piece = os.read(descriptor, min(count - len(data), 1 << 20))
+            if not piece:
+                raise self._died()
+            data += piece
+        return bytes(data)
+
+    def _died(self) -> ChildError:
+        assert self._process is not None
+        code = self._process.wait()
+        if code == -24:  # SIGXCPU
+            return ChildError("takes too long")
+        return ChildError("needs too much memory or makes a library fail")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        folder = str(Path(__file__).resolve().parents[1])
+        start = json.dumps([[path or os.getcwd() for path in sys.path], folder, self._module])
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _START, start, str(self._memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kept | _QUIET,
+        )
+        self._end = weakref.finalize(self, _finish, process)
+        return process
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+
+def _finish(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):  # of a question that was never read
+            pipe.close()
+    process.wait()

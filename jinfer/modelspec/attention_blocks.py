@@ -1,0 +1,133 @@
+"""The attention blocks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
+from jinfer.modelspec.position_blocks import Alibi, Disentangled, Relative, Rope
+from jinfer.records import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """The norm of queries and keys before they are rotated (arXiv 2010.04245).
+
+    over: "head" one head at a time with a weight that all heads share, "heads" the same with
+        weights of their own, "width" all heads together.
+    plus_one: the factor is 1 + weight.
+    bias: whether it has one.
+    """
+
+    kind: Literal["rms", "layer"]
+    over: Literal["head", "heads", "width"] = "head"
+    eps: NotNegative = 1e-6
+    plus_one: bool = False
+    bias: bool = False
+
+
+def _check_bias(bias: bool | str) -> tuple[str, str] | None:
+    if isinstance(bias, str) and not set(bias) <= set("qkvo"):
+        return "bias", f"{bias!r} is not true, false or letters of 'qkvo'"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Self-attention with `heads` query heads that share `kv_heads` key and value heads.
+
+    bias: which projections have one: true or false for all, or letters of "qkvo".
+    window: a token sees this many tokens, itself included; none: all before it. In an encoder as
+        many after it as before it.
+    scale: of the scores; none: 1 / sqrt(head_dim).
+    qk_norm: a norm of queries and keys, `attn.q_norm` and `attn.k_norm`.
+    softcap: scores become softcap * tanh(scores / softcap).
+    clip: queries, keys and values are clipped to -clip..clip.
+    sinks: a learned score per head, `attn.sinks`, that takes part in the softmax without a value.
+    """
+
+    kind: Literal["attention"]
+    inputs: int = dim("hidden")
+    outputs: int = dim("hidden")
+    heads: int = dim("heads")
+    kv_heads: int = dim("kv_heads")
+    head_dim: int = dim("head_dim")
+    position: Rope | Alibi | Relative | Disentangled | None = None
+    bias: bool | str = False
+    window: Size | None = None
+    scale: Positive | None = None
+    qk_norm: QKNorm | None = None
+    softcap: Positive | None = None
+    clip: Positive | None = None
+    sinks: bool = False
+
+    def check(self) -> tuple[str, str] | None:
+        if self.heads % self.kv_heads:
+            return "kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}"
+        if wrong := _check_bias(self.bias):
+            return wrong
+        if isinstance(self.position, Rope) and self.position.dim > self.head_dim:
+            return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        return None
+
+    def has_bias(self, projection: str) -> bool:
+        """Whether projection "q", "k", "v" or "o" has a bias."""
+        return projection in self.bias if isinstance(self.bias, str) else self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttention:
+    """Attention of a decoder over the encoder's output: `cross(x, encoded)`.
+
+    encoded: width of the encoder's output.
+    bias: which projections have one: true or false for all, or letters of "qkvo".
+    scale: of the scores; none: 1 / sqrt(head_dim).
+    """
+
+    kind: Literal["cross_attention"]
+    inputs: int = dim("hidden")
+    encoded: int = dim("hidden")
+    heads: int = dim("heads")
+    head_dim: int = dim("head_dim")
+    bias: bool | str = False
+    scale: Positive | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        return _check_bias(self.bias)
+
+    def has_bias(self, projection: str) -> bool:
+        """Whether projection "q", "k", "v" or "o" has a bias."""
+        return projection in self.bias if isinstance(self.bias, str) else self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention, MLA (arXiv 2405.04434).
+
+    latent_rank: width of the latent that the cache holds.
+    query_rank: width of the queries' own latent; none: queries come from the input.
+    nope_dim: of each head's query and key, the part that is not rotated...
+    rope_dim: ...and the part that is.
+    value_dim: of each head's value.
+    bias: whether the projections to the latents and the output have one.
+    eps: of the norms of the latents.
+    split: whether what unfolds the latent is stored as two, keys and values apart, a matrix a head.
+    """
+
+    kind: Literal["latent_attention"]
+    position: Rope
+    inputs: int = dim("hidden")
+    heads: int = dim("heads")
+    latent_rank: int = dim("latent_rank")
+    query_rank: Size | None = None
+    nope_dim: int = dim("nope_dim")
+    rope_dim: int = dim("rope_dim")
+    value_dim: int = dim("value_dim")
+    bias: bool = False
+    eps: NotNegative = 1e-6
+    split: bool = False
+
+    def check(self) -> tuple[str, str] | None:
+        if self.position.dim != self.rope_dim:
+            return "position.dim", f"{self.position.dim} is not rope_dim = {self.rope_dim}"
+        return None

@@ -1,0 +1,193 @@
+"""The building blocks a specification can name, as frozen dataclasses.
+
+`kind = "..."` in a module's table picks the class; the other keys are its fields. A field left
+out takes its default; a default written `dim("name")` is the value of that dimension in `[dims]`.
+`check` says what is wrong with fields that do not fit each other, as (field, reason). How a block
+computes is in `jinfer.nn`, under the same kind. The docstrings are part of docs/specs.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jinfer.modelspec.attention_blocks import Attention, CrossAttention, LatentAttention, QKNorm
+from jinfer.modelspec.bounded_types import NotNegative, dim
+from jinfer.modelspec.feed_forward_blocks import (
+    ACTIVATION_ALIASES,
+    MLP,
+    Activation,
+    ActivationBlock,
+    GatedActivation,
+    GatedMLP,
+    MixtureOfExperts,
+)
+from jinfer.modelspec.position_blocks import (
+    Alibi,
+    Disentangled,
+    LearnedPositions,
+    Relative,
+    Rope,
+    Scaling,
+    SinusoidalPositions,
+)
+from jinfer.records import dataclass
+
+__all__ = [
+    "ACTIVATION_ALIASES",
+    "LOOKUPS",
+    "MLP",
+    "Activation",
+    "ActivationBlock",
+    "Alibi",
+    "Attention",
+    "Block",
+    "Concat",
+    "CrossAttention",
+    "Disentangled",
+    "Embedding",
+    "GatedActivation",
+    "GatedMLP",
+    "Head",
+    "LatentAttention",
+    "LayerNorm",
+    "LearnedPositions",
+    "Linear",
+    "MixtureOfExperts",
+    "Pool",
+    "QKNorm",
+    "RMSNorm",
+    "Relative",
+    "Rope",
+    "Scaling",
+    "SinusoidalPositions",
+    "Spread",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """A table of `size` rows: `embed(tokens)`."""
+
+    kind: Literal["embedding"]
+    size: int = dim("vocab")
+    width: int = dim("hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+
+    plus_one: the factor is 1 + weight.
+    """
+
+    kind: Literal["rms"]
+    size: int = dim("hidden")
+    eps: NotNegative = 1e-6
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
+
+    weight: whether it has one.
+    bias: whether it has one.
+    plus_one: the factor is 1 + weight.
+    """
+
+    kind: Literal["layer"]
+    size: int = dim("hidden")
+    eps: NotNegative = 1e-5
+    weight: bool = True
+    bias: bool = True
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A dense projection, weight [outputs, inputs]."""
+
+    kind: Literal["linear"]
+    inputs: int = dim("hidden")
+    outputs: int = dim("hidden")
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concat:
+    """Two vectors, one behind the other: `concat(a, b)`."""
+
+    kind: Literal["concat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Logits of some tokens as those of the whole vocabulary; the others are never chosen.
+
+    The parameter `offsets` says how far the token of each logit is from its place among them.
+    """
+
+    kind: Literal["spread"]
+    inputs: int = dim("vocab")
+    outputs: int = dim("vocab")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The projection onto the vocabulary.
+
+    tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
+        for it with other numbers.
+    normalize: the rows of its weight are brought to length 1 when they are loaded.
+    never: tokens that are never chosen, whatever their logits.
+    """
+
+    kind: Literal["head"]
+    inputs: int = dim("hidden")
+    outputs: int = dim("vocab")
+    bias: bool = False
+    tied: bool = False
+    normalize: bool = False
+    never: tuple[int, ...] | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        if not all(0 <= token < self.outputs for token in self.never or ()):
+            return "never", f"{list(self.never or ())} has a token outside the vocabulary"
+        if self.tied and self.normalize:
+            return "normalize", "cannot be true of a tied head, whose weight the embedding is"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """One vector for a whole text, in the head of an encoder.
+
+    take: the "first" token's vector, the "last" one's, or the "mean" of all.
+    """
+
+    kind: Literal["pool"]
+    take: Literal["first", "last", "mean"] = "first"
+
+
+Block = (
+    Embedding
+    | LearnedPositions
+    | SinusoidalPositions
+    | RMSNorm
+    | LayerNorm
+    | Linear
+    | Concat
+    | Spread
+    | Head
+    | ActivationBlock
+    | Pool
+    | Attention
+    | CrossAttention
+    | LatentAttention
+    | MLP
+    | GatedMLP
+    | MixtureOfExperts
+)
+
+# Modules that look rows up, by token or position; all others take hidden vectors.
+LOOKUPS = (Embedding, LearnedPositions, SinusoidalPositions)

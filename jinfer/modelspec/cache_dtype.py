@@ -1,0 +1,27 @@
+"""What the numbers of a cache are kept as: plain floats, or codes of a width."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat
+from jinfer.shapes import DTypeLike
+
+# What numbers of the cache are kept as.
+type Kind = DTypeLike | QuantFormat
+
+PLAIN = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+def parse_kind(name: str) -> Kind:
+    """Reads "f32", "bf16", "f16" or a width: "q8", "q6", "q5", "q4", "q3.5", "q3", "q2".
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    kind = PLAIN.get(name) or FORMATS.get(name)
+    if kind is None:
+        known = ", ".join([*PLAIN, *FORMATS])
+        raise ValueError(f"no kind of cache {name!r}; there are {known}")
+    return kind

@@ -1,0 +1,66 @@
+"""`[match]`: which checkpoints a family serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Missing, Values
+from jinfer.modelspec.toml_tables import check_keys, check_text, check_texts
+
+_KEYS = ("architectures", "gguf", "llama2c", "when")
+
+
+def check_match(table: Any, path: object) -> None:
+    """Raises `SpecError` unless `table` is as a `[match]` table has to be."""
+    check_keys(table, _KEYS, path, "match")
+    for key in ("architectures", "gguf"):
+        check_texts(table.get(key, []), path, f"match.{key}")
+    if not isinstance(table.get("llama2c", False), bool):
+        raise SpecError(path, "match.llama2c", f"{show(table['llama2c'])} is not true or false")
+    check_text(table.get("when", ""), path, "match.when")
+
+
+def matches(
+    table: Mapping[str, Any],
+    path: object,
+    *,
+    format: str,
+    architectures: Set[str],
+    lookup: Callable[[str], Any],
+    has: Callable[[str], bool],
+    rows: Callable[[str], int],
+) -> bool:
+    """Whether a family serves a checkpoint.
+
+    Args:
+        table: the family's `[match]`.
+        architectures: what the checkpoint calls itself.
+        lookup, has, rows: as in `Values`.
+
+    Raises:
+        SpecError: for a table that is not as it has to be.
+    """
+    check_match(table, path)
+    if format == "llama2c":
+        return bool(table.get("llama2c", False))
+    wanted = check_texts(table.get("gguf" if format == "gguf" else "architectures", []), path, "")
+    if architectures.isdisjoint(wanted):
+        return False
+    if "when" not in table:
+        return True
+
+    def or_false(find: Callable[[str], Any]) -> Callable[[str], Any]:
+        """In a condition, a key or tensor that the checkpoint lacks counts as false."""
+
+        def found(name: str) -> Any:
+            try:
+                return find(name)
+            except Missing:
+                return False
+
+        return found
+
+    values = Values(path, {}, or_false(lookup), has, rows=or_false(rows))
+    return bool(values.value(table["when"], "match.when"))

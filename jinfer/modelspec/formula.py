@@ -1,0 +1,287 @@
+"""Wiring formulas: how a layer, a stem or a head is put together from its modules.
+
+A formula is a few lines `name = expression` of arithmetic and calls of modules declared beside it.
+Its value is that of its last line, an expression or what is assigned to `x`. It is checked by
+running it once on stand-ins for arrays, so whatever is wrong with it shows before any array is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from jinfer.modelspec.expressions import (
+    ARITHMETIC,
+    FUNCTIONS,
+    ExpressionError,
+    calls,
+    check,
+    evaluate,
+    syntax_tree,
+)
+from jinfer.modelspec.feed_forward_blocks import Activation
+from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.records import dataclass
+
+# What arrays hold: hidden states; tokens, positions and token types; an encoder's output.
+Sort = Literal["vectors", "indices", "encoded"]
+_EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A checked formula.
+
+    Attributes:
+        text: as it was written, without the lines that call modules the model does not have.
+        calls: the modules it calls, in order of first use.
+        constants: the numbers that its free names stand for.
+    """
+
+    text: str
+    calls: tuple[str, ...]
+    constants: tuple[tuple[str, float], ...]
+
+    @property
+    def statements(self) -> tuple[tuple[str, ast.expr], ...]:
+        """Its lines: the name assigned or "", and the expression's syntax tree."""
+        return _statements(self.text)
+
+    @property
+    def results(self) -> frozenset[str]:
+        """The names it assigns; "logits" stands for the value of a line that assigns none."""
+        return frozenset(target or "logits" for target, _ in _statements(self.text))
+
+    def run(
+        self, inputs: Mapping[str, Any], call: Callable[[str, list[Any]], Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Evaluates the formula; returns its value and every name it assigned.
+
+        Args:
+            inputs: what its inputs stand for ("x", "tokens", "positions", ...).
+            call: `call(module, arguments)` applies a module.
+        """
+        scope = _Running({**dict(self.constants), **inputs}, call)
+        return _run(self.text, scope), scope.variables
+
+
+@dataclass(frozen=True)
+class _Running:
+    variables: dict[str, Any]
+    module: Callable[[str, list[Any]], Any]
+
+    def name(self, name: str) -> Any:
+        return self.variables[name]
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        return FUNCTIONS[name](*arguments) if name in FUNCTIONS else self.module(name, arguments)
+
+
+def called(text: Any, path: object, key: str) -> list[str]:
+    """Modules that a formula calls, once for every call. Raises `SpecError` for its syntax."""
+    if not isinstance(text, str):
+        reason = "is missing; write the formula" if text is None else f"{show(text)} is no formula"
+        raise SpecError(path, key, reason)
+    try:
+        names = [name for _, expression in _statements(text) for name in calls(expression)]
+    except ExpressionError as error:
+        raise SpecError(path, key, str(error)) from error
+    return [name for name in names if name not in FUNCTIONS]
+
+
+def compile_formula(
+    text: Any,
+    *,
+    path: object,
+    key: str,
+    inputs: Mapping[str, Sort],
+    modules: Iterable[str],
+    takes: Callable[[str], tuple[Sort, ...]],
+    constant: Callable[[str], Any],
+    sizes: Collection[str] = (),
+    absent: Collection[str] = (),
+    ends: Collection[str] | None = ("", "x"),
+) -> Formula:
+    """Parses and checks a formula.
+
+    Args:
+        text: its lines.
+        inputs: names it is given arrays for -> what these hold.
+        modules: the modules it may call.
+        takes: what the arguments of a module hold.
+        constant: the number a free name stands for, or None if there is none.
+        sizes: free names that stand for numbers, for errors.
+        absent: modules the model does not have; lines that call them are left out.
+        ends: names that the last line may assign, "" for none; None: whatever it does, as in a
+            head.
+
+    Raises:
+        SpecError: for anything outside the subset, an unknown name or module, a wrong number or
+            sort of arguments, arithmetic without a value, or a formula that gives no vectors.
+    """
+    text = _without(text, absent, path, key, head=ends is None)
+    names = called(text, path, key)
+    scope = _Checking(
+        {n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant, sizes
+    )
+    try:
+        value, target = _run(text, scope), _statements(text)[-1][0]
+        if ends is not None and target not in ends:
+            raise ExpressionError(
+                f"ends by assigning {target}: end it with an expression, or assign x"
+            )
+        if not isinstance(value, _Array) or value.sort != "vectors":
+            raise ExpressionError("has no vectors as its value, but numbers or what modules take")
+    except ExpressionError as error:
+        raise SpecError(path, key, str(error)) from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise SpecError(path, key, f"has no value: {error}") from error
+    return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
+
+
+def _without(text: str, absent: Collection[str], path: object, key: str, head: bool) -> str:
+    """The lines that call none of the modules that are absent.
+
+    Of a head without such a line, what the absent module was to be given: a decoder stored without
+    its vocabulary head still has hidden states.
+    """
+    if not absent or not set(called(text, path, key)) & set(absent):
+        return text
+    lines = [
+        f"{target} = {ast.unparse(expression)}" if target else ast.unparse(expression)
+        for target, expression in _statements(text)
+        if not set(absent) & set(calls(expression))
+    ]
+    given = [
+        call.args[0]
+        for _, expression in _statements(text)
+        for call in ast.walk(expression)
+        if isinstance(call, ast.Call) and call.args
+        if isinstance(call.func, ast.Name) and call.func.id in absent
+    ]
+    if not lines and head and given:
+        lines = [f"hidden = {ast.unparse(given[-1])}"]  # the walk comes to the innermost call last
+    if not lines:
+        raise SpecError(path, key, f"every line needs one of {', '.join(absent)}, left out by when")
+    return "\n".join(lines)
+
+
+_SHOWN = 24  # sizes that an error lists
+
+
+class _Checking:
+    """A scope in which every array is a stand-in and every name and call is checked."""
+
+    def __init__(
+        self,
+        variables: dict[str, Any],
+        modules: Iterable[str],
+        takes: Callable[[str], tuple[Sort, ...]],
+        constant: Callable[[str], Any],
+        sizes: Collection[str],
+    ) -> None:
+        self.variables, self.constants = variables, dict[str, float]()
+        self._sizes = sizes
+        self._modules, self._takes, self._constant = tuple(modules), takes, constant
+
+    def name(self, name: str) -> Any:
+        if name in self.variables:
+            return self.variables[name]
+        if name not in self.constants:
+            number = self._constant(name)
+            if not isinstance(number, int | float):
+                raise ExpressionError(f"unknown name {name!r}; {self._instead_of(name)}")
+            self.constants[name] = number
+        return self.constants[name]
+
+    def _instead_of(self, name: str) -> str:
+        """The nearest name, the arrays, and the numbers: a clause for an error."""
+        near, word, _ = nearest(name, [*self.variables, *self._sizes]).partition("allowed: ")
+        arrays, sizes = (", ".join(sorted(n)[:_SHOWN]) for n in (self.variables, self._sizes))
+        return f"{near}{word}{arrays}" + (f"; of [dims]: {sizes}" if sizes else "")
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        if name in FUNCTIONS:
+            if any(isinstance(argument, _Array) for argument in arguments):
+                raise ExpressionError(f"{name} takes numbers, not arrays")
+            return FUNCTIONS[name](*arguments)
+        if name not in self._modules:
+            if name in get_args(Activation):
+                raise ExpressionError(
+                    f"calls {name!r}, a function of arrays: make it a module, "
+                    f'{{ kind = "activation", function = "{name}" }}'
+                )
+            known = [*self._modules, *FUNCTIONS]
+            raise ExpressionError(f"calls {name!r}; {nearest(name, known)}")
+        sorts = self._takes(name)
+        if len(arguments) != len(sorts):
+            s = "" if len(sorts) == 1 else "s"
+            raise ExpressionError(f"{name} takes {len(sorts)} argument{s}, not {len(arguments)}")
+        for argument, sort in zip(arguments, sorts, strict=True):
+            if not isinstance(argument, _Array) or argument.sort != sort:
+                given = argument if isinstance(argument, _Array) else show(argument)
+                raise ExpressionError(f"{name} takes {_EXAMPLES[sort]}, not {given}")
+        return _Array(f"{name}(...)", "vectors")
+
+
+class _Array:
+    """Stands for an array while a formula is checked."""
+
+    def __init__(self, text: str, sort: Sort) -> None:
+        self.text, self.sort = text, sort
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _combined(self, other: Any) -> _Array:
+        for operand in (self, other):
+            if isinstance(operand, _Array) and operand.sort != "vectors":
+                raise ExpressionError(f"{operand}: arithmetic takes vectors and numbers only")
+        return _Array("vectors", "vectors")
+
+    def _signed(self) -> _Array:
+        return self._combined(0)
+
+    def _refused(self, other: Any) -> _Array:
+        raise ExpressionError("//, % and ** take numbers only, not arrays")
+
+    __add__ = __sub__ = __mul__ = __truediv__ = _combined
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _combined
+    __neg__ = __pos__ = _signed
+    __pow__ = __mod__ = __floordiv__ = _refused
+    __rpow__ = __rmod__ = __rfloordiv__ = _refused
+
+
+def _run(text: str, scope: _Running | _Checking) -> Any:
+    """The value of a formula's lines in `scope`, whose variables it assigns."""
+    value = None
+    for target, expression in _statements(text):
+        value = evaluate(expression, scope)
+        if target:
+            scope.variables[target] = value
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _statements(text: str) -> tuple[tuple[str, ast.expr], ...]:
+    """A formula's lines as (name assigned or "", expression)."""
+    lines = "\n".join(line.strip() for line in text.strip().splitlines())
+    statements = []
+    for statement in syntax_tree(lines, "exec").body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)], value=expression):
+                pass
+            case ast.Expr(value=expression):
+                target = ""
+            case _:
+                kind = type(statement).__name__
+                raise ExpressionError(
+                    f"has a line ({kind}) that is neither 'name = expression' nor an expression"
+                )
+        check(expression, ARITHMETIC)
+        statements.append((target, expression))
+    if not statements:
+        raise ExpressionError("is empty")
+    return tuple(statements)

@@ -1,0 +1,197 @@
+"""A resolved specification: every value known, every key checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jinfer.modelspec.blocks import Block, Head, Rope, Scaling
+from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.formula import Formula
+from jinfer.modelspec.partition_table import PartitionSpec
+from jinfer.modelspec.quantization_table import QuantizationSpec
+from jinfer.modelspec.speculation_table import SpeculationSpec
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.records import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: the modules it has and how they are wired.
+
+    Attributes:
+        axis: of the mesh whose devices have a part each of its attentions and feed-forwards, so
+            that what these give has to be added up; none: it is whole.
+    """
+
+    wiring: Formula
+    modules: tuple[tuple[str, Block], ...]
+    axis: str | None = None
+
+
+@dataclass(frozen=True)
+class FollowSpec:
+    """What a head that drafts for another model takes of it: `[decoder.follows]`.
+
+    Attributes:
+        layers: those of the followed model whose vectors it is given, one behind the other: from 0
+            on, from the end -1 on, or "middle".
+        width: of all these vectors together.
+        hidden: what the head is given besides tokens, a formula of `hidden`, the vectors.
+    """
+
+    layers: tuple[int | str, ...]
+    width: Size
+    hidden: Formula
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
+
+    Attributes:
+        name: "decoder" (causal) or "encoder" (of whole texts).
+        modules: modules of the stem and the head.
+        follows: of a head that drafts for another model: what it takes of that.
+    """
+
+    name: str
+    stem: Formula
+    layers: tuple[LayerSpec, ...]
+    head: Formula
+    modules: tuple[tuple[str, Block], ...]
+    follows: FollowSpec | None = None
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How the model is run: `[engine]`.
+
+    Attributes:
+        slots: sequences decoded together.
+        context: tokens a sequence may have; none: the model's own limit, at most 4096.
+        kv_tokens: tokens that the cache has room for, of all sequences together; none: as memory
+            allows.
+        prefill_chunk: tokens of prompts computed in a step while no sequence decodes.
+        mixed_chunk: tokens of a step that computes prompts beside sequences that decode.
+        queue: requests that may wait; none: any number.
+        warm_up: whether all programs are made at start, not when they are first needed.
+    """
+
+    slots: Size = 8
+    context: Size | None = None
+    kv_tokens: Size | None = None
+    prefill_chunk: Size = 512
+    mixed_chunk: Size = 96
+    queue: Size | None = None
+    warm_up: bool = False
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """How a conversation becomes a prompt: `[prompt]`.
+
+    Attributes:
+        template: in Inferflow's language, "{bos}[INST] {query} [/INST]".
+        chat_template: in Jinja; without either, the checkpoint's own is used.
+        fallback: in Jinja, for a checkpoint that has none of its own.
+        system: a system message for conversations that have none.
+        tool_calls: how the model writes calls of tools; "auto": as its chat template does.
+        reasoning: how it marks its thoughts; "auto": as its chat template or its vocabulary does.
+    """
+
+    template: str | None = None
+    chat_template: str | None = None
+    fallback: str | None = None
+    system: str | None = None
+    tool_calls: Literal[
+        "auto",
+        "hermes",
+        "qwen_coder",
+        "llama",
+        "mistral",
+        "deepseek",
+        "dsml",
+        "granite",
+        "phi",
+        "command",
+        "harmony",
+    ] = "auto"
+    reasoning: Literal["auto", "none", "think", "mistral", "command", "seed"] = "auto"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built.
+
+    Attributes:
+        path: the specification's file, or the checkpoint if a family was found for it.
+        dims: the dimensions that were asked for, by name.
+        shared: modules that belong to no stack: the token embedding, the vocabulary head.
+        stacks: the encoder, the decoder, or both.
+        tensors: the file's names for the parameters.
+        dtype: of the computation; "auto": float32 on a CPU, bfloat16 elsewhere.
+        trust_config: what to do about keys of the checkpoint that change the computation and that
+            the specification does not follow: "refuse" the model, or only "warn".
+        generation: defaults of `SamplingParams`.
+    """
+
+    path: str
+    dims: Mapping[str, Any]
+    shared: tuple[tuple[str, Block], ...]
+    stacks: tuple[StackSpec, ...]
+    tensors: TensorMap
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_config: Literal["refuse", "warn"] = "refuse"
+    prompt: PromptSpec = PromptSpec()
+    engine: EngineSpec = EngineSpec()
+    quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
+    partition: PartitionSpec = field(default_factory=PartitionSpec)
+    speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def decoder(self) -> StackSpec | None:
+        return next((stack for stack in self.stacks if stack.name == "decoder"), None)
+
+    @property
+    def follows(self) -> FollowSpec | None:
+        """What it takes of the model that it drafts for; None: it stands alone."""
+        return None if self.decoder is None else self.decoder.follows
+
+    @property
+    def generates(self) -> bool:
+        """Whether a decoder's head gives logits: embedders are often stored without one."""
+        called = self.decoder.head.calls if self.decoder else ()
+        blocks = (*self.shared, *(self.decoder.modules if self.decoder else ()))
+        return any(isinstance(block, Head) and name in called for name, block in blocks)
+
+    @property
+    def type(self) -> str:
+        """One of decoder-only, encoder-only and encoder-decoder."""
+        names = sorted((stack.name for stack in self.stacks), reverse=True)
+        return "-".join(names) if len(names) > 1 else f"{names[0]}-only"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the sizes and a drawing of the wiring."""
+        from jinfer.modelspec.view.model_html import spec_html
+
+        return spec_html(self)
+
+    @property
+    def stretch(self) -> float:
+        """How many times longer than trained sequences may be: "dynamic" scaling adapts itself."""
+        return max((scaling.factor for scaling in self._dynamic), default=1.0)
+
+    @property
+    def steady(self) -> int | None:
+        """Up to this length, keys do not depend on how long their sequence is; None: always."""
+        lengths = (scaling.original_max_position_embeddings for scaling in self._dynamic)
+        return min(lengths, default=None)
+
+    @property
+    def _dynamic(self) -> Iterator[Scaling]:
+        layers = (layer for stack in self.stacks for layer in stack.layers)
+        ropes = (getattr(block, "position", None) for layer in layers for _, block in layer.modules)
+        scalings = (rope.scaling for rope in ropes if isinstance(rope, Rope) and rope.scaling)
+        return (scaling for scaling in scalings if scaling.rope_type == "dynamic")

@@ -1,0 +1,119 @@
+"""Keys that are lost where a table lays a module of another kind over one that said more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, is_dataclass
+from typing import Any
+
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import fields, read
+from jinfer.modelspec.toml_tables import same_kind
+from jinfer.records import dataclass, replace
+
+_BUILT = ("modules", "encoder", "decoder")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A key of a table that another kind replaced, and that the new table does not have.
+
+    Attributes:
+        path: ("decoder", "modules", "attn", "position", "pairs").
+        value: as it was written.
+        kind: the new one.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    kind: Any
+
+
+def leftovers(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Leftover]:
+    """The keys of modules that are lost where `new` is laid over `old`."""
+    for name in _BUILT:
+        if isinstance(old.get(name), Mapping) and isinstance(new.get(name), Mapping):
+            yield from _lost((name,), old[name], new[name], None)
+
+
+def _lost(
+    path: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any], kind: Any
+) -> Iterator[Leftover]:
+    """Those below `path`; `kind` is what replaced the whole table, None where nothing did."""
+    for key, value in old.items():
+        over = new.get(key)
+        if isinstance(value, Mapping) and isinstance(over, Mapping):
+            changed = kind if same_kind(value, over) else over["kind"]
+            yield from _lost((*path, key), value, over, changed)
+        elif key not in new and kind is not None and key not in ("kind", "when"):
+            yield Leftover((*path, key), value, kind)
+
+
+def check_leftovers(
+    found: Iterable[Leftover], whole: Mapping[str, Any], spec: ModelSpec, values: Values
+) -> None:
+    """Raises `SpecError` for a lost key that the new module has too, with another value.
+
+    Args:
+        whole: the tables laid over each other.
+        spec: what became of them.
+    """
+    for lost in found:
+        if _is_written(lost.path, whole):
+            continue
+        for block in _blocks(lost.path, spec):
+            _check(lost, block, values)
+
+
+def _is_written(path: tuple[str, ...], table: Any) -> bool:
+    for part in path:
+        if not isinstance(table, Mapping) or part not in table:
+            return False
+        table = table[part]
+    return True
+
+
+def _blocks(path: tuple[str, ...], spec: ModelSpec) -> Iterator[Any]:
+    """What was built of the table that a key stood in."""
+    stack, modules = (path[0], path[1:]) if path[0] != "modules" else ("", path)
+    if modules[0] != "modules" or len(modules) < 3:  # of a variant: what it lays over is beside it
+        return
+    _, name, *inner = modules[:-1]
+    groups = [spec.shared] if not stack else []
+    for each in spec.stacks:
+        if each.name == stack:
+            groups += [each.modules, *(layer.modules for layer in each.layers)]
+    for block in {id(b): b for group in groups for n, b in group if n == name}.values():
+        part: Any = block
+        for step in inner:
+            part = getattr(part, step, None)
+        if is_dataclass(part):
+            yield part
+
+
+def _check(lost: Leftover, block: Any, values: Values) -> None:
+    name, cls = lost.path[-1], block.__class__
+    if name not in fields(cls):
+        return
+    field, hint = fields(cls)[name]
+    key, now = ".".join(lost.path), getattr(block, name)
+    if "dim" in field.metadata:
+        usual = values.dim(field.metadata["dim"], key)
+    else:
+        usual = None if field.default is MISSING else field.default
+    if now != usual:  # a variant says it
+        return
+    try:
+        before = read(hint, lost.value, values, key)
+        same = replace(block, **{name: before}) == block
+    except SpecError:  # no value for the new kind
+        return
+    if not same:
+        raise SpecError(
+            values.path,
+            key,
+            f"was {show(before)}, but kind = {show(lost.kind)} replaces the module and leaves it "
+            f"behind, so it would be {show(now)}; say which it is",
+        )

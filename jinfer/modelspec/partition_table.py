@@ -1,0 +1,123 @@
+"""`[partition]`: which devices hold which part of a model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jinfer.modelspec.bounded_types import Count, Share, Size
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.toml_tables import as_table
+from jinfer.records import dataclass, replace
+
+AUTO, CPU = "auto", "cpu"
+_EXAMPLE = '"0&1;2&3" is two stages of two devices each'
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A grid of devices, taken in their order: `partition.mesh`.
+
+    Attributes:
+        pipe: stages, each of which has some of the layers.
+        tensor: devices of a stage, among which each of its layers is divided.
+    """
+
+    pipe: Size = 1
+    tensor: Size = 1
+
+
+@dataclass(frozen=True)
+class PartitionSpec:
+    """Which devices hold which part of a model: `[partition]`.
+
+    Attributes:
+        devices: numbers of devices: `;` stands between stages, `&` between the devices of a stage;
+            "cpu" is a stage on the host. "auto": as many as there are, divided as the cost model
+            finds best. none: the first device alone.
+        mesh: the same as a grid, `{ pipe = 2, tensor = 2 }`.
+        layers: of each stage; none: so that the stages have about equally many bytes.
+        cpu_layers: the first layers that a stage on the host has, before all others.
+        host_embeddings: whether the host keeps the table of embeddings and gives its vectors.
+        host_kv_cache: the share of the cache's blocks that are in host memory, and attended to
+            there.
+        streamed_layers: layers whose weights stay in host memory and are copied to their device
+            while the layers before them compute; it keeps room for two of them.
+        lanes: groups of sequences that are on their way through the stages at a time; none: as
+            many as there are stages.
+    """
+
+    devices: str | None = None
+    mesh: MeshSpec | None = None
+    layers: tuple[Count, ...] | None = None
+    cpu_layers: Count = 0
+    host_embeddings: bool = False
+    host_kv_cache: Share = 0.0
+    streamed_layers: Count = 0
+    lanes: Size | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        """The first value that is wrong: its key and the reason."""
+        if self.devices is not None and self.mesh is not None:
+            return "mesh", "and devices say the same thing; give one of them"
+        if 0 < self.streamed_layers < 3:
+            reason = f"{self.streamed_layers} saves nothing: a device keeps room for two; take 0"
+            return "streamed_layers", f"{reason}, or 3 and more"
+        return None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is divided."""
+        named = self.devices is not None or self.mesh is not None
+        on_host = self.cpu_layers or self.host_embeddings
+        return not (named or on_host or self.host_kv_cache or self.streamed_layers)
+
+
+def read_partition(written: Any, values: Values) -> PartitionSpec:
+    """Reads the table. Raises `SpecError`."""
+    table = dict(as_table(written, values.path, "partition"))
+    devices = table.pop("devices", None)
+    if type(devices) is int:
+        devices = str(devices)
+    if devices is not None and not isinstance(devices, str):
+        reason = f"{show(devices)} is not a text; {_EXAMPLE}"
+        raise SpecError(values.path, "partition.devices", reason)
+    # Its bars are Inferflow's, not alternatives of a value.
+    spec: PartitionSpec = read(PartitionSpec, table, values, "partition")
+    whole = replace(spec, devices=devices)
+    if wrong := whole.check():
+        raise SpecError(values.path, f"partition.{wrong[0]}", wrong[1])
+    if devices is not None:
+        device_groups(devices, values.path)
+    return whole
+
+
+def device_groups(devices: str, path: object) -> tuple[tuple[str, ...], ...]:
+    """The devices of each stage, in Inferflow's grammar: `;` or `,` and `&` or `|`.
+
+    "auto" has none. Raises `SpecError`.
+    """
+
+    def wrong(reason: str) -> SpecError:
+        return SpecError(path, "partition.devices", f"{show(devices)} {reason}; {_EXAMPLE}")
+
+    if devices.strip() == AUTO:
+        return ()
+    groups = []
+    for part in re.split("[;,]", devices):
+        names = tuple(name.strip().lower() for name in re.split("[&|]", part))
+        for name in names:
+            if name != CPU and not re.fullmatch(r"[0-9]{1,5}", name):
+                raise wrong(f"has {show(name)}, which is neither the number of a device nor cpu")
+        groups.append(tuple(name if name == CPU else str(int(name)) for name in names))
+    every = [name for group in groups for name in group]
+    twice = next((name for name in every if every.count(name) > 1), None)
+    if twice is not None:
+        raise wrong(f"names device {twice} twice")
+    if any(CPU in group and len(group) > 1 for group in groups):
+        raise wrong("has cpu beside others, but the host is a stage of its own")
+    if len({len(group) for group in groups if CPU not in group}) > 1:
+        raise wrong("has stages of different numbers of devices")
+    return tuple(groups)

@@ -1,0 +1,206 @@
+"""Blocks that tell a token where it stands: tables of positions, and positions inside attention."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
+from jinfer.records import dataclass, field
+
+_STRETCHED = ("linear", "llama3", "yarn", "dynamic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How rotary frequencies are changed for contexts longer than trained.
+
+    The keys are those of `rope_scaling` in a config.json, which can stand here whole.
+
+    rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
+        "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" enlarges theta with
+        the length of the sequence; "default" and "none" change nothing, nor does an empty table.
+    factor: how many times longer the context is than trained; longrope alone needs none.
+    original_max_position_embeddings: the context trained; for all but linear.
+    low_freq_factor: llama3: pairs that turn fewer times than this are stretched by `factor`.
+    high_freq_factor: llama3: pairs that turn more often than this are kept.
+    attention_factor: yarn, longrope: multiplies cos and sin; none: yarn's from `factor` and the
+        two mscales, longrope's sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
+    beta_fast: yarn: pairs that turn more often than this in the context trained are kept.
+    beta_slow: yarn: pairs that turn fewer times than this are stretched by `factor`.
+    mscale: yarn: weight of the attention's temperature, as DeepSeek has it.
+    mscale_all_dim: yarn: the same, divided by.
+    truncate: yarn: whether the bounds between kept and stretched are whole pairs.
+    short_factor: longrope: what each pair's frequency is divided by; none: 1.
+    long_factor: longrope: the same where the engine's context is longer than trained.
+    length: longrope: the longest sequence there will be; as a default, the engine's context.
+    """
+
+    rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"] = (
+        "default"
+    )
+    factor: Positive = 1.0
+    original_max_position_embeddings: int = dim("context")
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    attention_factor: NotNegative | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    length: Size | None = field(default=None, metadata={"served": True})
+
+    ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
+    # Keys that config files keep in the same table; they are given elsewhere in a specification.
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.rope_type != "longrope":
+            object.__setattr__(self, "length", None)
+
+    def check(self) -> tuple[str, str] | None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            return "high_freq_factor", "must be above low_freq_factor"
+        for name in ("short_factor", "long_factor"):
+            if min(getattr(self, name) or (1.0,)) <= 0:
+                return name, "has a number that is not above 0"
+        return None
+
+    def lacks(self, given: Collection[str]) -> tuple[str, str] | None:
+        """What a table with these keys leaves out, though the others need it."""
+        if given and "rope_type" not in given:
+            return "rope_type", "is missing: how do the other keys change the frequencies?"
+        if self.rope_type in _STRETCHED and "factor" not in given:
+            return "factor", f"is missing, which {self.rope_type} needs"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions (arXiv 2104.09864) on the first `dim` of a head's dimensions.
+
+    pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1).
+    factors: the checkpoint has a tensor of dim/2 numbers that the frequencies are divided by.
+    """
+
+    kind: Literal["rope"]
+    theta: Positive = 10000.0
+    pairs: Literal["halves", "adjacent"] = "halves"
+    dim: int = dim("head_dim")
+    scaling: Scaling | None = None
+    factors: bool = False
+
+    def __post_init__(self) -> None:
+        # Config files say in several ways that nothing is scaled; equal models compare equal.
+        if self.scaling is not None and self.scaling.rope_type in ("default", "none"):
+            object.__setattr__(self, "scaling", None)
+
+    def check(self) -> tuple[str, str] | None:
+        if self.dim % 2:
+            return "dim", f"{self.dim} is odd, but dimensions are rotated in pairs"
+        if self.theta <= 1:
+            return "theta", f"{self.theta} is not above 1"
+        for name in ("short_factor", "long_factor") if self.scaling is not None else ():
+            factors = getattr(self.scaling, name)
+            if factors is not None and len(factors) != self.dim // 2:
+                reason = f"has {len(factors)} numbers for {self.dim // 2} pairs"
+                return f"scaling.{name}", reason
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi:
+    """Attention with linear biases (arXiv 2108.12409).
+
+    max_bias: the exponents of the slopes' series end there.
+    factor: of the slopes; for a model that adds the biases before it scales the scores, the scale.
+
+    Head counts that are no power of two take the series of the power of two below, then every
+    other slope of the next one's.
+    """
+
+    kind: Literal["alibi"]
+    max_bias: Positive = 8.0
+    factor: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relative:
+    """A learned bias per head and bucket of distance (T5, arXiv 1910.10683).
+
+    buckets: rows of the table.
+    max_distance: all distances from here on share a bucket.
+    """
+
+    kind: Literal["relative"]
+    buckets: Size = 32
+    max_distance: Size = 128
+
+    def check(self) -> tuple[str, str] | None:
+        if self.buckets % 4 or self.max_distance <= self.buckets:
+            return "buckets", "must be a multiple of 4 below max_distance"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disentangled:
+    """Vectors of distances that queries and keys attend to beside each other (arXiv 2006.03654).
+
+    To the score of query q and key k are added q . K(r) and Q(r) . k, where r is the vector of
+    their distance, `attn.distances`, after a layer norm, `attn.distances.norm`, and K and Q are
+    the attention's own projections. Only for an encoder.
+
+    buckets: distances told apart on either side, half of them exactly, the rest by logarithm.
+    max_distance: all distances from here on share a bucket.
+    eps: of the norm.
+    """
+
+    kind: Literal["disentangled"]
+    buckets: Size = 256
+    max_distance: int = dim("context")
+    eps: NotNegative = 1e-7
+
+    def check(self) -> tuple[str, str] | None:
+        if self.buckets % 2 or self.max_distance <= self.buckets:
+            return "buckets", "must be even and below max_distance"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+    """A learned table of positions: `position(positions)`.
+
+    offset: what is added to a position to find its row; the table has that many rows more.
+    """
+
+    kind: Literal["learned_positions"]
+    size: int = dim("context")
+    width: int = dim("hidden")
+    offset: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinusoidalPositions:
+    """Fixed positions, a block of sines then a block of cosines: `position(positions)`.
+
+    Where a checkpoint has a tensor of that name with other numbers, it is a learned table.
+
+    offset: what is added to a position.
+    frequencies: "standard" 10000^(-2j/width) (arXiv 1706.03762); "tensor2tensor" ends the
+    series one step earlier, 10000^(-j/(width/2 - 1)).
+    """
+
+    kind: Literal["sinusoidal_positions"]
+    width: int = dim("hidden")
+    offset: Count = 0
+    frequencies: Literal["standard", "tensor2tensor"] = "standard"
+
+    def check(self) -> tuple[str, str] | None:
+        if self.width % 2 or self.width < 4:
+            return "width", f"{self.width} is not an even number from 4 on"
+        return None

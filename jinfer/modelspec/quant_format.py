@@ -1,0 +1,124 @@
+"""Quantization formats: how many levels, how wide a block, which numbers a block carries."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from jinfer.records import dataclass
+
+type Width = Literal["2", "3", "3.5", "4", "5", "6", "8", "16"]
+
+# Levels of a weight, bits of a code, weights in a code.
+_WIDTHS: dict[str, tuple[int, int, int]] = {
+    "2": (4, 2, 1),
+    "3": (8, 3, 1),
+    "3.5": (11, 7, 2),  # 11 * 11 = 121 pairs fit into 7 bits
+    "4": (16, 4, 1),
+    "5": (32, 5, 1),
+    "6": (64, 6, 1),
+    "8": (256, 8, 1),
+    "16": (1 << 16, 16, 1),
+}
+_BLOCKS = (32, 64, 128)
+_NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|affine))?")
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """Weights as codes, with numbers for each block of weights along a row.
+
+    A weight of code q, 0 <= q < levels, is
+
+    - scale * q + base                  affine
+    - scale * (q - levels // 2)         symmetric
+    - scale * codebook[q]               with a codebook
+
+    where scale and base are fp16, one of each per block; or, in two-level formats,
+    scale = s * step and base = m * floor with s and m 8-bit integers of the block and the fp16
+    numbers step and floor of 256 weights.
+
+    Attributes:
+        width: nominal bits of a weight.
+        block: weights that share a scale: 16, 32, 64 or 128.
+        symmetric: blocks have no base.
+        two_level: scales are integers times a number of 256 weights, as in GGUF's K-quants.
+        codebook: the values of the codes where they are not evenly spaced, in -128..127.
+    """
+
+    width: Width
+    block: int = 32
+    symmetric: bool = False
+    two_level: bool = False
+    codebook: tuple[int, ...] | None = None
+
+    @property
+    def levels(self) -> int:
+        """Values that a weight can take within a block."""
+        return _WIDTHS[self.width][0]
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return _WIDTHS[self.width][1]
+
+    @property
+    def per_code(self) -> int:
+        """Weights of a code: 2 where a code is levels * x + y."""
+        return _WIDTHS[self.width][2]
+
+    @property
+    def zero(self) -> int:
+        """The code of 0 in a symmetric format."""
+        return self.levels // 2
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a block: its scale, and its base if it has one."""
+        return 1 if self.symmetric else 2
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits in memory for a weight, scales and bases included."""
+        codes = self.code_bits / self.per_code
+        if self.two_level:
+            return codes + self.numbers * (8 / self.block + 16 / 256)
+        return codes + self.numbers * 16 / self.block
+
+    @property
+    def name(self) -> str:
+        """The name that `parse_format` reads, where it can be asked for; shortest form."""
+        default = FORMATS.get(f"q{self.width}", WIDE)
+        block = "" if self.block == default.block else f"_b{self.block}"
+        kind = "_sym" if self.symmetric else "_affine"
+        return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
+
+
+# What F16 is multiplied as where float32 is slower: see `jinfer.quant.f16_as_int`.
+WIDE = QuantFormat("16", 64, symmetric=True)
+# Those that can be asked for.
+FORMATS = {
+    f"q{width}": QuantFormat(width, symmetric=width == "8")  # type: ignore[arg-type]
+    for width in _WIDTHS
+    if width != WIDE.width
+}
+
+
+def parse_format(name: str) -> QuantFormat:
+    """Reads "q3.5", "q4_b64", "q4_sym", "q8_b128_affine".
+
+    Without a block it is 32; without sym or affine, 8 bits are symmetric and fewer affine.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    match = _NAME.fullmatch(name.lower())
+    default = FORMATS.get(f"q{match['width']}") if match else None
+    block = int(match["block"] or 32) if match else 0
+    if match is None or default is None or block not in _BLOCKS:
+        raise ValueError(
+            f"no quantization format {name!r}; formats are {', '.join(FORMATS)}, "
+            "optionally with _b32, _b64 or _b128 and _sym or _affine, such as q4_b64_sym"
+        )
+    symmetric = default.symmetric if match["kind"] is None else match["kind"] == "sym"
+    return QuantFormat(default.width, block, symmetric)

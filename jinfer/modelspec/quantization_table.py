@@ -1,0 +1,138 @@
+"""`[quantization]`: how weights and the KV cache are stored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from jinfer.modelspec.bounded_types import Count, NotNegative
+from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.quant_format import parse_format
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.toml_tables import as_table
+from jinfer.records import dataclass, replace
+
+AUTO, PLAIN = "auto", "plain"
+_MOST_OUTLIERS = 0.1  # above, a wider format takes less memory
+_TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
+
+# What a parameter is used for, which decides how it may be stored: "matrix" and "head" are only
+# multiplied with (the head gives logits), rows of a "table" are looked up, "plain" is all else.
+Role = Literal["plain", "matrix", "table", "head"]
+
+
+@dataclass(frozen=True)
+class RuleSpec:
+    """An exception for some weights: one of `[quantization] rules`.
+
+    Attributes:
+        match: pattern for names of parameters, such as "decoder.*.attn.v"; the first rule that
+            matches counts.
+        weights: as `weights` of `[quantization]`.
+        outliers: as there; none: the same.
+    """
+
+    match: str
+    weights: str
+    outliers: NotNegative | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        """The first value that is wrong: its key and the reason."""
+        return _wrong_share(self.outliers) or _wrong_format("weights", self.weights)
+
+
+@dataclass(frozen=True)
+class QuantizationSpec:
+    """How weights and the KV cache are stored: `[quantization]`.
+
+    Attributes:
+        weights: a format such as "q4", "q3.5", "q4_b64_sym"; "plain": as numbers of the
+            computation's type; "auto": as they are in the file: blocks of GGUF, and on a CPU 16-bit
+            numbers too where the computation's type is wider; all else as "plain".
+        embedding: the same for tables of vectors; none: as `weights`, but at least "q6".
+        head: the same for the projection onto the vocabulary; none: as `embedding`. A tied head is
+            the embedding.
+        rules: exceptions, the first that matches counts; one that matches nothing is an error.
+        threshold: matrices of fewer weights are not quantized.
+        outliers: share of the weights that are kept exactly, beside the others.
+        method: "nearest" only rounds, "search" minimizes the squared error of each block,
+            "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
+            "auto": "feedback" for what writes text, where it takes some minutes at most.
+        activations: of products on a CPU: with quantized weights "int8" rounds them to 8 bits in
+            blocks of 32, with bfloat16 ones to bfloat16, or with float16 ones to 14 bits, where
+            that is the processor's faster way;
+            "int16" rounds to 16 bits with quantized weights alone, and "float" to float32's 24;
+            "auto": "float" where `dtype` is float32, else "int8".
+        kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
+            the computation, on a CPU "f16" where `dtype` is "auto" too.
+    """
+
+    weights: str = AUTO
+    embedding: str | None = None
+    head: str | None = None
+    rules: tuple[RuleSpec, ...] = ()
+    threshold: Count = 4096
+    outliers: NotNegative = 0.0
+    method: Literal["auto", "search", "nearest", "feedback"] = "auto"
+    activations: Literal["auto", "int8", "int16", "float"] = "auto"
+    kv_cache: str = AUTO
+
+    def check(self) -> tuple[str, str] | None:
+        """The first value that is wrong: its key and the reason."""
+        if wrong := _wrong_share(self.outliers):
+            return wrong
+        named = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
+        for key, name in named.items():
+            if name is not None and (wrong := _wrong_format(key, name)):
+                return wrong
+        try:
+            parse_kind(self.kv_cache if self.kv_cache != AUTO else "f32")
+        except ValueError as error:
+            return "kv_cache", f'{error}; or "auto"'
+        return None
+
+
+def _wrong_share(outliers: float | None) -> tuple[str, str] | None:
+    if outliers is not None and outliers > _MOST_OUTLIERS:
+        return "outliers", f"{outliers} is not a share from 0 to {_MOST_OUTLIERS}"
+    return None
+
+
+def _wrong_format(key: str, name: str) -> tuple[str, str] | None:
+    if name in (AUTO, PLAIN):
+        return None
+    try:
+        parse_format(name)
+    except ValueError as error:
+        return key, f'{error}; or "auto", or "plain"'
+    return None
+
+
+def read_quantization(written: Any, values: Values) -> QuantizationSpec:
+    """Reads the table. Raises `SpecError`."""
+    table = dict(as_table(written, values.path, "quantization"))
+    rules = table.pop("rules", [])
+    if not isinstance(rules, list | tuple):
+        reason = f"{show(rules)} is not a list of tables {{ match = ..., weights = ... }}"
+        raise SpecError(values.path, "quantization.rules", reason)
+    spec = read(QuantizationSpec, table, values, "quantization")
+    return replace(
+        spec,
+        rules=tuple(
+            read(RuleSpec, as_table(rule, values.path, key), values, key)
+            for key, rule in ((f"quantization.rules[{i}]", rule) for i, rule in enumerate(rules))
+        ),
+    )
+
+
+def usual_word(spec: QuantizationSpec, role: Role) -> str:
+    """The format that a weight has without a rule."""
+    if role == "table" and spec.embedding is not None:
+        return spec.embedding
+    if role == "head" and (named := spec.head or spec.embedding) is not None:
+        return named
+    if role == "matrix" or spec.weights in (AUTO, PLAIN):
+        return spec.weights
+    wide = parse_format(spec.weights).bits_per_weight >= _TABLE_FORMAT.bits_per_weight
+    return spec.weights if wide else _TABLE_FORMAT.name

@@ -1,0 +1,202 @@
+"""From a specification's tables and a checkpoint's own words to a `ModelSpec`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from jinfer.modelspec.blocks import Block
+from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.family_match import check_match
+from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
+from jinfer.modelspec.omitted_modules import left_out
+from jinfer.modelspec.override_conflicts import Leftover, check_leftovers, leftovers
+from jinfer.modelspec.partition_table import read_partition
+from jinfer.modelspec.quantization_table import read_quantization
+from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_values import KEY, Missing, Values, no_rows
+from jinfer.modelspec.speculation_table import read_speculation
+from jinfer.modelspec.stack_spec import check_called, check_tied, read_shared, read_stack, used
+from jinfer.modelspec.table_reader import fields, read
+from jinfer.modelspec.tensor_names import FORMATS, read_tensor_map
+from jinfer.modelspec.toml_tables import (
+    as_table,
+    check_keys,
+    check_parameters,
+    check_plain,
+    check_text,
+    texts_in,
+)
+from jinfer.modelspec.toml_tables import merge as merge
+from jinfer.records import dataclass, replace
+
+STACKS = ("encoder", "decoder")
+_BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
+_TEXTS = ("family", "weights", "tokenizer", "description")
+_SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
+_TRUST = ("trust", "trust_config")
+TOP = (*_TEXTS, *_TRUST, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        format: the checkpoint's format.
+        lookup: `$key` -> value; raises `Missing`.
+        has: whether it has a tensor that matches a glob pattern.
+        source: where the keys come from, for errors.
+        rows: of the tensor that matches a pattern; raises `MissingTensor`.
+    """
+
+    format: str = "safetensors"
+    lookup: Callable[[str], Any] = lambda key: _no_key(key)
+    has: Callable[[str], bool] = lambda pattern: False
+    source: str = "the checkpoint"
+    rows: Callable[[str], int] = no_rows
+
+
+def _no_key(key: str) -> Any:
+    raise Missing(key)
+
+
+def resolve(
+    tables: Sequence[Mapping[str, Any]], path: str, facts: Facts, base: Mapping[str, Any]
+) -> ModelSpec:
+    """Resolves a specification.
+
+    Args:
+        tables: its tables, from the most general (family) to the most specific (overrides).
+        path: its file, for errors.
+        facts: the checkpoint it is resolved for.
+        base: what holds for every checkpoint of that format unless a table says otherwise.
+
+    Raises:
+        SpecError: for an unknown key, a value of a wrong type, a name that stands for nothing, a
+            module that is never called.
+    """
+    for table in (base, *tables):
+        _check_shape(table, path)
+    whole, lost = merge(merge(tables[0], base), tables[0].get(facts.format, {})), list[Leftover]()
+    for over in (part for table in tables[1:] for part in (table, table.get(facts.format, {}))):
+        lost += leftovers(whole, over)
+        whole = merge(whole, over)
+    dims = whole.get("dims", {})
+    values = Values(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
+    table = as_table(whole.get("engine", {}), path, "engine")
+    engine = read(EngineSpec, table, values, "engine")
+    values.engine_context = engine.context
+    stacks = [name for name in STACKS if name in whole]
+    if not stacks:
+        raise SpecError(path, "", "has neither [encoder] nor [decoder]; name a family or write one")
+    shared, absent = read_shared(whole.get("modules", {}), values)
+    built, called = [], set[str]()
+    for name in stacks:
+        encoded = name == "decoder" and "encoder" in whole
+        stack, shared_calls = read_stack(name, whole[name], shared, values, absent, encoded)
+        built.append(stack)
+        called |= shared_calls
+    own = _own_modules(tables, facts.format)
+    check_called([name for name in shared if name in own], called, path, "modules")
+    shared = used(shared, built)
+    for stack in built:
+        check_tied(stack, shared, path)
+    tensors = read_tensor_map(
+        [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
+    )
+    tensors = replace(tensors, left_out=left_out(whole, tensors, values))
+    _check_dims(tables, base, values)
+    sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
+    if "context" in values.dims:  # often no block has it, and nobody else looks at what it is
+        sizes["context"] = read(Size | None, values.dims["context"], values, "dims.context")
+    spec = ModelSpec(
+        path=path,
+        dims=sizes,
+        shared=tuple(shared.items()),
+        stacks=tuple(built),
+        tensors=tensors,
+        dtype=_word("dtype", whole, values),
+        trust_config=_word("trust_config", whole, values),
+        prompt=_prompt(whole.get("prompt", {}), values),
+        engine=engine,
+        quantization=read_quantization(whole.get("quantization", {}), values),
+        partition=read_partition(whole.get("partition", {}), values),
+        speculation=read_speculation(whole.get("speculation", {}), values),
+        generation=whole.get("generation", {}),
+    )
+    check_leftovers(lost, whole, spec, values)
+    return spec
+
+
+def _word(name: str, whole: Mapping[str, Any], values: Values) -> Any:
+    """A key of the top that is one of a few words."""
+    field, hint = fields(ModelSpec)[name]
+    return read(hint, whole.get(name, field.default), values, name)
+
+
+def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:
+    """`[prompt]`, whose texts were checked, but not which words they may be."""
+    types = {name: type_ for name, (_, type_) in fields(PromptSpec).items()}
+    named = [name for name in ("tool_calls", "reasoning") if name in table]
+    words = {n: read(types[n], table[n], values, f"prompt.{n}") for n in named}
+    return PromptSpec(**{**table, **words})
+
+
+def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
+    """Shared modules that a specification names; what its format supplies need not be called."""
+    parts = [part for table in tables for part in (table, table.get(format, {}))]
+    return {name for part in parts for name in part.get("modules", {})}
+
+
+def _check_shape(table: Mapping[str, Any], path: str) -> None:
+    """Checks the keys and types of a specification's tables, whatever they are resolved for."""
+    check_plain(table, path)
+    check_keys(table, TOP, path, "")
+    check_match(table.get("match", {}), path)
+    for name in _TEXTS:
+        check_text(table.get(name, ""), path, name)
+    check_parameters(table.get("parameters", "1B"), path)
+    if not isinstance(table.get("trust", False), bool):
+        raise SpecError(path, "trust", f"{show(table['trust'])} is not true or false")
+    for name, text in check_keys(
+        table.get("prompt", {}), fields(PromptSpec), path, "prompt"
+    ).items():
+        check_text(text, path, f"prompt.{name}")
+    as_table(table.get("generation", {}), path, "generation")
+    for format in FORMATS:
+        check_keys(table.get(format, {}), _BUILT, path, format)
+    for prefix, part in (("", table), *((f"{f}.", table.get(f, {})) for f in FORMATS)):
+        for name in _BUILT:
+            as_table(part.get(name, {}), path, prefix + name)
+        for name, value in part.get("dims", {}).items():
+            if not isinstance(value, int | float | str):
+                reason = f"{show(value)} is not a number or the text of an expression"
+                raise SpecError(path, f"{prefix}dims.{name}", reason)
+
+
+def _check_dims(
+    tables: Sequence[Mapping[str, Any]], base: Mapping[str, Any], values: Values
+) -> None:
+    """A dimension that nothing names is most likely misspelt, unless it is one that blocks have.
+
+    What one table names counts for all: a family's family may have sizes for other blocks.
+    """
+    named = {"layers", *values.used}
+    for block in get_args(Block):
+        known = [field.metadata.get("dim") for field, _ in fields(block).values()]
+        named |= {name for name in known if name is not None}
+    dims = [table.get("dims", {}) for table in (base, *tables)]
+    texts = [text for table in dims for name in named for text in texts_in(table.get(name))]
+    for table in (base, *tables):
+        parts = [table[key] for key in table if key not in ("dims", "description")]
+        texts += [text for part in parts for text in texts_in(part)]
+    while texts:
+        words = {w for text in texts for w in re.findall(r"\w+", re.sub(KEY, "", text))} - named
+        named |= words
+        texts = [text for word in words for table in dims for text in texts_in(table.get(word))]
+    for name in (name for table in tables for name in table.get("dims", {})):
+        if name not in named:
+            allowed = nearest(name, named & values.dims.keys())
+            raise SpecError(values.path, f"dims.{name}", f"is used nowhere; {allowed}")

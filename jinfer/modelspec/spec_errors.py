@@ -1,0 +1,39 @@
+"""Errors of the specification language."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from jinfer.guard.sanitize import shown
+
+_SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=8, maxstring=100, maxother=100)
+
+
+class SpecError(ValueError):
+    """A specification that cannot be used: names the file, the key, and what is allowed there."""
+
+    def __init__(self, path: object, key: str, reason: str) -> None:
+        self.path, self.key, self.reason = path, key, reason
+        super().__init__(shown(": ".join(str(part) for part in (path, key, reason) if part)))
+
+
+def nearest(word: object, allowed: Iterable[str]) -> str:
+    """What is allowed instead of `word`, the nearest right word first: a clause for an error."""
+    options = sorted({str(option) for option in allowed})
+    if not options:
+        return "nothing is allowed here"
+    # The comparison is quadratic, so only the beginning of a text that is no word is compared.
+    close = get_close_matches(str(word)[:60], options, n=1, cutoff=0.6)
+    shown = options if len(options) <= 24 else [*options[:24], "..."]
+    listing = "allowed: " + ", ".join(shown)
+    return f"did you mean {close[0]!r}? {listing}" if close else listing
+
+
+def show(value: object) -> str:
+    """A value as it is written, shortened to one line of an error."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a number of too many digits"

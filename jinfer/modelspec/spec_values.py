@@ -1,0 +1,240 @@
+"""Values of a specification: numbers and words as they stand, or found in the checkpoint.
+
+A value may be written as alternatives, `"$num_key_value_heads | heads"`: the first one that has a
+value is taken. `$key` is looked up in what the checkpoint says of itself (config.json, GGUF
+metadata, llama2.c's header); dots go into nested tables; null counts as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
+from jinfer.modelspec.expressions import FUNCTIONS, MAX_LENGTH, ExpressionError, evaluate, parse
+from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.records import dataclass, field
+
+KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)"
+_QUOTED_OR_KEY = re.compile(r"'[^']*'|\"[^\"]*\"|" + KEY)
+_CONSTANTS = {"none": None, "true": True, "false": False, "True": True, "False": False}
+
+
+class Missing(LookupError):
+    """A `$key` that the checkpoint does not have."""
+
+
+class MissingTensor(Missing):
+    """A tensor that the checkpoint does not have."""
+
+
+def no_rows(pattern: str) -> int:
+    """What counts the rows of a checkpoint without tensors."""
+    raise MissingTensor(pattern)
+
+
+def rows_in(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
+    """How many rows (output features) a tensor has, by its name or a pattern of names."""
+
+    def rows(pattern: str) -> int:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{show(pattern)} is not the name of a tensor, in quotes")
+        names = [pattern] if pattern in shapes else [n for n in shapes if fnmatchcase(n, pattern)]
+        if not names:
+            raise MissingTensor(pattern)
+        if any(not shapes[name] for name in names):
+            raise ValueError(f"{show(pattern)} is a single number, without rows")
+        found = sorted({shapes[name][-2:][0] for name in names})
+        if len(found) > 1:
+            counts = ", ".join(map(str, found[:8]))
+            raise ValueError(
+                f"{len(names)} tensors match {show(pattern)}, with {counts} rows; name one"
+            )
+        return found[0]
+
+    return rows
+
+
+@dataclass
+class Values:
+    """Evaluates the values of one specification.
+
+    Attributes:
+        path: the specification's file, for errors.
+        dims: the texts or numbers of `[dims]`.
+        lookup: `$key` -> value; raises `Missing`.
+        has: whether the checkpoint has a tensor that matches a glob pattern.
+        source: what `lookup` reads, for errors ("config.json").
+        rows: of the tensor that matches a pattern; raises `MissingTensor`.
+        engine_context: the context that `[engine]` asks for.
+        names: what further names stand for in what `read` reads: `i` in the modules of a layer.
+        used: dimensions that were asked for.
+    """
+
+    path: object
+    dims: Mapping[str, Any]
+    lookup: Callable[[str], Any]
+    has: Callable[[str], bool]
+    source: str = "the checkpoint"
+    rows: Callable[[str], int] = no_rows
+    engine_context: int | None = None
+    names: Mapping[str, Any] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    _known: dict[str, Any] = field(default_factory=dict)
+    _pending: list[str] = field(default_factory=list)
+
+    def dim(self, name: str, asked_by: str) -> Any:
+        """The value of a dimension of `[dims]`."""
+        if name not in self.dims:
+            raise SpecError(
+                self.path, asked_by, f"needs dims.{name}, which is not given; set it in [dims]"
+            )
+        self.used.add(name)
+        if name not in self._known:
+            self._known[name] = self._evaluated_dim(name)
+        return self._known[name]
+
+    def served_context(self, asked_by: str) -> int | None:
+        """The longest sequence that the engine will have, where anything says."""
+        if self.engine_context is not None or "context" not in self.dims:
+            return self.engine_context
+        value = self.dim("context", asked_by)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+            reason = f"{show(value)} ({show(self.dims['context'])}) is not a whole number from 1 on"
+            raise SpecError(self.path, "dims.context", reason)
+        return int(min(value, DEFAULT_CONTEXT))
+
+    def _evaluated_dim(self, name: str) -> Any:
+        key = f"dims.{name}"
+        if name in self._pending:
+            chain = " -> ".join([*self._pending, name])
+            raise SpecError(self.path, key, f"is defined by itself: {chain}")
+        self._pending.append(name)
+        try:
+            value = self.value(self.dims[name], key)
+        finally:
+            self._pending.pop()
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def value(
+        self,
+        written: Any,
+        key: str,
+        *,
+        words: bool = False,
+        names: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Evaluates what stands at `key`.
+
+        Args:
+            written: a number, boolean or table (taken as they are) or the text of an expression.
+            words: an alternative that is one plain word stands for itself.
+            names: what further names stand for, besides the dimensions.
+        """
+        if not isinstance(written, str):
+            return written
+        if len(written) > MAX_LENGTH:
+            raise SpecError(self.path, key, f"is longer than {MAX_LENGTH} characters")
+        missing: list[Missing] = []
+        for alternative in _alternatives(written):
+            if words and not re.search(r"[$'\"(]", alternative):
+                return _CONSTANTS.get(alternative, alternative)
+            try:
+                return self._evaluate(alternative, key, names or {})
+            except Missing as absent:
+                # Its frames would hold this list, and with those that called all that is opened.
+                absent.__context__ = None
+                missing.append(absent.with_traceback(None))
+        where = key if key.startswith("dims.") else "it"
+        reason = f"{self._lacking(missing)}; set {where} or add a default: '| ...'"
+        raise SpecError(self.path, key, reason)
+
+    def _lacking(self, missing: list[Missing]) -> str:
+        """What the checkpoint lacks, keys and then tensors: a clause for an error."""
+        tensors = [f"'{each}'" for each in missing if isinstance(each, MissingTensor)]
+        keys = [f"'{each}'" for each in missing if not isinstance(each, MissingTensor)]
+        clauses = [f"{self.source} has no {' or '.join(keys)}"] if keys else []
+        if tensors:
+            clauses.append(f"the checkpoint has no tensor {' or '.join(tensors)}")
+        return " and ".join(clauses)
+
+    def _evaluate(self, text: str, key: str, names: Mapping[str, Any]) -> Any:
+        """The value of one alternative. Raises `Missing` if it reads a key that is not there."""
+        keys: list[str] = []
+
+        def placeholder(found: re.Match[str]) -> str:
+            if found[1] is None:
+                return found[0]
+            keys.append(found[1])
+            return f"_key{len(keys) - 1}"
+
+        expression = _QUOTED_OR_KEY.sub(placeholder, text)
+        try:
+            return evaluate(parse(expression), _ValueScope(self, key, keys, names))
+        except (Missing, SpecError):
+            raise
+        except ExpressionError as error:
+            reason = str(error)
+            for number, name in reversed(list(enumerate(keys))):  # _key12 before _key1
+                reason = reason.replace(f"_key{number}", f"${name}")
+            raise SpecError(self.path, key, reason) from error
+        except RecursionError as error:  # a chain of dimensions, each of them a deep expression
+            raise SpecError(self.path, key, "is defined through too many others") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise SpecError(self.path, key, f"{show(text)} has no value: {error}") from error
+
+
+@dataclass(frozen=True)
+class _ValueScope:
+    """Names and functions of a value: `$keys` (as _key0, _key1, ...), dimensions, constants."""
+
+    values: Values
+    key: str
+    keys: list[str]
+    names: Mapping[str, Any]
+
+    def name(self, name: str) -> Any:
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in self.names:
+            return self.names[name]
+        if name in self.values.dims:
+            return self.values.dim(name, self.key)
+        number = name.removeprefix("_key")
+        if name != number and number.isdecimal() and int(number) < len(self.keys):
+            return self.values.lookup(self.keys[int(number)])
+        known = [*self.values.dims, *self.names, "none", "true", "false"]
+        raise ExpressionError(f"unknown name {name!r}; {nearest(name, known)}")
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        if name == "has":
+            return any(self.values.has(pattern) for pattern in arguments)
+        if name == "rows":
+            return self.values.rows(*arguments)
+        if name not in FUNCTIONS:
+            known = nearest(name, [*FUNCTIONS, "has", "rows"])
+            raise ExpressionError(f"unknown function {name!r}; {known}")
+        return FUNCTIONS[name](*arguments)
+
+
+def _alternatives(text: str) -> list[str]:
+    """Splits at each `|` outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
+        elif character == "|" and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    return [part.strip() for part in parts]

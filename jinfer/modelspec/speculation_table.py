@@ -1,0 +1,130 @@
+"""`[speculation]`: who drafts tokens, and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jinfer.modelspec.bounded_types import Count, Size
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.toml_tables import as_table
+from jinfer.records import dataclass
+
+LOOKUPS = ("ngram", "suffix")  # drafts that need no model
+HEAD = "head"  # the model's own
+MOST_NODES = 64
+_DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens that follow one
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """Who drafts: an entry of `draft`, where a text is its `source`.
+
+    Attributes:
+        source: "ngram": what followed the same tokens in the prompt or the answer; "suffix": in
+            this answer or past ones; "head": the head that the model's checkpoint has for this;
+            else a model or a head, named as a model is; none: the model itself.
+        weights: a narrower format of that model's weights, such as "q3".
+        skip: layers of the model itself that its draft leaves out, from 0 on.
+        device: that a draft model is on as a whole, by its number; none: the model's, of several
+            the first one of the last stage.
+    """
+
+    source: str | None = None
+    weights: str | None = None
+    skip: tuple[Count, ...] = ()
+    device: Count | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        """The first value that is wrong: its key and the reason."""
+        plain = self.weights is None and not self.skip
+        if self.source is None and plain:
+            return (
+                "source",
+                "is missing; name a model, or give weights or skip of the own",
+            )
+        if self.source in LOOKUPS and not plain:
+            return "source", f"{show(self.source)} has no weights and no layers"
+        if self.device is not None and (self.source in LOOKUPS or self.skip):
+            return "device", "is of a model with weights of its own; leave it out"
+        if self.source is not None and self.skip:
+            return "skip", "is of the model itself, so it stands without a source"
+        if self.weights is not None and self.skip:
+            return "skip", "shares the model's weights, so it stands without weights of its own"
+        return None
+
+
+@dataclass(frozen=True)
+class SpeculationSpec:
+    """How tokens are drafted: `[speculation]`.
+
+    Attributes:
+        draft: who drafts; the first ones' tokens count as likelier.
+        nodes: tokens of a sequence that a call computes, drafted ones and the one before them;
+            "auto": as it pays, and none where it does not.
+        expansion: of a draft model: how many tokens follow each one, level by level; none: a chain
+            with one other token beside each of its own.
+        head: the family of the head that the model's checkpoint has for drafting, if it has one.
+    """
+
+    draft: tuple[DraftSpec, ...] = ()
+    nodes: Literal["auto"] | Size = "auto"
+    expansion: tuple[Size, ...] = ()
+    head: str | None = None
+
+    def check(self) -> tuple[str, str] | None:
+        """The first value that is wrong: its key and the reason."""
+        if self.nodes != "auto" and not 2 <= self.nodes <= MOST_NODES:
+            return "nodes", f'{self.nodes} is not from 2 to {MOST_NODES}, or "auto"'
+        if len(self.expansion) > _DEEPEST:
+            return "expansion", f"has {len(self.expansion)} levels; at most {_DEEPEST} are drafted"
+        if wrong := [width for width in self.expansion if width > _WIDEST]:
+            return "expansion", f"{wrong[0]} tokens cannot follow one; at most {_WIDEST} do"
+        count, level = 1, 1
+        for width in self.expansion:
+            level *= width
+            count += level
+        if count > MOST_NODES:
+            return "expansion", f"is a tree of {count} tokens; at most {MOST_NODES} are verified"
+        return None
+
+
+def read_speculation(written: Any, values: Values) -> SpeculationSpec:
+    """Reads the table. Raises `SpecError`."""
+    table = dict(as_table(written, values.path, "speculation"))
+    draft = table.pop("draft", [])
+    listed = draft if isinstance(draft, list | tuple) else [draft]
+    found = []
+    for i, entry in enumerate(listed):
+        key = "speculation.draft" if listed is not draft else f"speculation.draft[{i}]"
+        if not isinstance(entry, str | Mapping) or entry == "":
+            reason = f'{show(entry)} is not "ngram", "suffix", a model, or a table {{ ... }}'
+            raise SpecError(values.path, key, reason)
+        given = {"source": entry} if isinstance(entry, str) else entry
+        found.append(_draft(given, values, key))
+    rest = read(SpeculationSpec, table, values, "speculation")
+    return SpeculationSpec(tuple(found), rest.nodes, rest.expansion, rest.head)
+
+
+def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
+    """An entry. Its source is a name, and never looked up in the checkpoint."""
+    table = dict(given)
+    source = table.pop("source", None)
+    if source is not None and (not isinstance(source, str) or not source):
+        raise SpecError(values.path, f"{key}.source", f"{show(source)} is not the name of a model")
+    read_ = read(_Own, table, values, key)
+    spec = DraftSpec(source, read_.weights, read_.skip, read_.device)
+    if wrong := spec.check():
+        raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
+    return spec
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What an entry has beside its source."""
+
+    weights: str | None = None
+    skip: tuple[Count, ...] = ()
+    device: Count | None = None

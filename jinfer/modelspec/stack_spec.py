@@ -1,0 +1,331 @@
+"""From a stack's table to a `StackSpec`: formulas, modules, which layer is which variant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jinfer.modelspec import formula
+from jinfer.modelspec.blocks import (
+    LOOKUPS,
+    Attention,
+    Block,
+    Concat,
+    CrossAttention,
+    Disentangled,
+    Embedding,
+    Head,
+    LatentAttention,
+    Pool,
+)
+from jinfer.modelspec.bounded_types import Layers
+from jinfer.modelspec.draft_head import read_follows
+from jinfer.modelspec.formula import Formula, Sort, compile_formula
+from jinfer.modelspec.model_spec import LayerSpec, StackSpec
+from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, texts_in
+from jinfer.records import dataclass, replace
+
+STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
+# Parts of the tree that modules stand in, which the names of parameters leave out.
+RESERVED = ("shared", "stacks", "layers", "modules", "value")
+_INPUTS: dict[str, dict[str, Sort]] = {
+    "stem": {"tokens": "indices", "positions": "indices", "token_types": "indices"},
+    "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
+    "head": {"x": "vectors"},
+    "follows.hidden": {"hidden": "vectors"},
+}
+_ATTENTIONS = (Attention, CrossAttention, LatentAttention)
+
+
+def read_shared(
+    table: Mapping[str, Any], values: Values
+) -> tuple[dict[str, Block], frozenset[str]]:
+    """Reads `[modules]`, which every stack may call; and the names of those left out by `when`.
+
+    Raises:
+        SpecError: for a module that is wrong.
+    """
+    _check_names(table, "modules", values.path)
+    present, absent = _present(table, "modules", values)
+    shared = {name: read(Block, present[name], values, f"modules.{name}") for name in present}
+    for name, block in shared.items():
+        if isinstance(block, _ATTENTIONS):
+            raise SpecError(values.path, f"modules.{name}", "belongs to the layers of a stack")
+    return shared, absent
+
+
+def _present(
+    table: Mapping[str, Any], key: str, values: Values
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """The modules that the model has, without their `when`; and the names of those it has not."""
+    present, absent = {}, set()
+    for name, module in table.items():
+        if not isinstance(module, Mapping) or "when" not in module:
+            present[name] = module
+        elif read(bool, module["when"], values, f"{key}.{name}.when"):
+            present[name] = {field: value for field, value in module.items() if field != "when"}
+        else:
+            absent.add(name)
+    return present, frozenset(absent)
+
+
+def read_stack(
+    name: str,
+    table: Any,
+    shared: Mapping[str, Block],
+    values: Values,
+    absent: frozenset[str] = frozenset(),
+    encoded: bool = False,
+) -> tuple[StackSpec, set[str]]:
+    """Reads a stack; returns it and the shared modules that its formulas call.
+
+    Args:
+        absent: shared modules left out by `when`.
+        encoded: whether the layers are given an encoder's output.
+
+    Raises:
+        SpecError: for an unknown key, a formula or module that is wrong, a module that no formula
+            calls, a layer without a variant.
+    """
+    path = values.path
+    check_keys(table, STACK_KEYS, path, name)
+    where = f"{name}.modules"
+    own = as_table(table.get("modules", {}), path, where)
+    written = table.get("layers", values.dims.get("layers"))
+    if written is None:
+        raise SpecError(path, f"{name}.layers", "is missing; set it, or dims.layers")
+    key = f"{name}.layers" if "layers" in table else "dims.layers"
+    count = read(Layers, written, values, key)
+    values.used |= {"layers"} & values.dims.keys()
+    variants = _variants(table, f"{name}.variants", values)
+    chosen = _pattern(table.get("pattern"), count, list(variants), values, f"{name}.pattern")
+    outer = _Wiring(name, "", own, shared, values, count, absent, {})
+    inner: dict[str, Sort] = {"encoded": "encoded"} if encoded else {}
+    for content in variants.values():
+        _check_names(content["modules"], where, path)
+        for module in content["modules"]:
+            if module in shared:
+                raise SpecError(path, f"{where}.{module}", "is declared in [modules] already")
+    follows, follow_modules = None, tuple[tuple[str, Block], ...]()
+    if "follows" in table:
+        given, where_follows = table["follows"], f"{name}.follows"
+        text = as_table(given, path, where_follows).get("hidden")
+        hidden, follow_modules = outer.compile("follows.hidden", text)
+        follows = read_follows(given, hidden, values, where_follows)
+        outer = replace(outer, inputs={"hidden": "vectors"})
+    stem, stem_modules = outer.compile("stem", table.get("stem"))
+    head, head_modules = replace(outer, inputs={}).compile("head", table.get("head"))
+    layers, made = [], dict[tuple[str, Any], LayerSpec]()
+    for i, variant in enumerate(chosen):
+        content = variants[variant]
+        at = replace(values, names={"i": i, "layers": count})
+        here = (variant, _own_values(content["modules"], at))
+        if here not in made:
+            wiring = _Wiring(name, variant, content["modules"], shared, at, count, absent, inner)
+            layer = LayerSpec(*wiring.compile("layer", content["layer"]))
+            made[here] = next((other for other in made.values() if other == layer), layer)
+        layers.append(made[here])
+    stack = StackSpec(
+        name,
+        stem,
+        tuple(layers),
+        head,
+        tuple({**dict(follow_modules), **dict(stem_modules), **dict(head_modules)}.items()),
+        follows,
+    )
+    called = set[str]()
+    for part in ("stem", "head"):
+        called |= set(formula.called(table[part], path, f"{name}.{part}"))
+    if follows is not None:
+        called |= set(follows.hidden.calls)
+    for variant, content in variants.items():
+        called |= set(formula.called(content["layer"], path, _layer_key(name, variant)))
+    uncalled = {
+        module: written
+        for content in variants.values()
+        for module, written in content["modules"].items()
+        if module not in called
+    }
+    check_called(_present(uncalled, where, values)[0], called, path, where)
+    return stack, called & shared.keys()
+
+
+def _check_names(modules: Iterable[str], key: str, path: object) -> None:
+    for name in modules:
+        if name in RESERVED or name.startswith("_"):
+            raise SpecError(path, f"{key}.{name}", "is a name that modules cannot have; rename it")
+
+
+def check_called(declared: Iterable[str], called: Iterable[str], path: object, key: str) -> None:
+    """Raises `SpecError` for a module that no formula calls: most likely a misspelt one."""
+    called = set(called)
+    for name in declared:
+        if name not in called:
+            raise SpecError(
+                path, f"{key}.{name}", f"is called by no formula; {nearest(name, called)}"
+            )
+
+
+def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, Table]:
+    """Layer formula and modules of every variant; the only one of a stack without is named ""."""
+    base = {"layer": table.get("layer"), "modules": table.get("modules", {})}
+    variants = as_table(table.get("variants", {}), values.path, key)
+    for name, changes in variants.items():
+        check_keys(changes, ("layer", "modules"), values.path, f"{key}.{name}")
+        as_table(changes.get("modules", {}), values.path, f"{key}.{name}.modules")
+    return {name: merge(base, changes) for name, changes in variants.items()} or {"": base}
+
+
+def _own_values(modules: Mapping[str, Any], values: Values) -> Any:
+    """What distinguishes a layer from others of its variant: the values that depend on its number.
+
+    Layers are alike in most models, and reading each of them would take a millisecond.
+    """
+    texts = [text for text in texts_in(modules) if re.search(r"\bi\b", text)]
+    try:
+        return repr([values.value(text, "", names=values.names) for text in texts])
+    except SpecError:  # a plain word, or wrong: it is read as what it is to be
+        return values.names["i"]
+
+
+def _layer_key(stack: str, variant: str) -> str:
+    return f"{stack}.variants.{variant}.layer" if variant else f"{stack}.layer"
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """What the formulas of a stack, or of a variant of its layers, may name."""
+
+    stack: str
+    variant: str
+    own: Mapping[str, Any]
+    shared: Mapping[str, Block]
+    values: Values
+    count: int
+    absent: frozenset[str]
+    inputs: Mapping[str, Sort]
+
+    def compile(self, part: str, text: Any) -> tuple[Formula, tuple[tuple[str, Block], ...]]:
+        """A formula, and the modules of the stack that it calls."""
+        path = self.values.path
+        key = _layer_key(self.stack, self.variant) if part == "layer" else f"{self.stack}.{part}"
+        where = f"{self.stack}.modules"
+        names = dict.fromkeys(formula.called(text, path, key))
+        own, absent = _present({n: self.own[n] for n in names if n in self.own}, where, self.values)
+        absent |= self.absent
+        modules = {
+            name: read(Block, own[name], self.values, f"{where}.{name}")
+            for name in names
+            if name in own
+        }
+        known = {**self.shared, **modules}
+        compiled = compile_formula(
+            text,
+            path=path,
+            key=key,
+            inputs={**_INPUTS[part], **self.inputs},
+            modules=[*self.shared, *self.own],
+            takes=lambda name: _takes(known[name]),
+            constant=lambda name: self._constant(name, key),
+            sizes={"layers", *self.values.dims},
+            absent=absent,
+            ends=None if part == "head" else ("", "x"),
+        )
+        modules = {name: block for name, block in modules.items() if name in compiled.calls}
+        left = formula.called(compiled.text, path, key)
+        for name in compiled.calls:
+            if reason := _misplaced(known[name], self.stack, part, left.count(name)):
+                raise SpecError(path, key, f"calls {name}, {reason}")
+        return compiled, tuple(modules.items())
+
+    def _constant(self, name: str, key: str) -> Any:
+        if name == "layers":
+            return self.count
+        return self.values.dim(name, key) if name in self.values.dims else None
+
+
+def _takes(block: Block) -> tuple[Sort, ...]:
+    """What the arguments of a block hold."""
+    if isinstance(block, CrossAttention):
+        return "vectors", "encoded"
+    if isinstance(block, Concat):
+        return "vectors", "vectors"
+    return ("indices",) if isinstance(block, LOOKUPS) else ("vectors",)
+
+
+def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
+    """Why a formula cannot call a block where and as often as it does; "" if it can."""
+    if isinstance(block, _ATTENTIONS) and part != "layer":
+        return "an attention, which only the formula of a layer can: each has a cache of its own"
+    if isinstance(block, _ATTENTIONS) and times > 1:
+        return f"an attention, {times} times, but it has one cache: declare a module for each call"
+    if isinstance(block, LatentAttention) and stack != "decoder":
+        return "a latent attention, which only a decoder can: it needs a cache"
+    if isinstance(getattr(block, "position", None), Disentangled) and stack != "encoder":
+        return "an attention with disentangled positions, which only an encoder can"
+    if isinstance(block, Head) and part != "head":
+        return "a vocabulary head, which only the head formula can"
+    if isinstance(block, Pool) and (stack, part) != ("encoder", "head"):
+        return "a pool, which only the head formula of an encoder can: it needs whole texts"
+    return ""
+
+
+def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:
+    """The shared modules that the model has: those that formulas call on lines that are left."""
+    names = {
+        name
+        for stack in stacks
+        for part in (stack.stem, stack.head, *(layer.wiring for layer in stack.layers))
+        for name in part.calls
+    }
+    blocks = [shared.get(name) for name in names]
+    blocks += [block for stack in stacks for _, block in stack.modules]
+    if any(isinstance(block, Head) and block.tied for block in blocks):
+        names.add("embed")
+    return {name: block for name, block in shared.items() if name in names}
+
+
+def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> None:
+    """Raises `SpecError` if a tied head finds no embedding of its shape to be tied to."""
+    embed = shared.get("embed")
+    for name, block in (*shared.items(), *stack.modules):
+        if not isinstance(block, Head) or not block.tied:
+            continue
+        key = f"modules.{name}" if name in shared else f"{stack.name}.modules.{name}"
+        if not isinstance(embed, Embedding):
+            raise SpecError(path, f"{key}.tied", "needs an embedding called embed in [modules]")
+        if (embed.size, embed.width) != (block.outputs, block.inputs):
+            raise SpecError(
+                path,
+                f"{key}.tied",
+                f"embed is {embed.size} x {embed.width}, this {block.outputs} x {block.inputs}",
+            )
+
+
+def _pattern(written: Any, count: int, variants: list[str], values: Values, key: str) -> list[str]:
+    """The variant of each layer: a list that is repeated, or an expression of the layer's i."""
+    if written is None:
+        if len(variants) > 1:
+            raise SpecError(values.path, key, "is missing: which layer is which variant?")
+        return variants * count
+    if variants == [""]:
+        raise SpecError(values.path, key, "chooses among variants, but [variants] declares none")
+    names = {name: name for name in variants}
+    return [_variant_of(i, written, names, count, values, key) for i in range(count)]
+
+
+def _variant_of(
+    i: int, written: Any, names: Mapping[str, str], count: int, values: Values, key: str
+) -> str:
+    value = values.value(written, key, names={**names, "i": i, "layers": count})
+    if isinstance(value, list) and value:
+        value = value[i % len(value)]
+    if not isinstance(value, str) or value not in names:
+        raise SpecError(
+            values.path, key, f"layer {i} would be {show(value)}; {nearest(value, names)}"
+        )
+    return value

@@ -1,0 +1,147 @@
+"""Reads tables of a specification into frozen dataclasses, checking every key and type."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jinfer.modelspec.blocks import ACTIVATION_ALIASES
+from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_values import Values
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def read(cls: Any, written: Any, values: Values, key: str) -> Any:
+    """Reads what stands at `key` as type `cls`.
+
+    Args:
+        cls: int, float, bool, str, one of these with `Bounds`, a Literal, a dataclass, or a union.
+        written: what the file has there.
+
+    Raises:
+        SpecError: names the key, what is wrong, and what is allowed.
+    """
+    words = any(option is str or get_origin(option) is Literal for option in union(cls))
+    value = values.value(written, key, words=words, names=values.names)
+    return _typed(cls, value, written, values, key)
+
+
+def union(cls: Any) -> tuple[Any, ...]:
+    """The types that a union allows; the type alone if it is none."""
+    return get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
+
+
+def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
+    """`value`, to which `written` was evaluated, as type `cls`."""
+    options = union(cls)
+    if value is None and type(None) in options:
+        return None
+    tables = [option for option in options if dataclasses.is_dataclass(option)]
+    if tables and isinstance(value, Mapping):
+        return _read_table(_pick(tables, value, values, key), value, values, key)
+    for option in options:
+        if (plain := _plain(option, value)) is not None:
+            return plain
+    origin = f" ({written})" if isinstance(written, str) and written != value else ""
+    raise SpecError(values.path, key, f"{show(value)}{origin} is not {_describe(options, value)}")
+
+
+def _plain(option: Any, value: Any) -> Any:
+    """`value` as the type `option`, or None if it is not one."""
+    if get_origin(option) is Annotated:
+        inner, bounds = get_args(option)
+        number = _plain(inner, value)
+        return number if number is not None and bounds.least <= number <= bounds.most else None
+    if get_origin(option) is Literal:
+        word = "none" if value is None else value
+        word = ACTIVATION_ALIASES.get(word, word) if isinstance(word, str) else None
+        return word if word in get_args(option) else None
+    if get_origin(option) is tuple:
+        items = [_plain(get_args(option)[0], item) for item in value] if _is_list(value) else [None]
+        return None if None in items else tuple(items)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if type(value) is option else None
+    if option is float and -1e300 < value < 1e300:  # neither infinite nor beyond a float
+        return float(value)
+    if option is int and (isinstance(value, int) or value.is_integer()):
+        return int(value)
+    return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0
+
+
+def _describe(options: tuple[Any, ...], value: Any) -> str:
+    words = []
+    for option in options:
+        if get_origin(option) is Annotated:
+            words.append(get_args(option)[1].text)
+        elif get_origin(option) is Literal:
+            words.append(f"one of the words here; {nearest(value, get_args(option))}")
+        elif get_origin(option) is tuple:
+            words.append("a list of numbers")
+        elif dataclasses.is_dataclass(option):
+            words.append("a table { ... }")
+        else:
+            words.append("none" if option is type(None) else _PLAIN[option])
+    return " or ".join(dict.fromkeys(words))
+
+
+def _pick(classes: list[Any], table: Mapping[str, Any], values: Values, key: str) -> Any:
+    """The dataclass that a table's `kind` names; the only one if there is no choice."""
+    if len(classes) == 1 and "kind" not in fields(classes[0]):
+        return classes[0]
+    kinds = {word: cls for cls in classes for word in get_args(fields(cls)["kind"][1])}
+    if "kind" not in table:
+        raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest('', kinds)}")
+    kind = values.value(table["kind"], f"{key}.kind", words=True)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise SpecError(
+            values.path, f"{key}.kind", f"unknown kind {show(kind)}; {nearest(kind, kinds)}"
+        )
+    return kinds[kind]
+
+
+@cache
+def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """The fields of a dataclass by name, with their types; dimensions are sizes."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        field.name: (field, Size if "dim" in field.metadata else hints[field.name])
+        for field in dataclasses.fields(cls)
+    }
+
+
+def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) -> Any:
+    known = fields(cls)
+    aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
+    names = [name for name in table if name not in ignored]  # the others are not read here
+    names.sort(key=lambda name: name not in aliases)  # where both stand there, the name counts
+    given = {aliases.get(name, name): table[name] for name in names}
+    for name in given:
+        if name not in known:
+            raise SpecError(values.path, f"{key}.{name}", f"unknown key; {nearest(name, known)}")
+    arguments = {}
+    for name, (field, hint) in known.items():
+        if name in given:
+            arguments[name] = read(hint, given[name], values, f"{key}.{name}")
+        elif "dim" in field.metadata:
+            dim = field.metadata["dim"]
+            value = values.dim(dim, f"{key}.{name}")
+            arguments[name] = _typed(hint, value, values.dims[dim], values, f"dims.{dim}")
+        elif "served" in field.metadata:
+            arguments[name] = values.served_context(f"{key}.{name}")
+        elif field.default is dataclasses.MISSING:
+            raise SpecError(values.path, f"{key}.{name}", "is missing")
+    result = cls(**arguments)
+    if hasattr(cls, "check") and (wrong := result.check()):
+        raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
+    if hasattr(cls, "lacks") and (wrong := result.lacks(given)):
+        raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])
+    return result

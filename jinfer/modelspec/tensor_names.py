@@ -1,0 +1,254 @@
+"""Which tensor of a checkpoint holds which parameter of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from jinfer.modelspec.bounded_types import Count, Size
+from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
+from jinfer.records import dataclass, replace
+
+FORMATS = ("gguf", "llama2c")
+_LAYERS = "{layers}"  # in `ignore`: how many there are, and so the number after the last one's
+_GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a `[tensors]` table.
+
+    Attributes:
+        names: the file's name, or several of which the first that exists is taken; {e} counts
+            tensors that are stacked along a new first axis.
+        parts: parameters fused in that tensor, in their order there; {i} is the layer.
+        groups: a fused tensor holds its parts once per group, [group, (part, part, ...), ...].
+        axis: of the file's tensor, along which its parts follow each other.
+        transpose: the file has matrices as [in, out].
+        table: the number of the table it stands in.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    groups: int = 1
+    axis: int = 0
+    transpose: bool = False
+    table: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: candidates for the file's tensor, and the parts fused in it.
+
+    Attributes:
+        names: the file's names, the first that exists counts; may have {e}, as in `Entry`.
+        parts: every parameter fused in that tensor, in order; empty if it is alone.
+        groups, axis, transpose: as in `Entry`.
+        otherwise: where it is in a file that has none of these.
+        table: as in `TensorMap`.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    groups: int = 1
+    axis: int = 0
+    transpose: bool = False
+    otherwise: Place | None = None
+    table: str = "tensors"
+
+    def choices(self) -> Iterator[Place]:
+        """This place and those after it, in the order in which they are tried."""
+        place: Place | None = self
+        while place is not None:
+            yield place
+            place = place.otherwise
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A module that the model does not have.
+
+    Attributes:
+        key: of its `when` ("encoder.modules.mlm_dense.when").
+        when: the condition, as it is written.
+        names: the file's names for its tensors, or for what they begin with.
+    """
+
+    key: str
+    when: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Parameter names to file names, for one checkpoint format.
+
+    Attributes:
+        entries: (pattern of the parameter's name, entry), the ones that win first.
+        prefixes: the file's names may begin with one of these, which stands for its second text.
+        ignore: glob patterns of tensors that the model has no use for.
+        suffixes: other words at the end of the file's names -> "weight" or "bias".
+        copies: parameter -> the file's names for further tensors of the same values.
+        first: the file's number of the first layer.
+        table: the specification's, for errors: "tensors", or that of a format, "tensors.gguf".
+        left_out: modules that have names here, but that the checkpoint lacks by their `when`.
+    """
+
+    entries: tuple[tuple[str, Entry], ...]
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[str, ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    first: int = 0
+    table: str = "tensors"
+    left_out: tuple[LeftOut, ...] = ()
+
+    def owners_left_out(self, names: Iterable[str]) -> list[LeftOut]:
+        """Of the modules that a `when` left out, those that some of these tensors belong to."""
+        bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
+        found = []
+        for each in self.left_out:
+            parts = "|".join(_regex(n).pattern for n in each.names).replace("(?P<i>", "(?:")
+            if any(re.match(rf"(?:{parts})(?:\.|$)", name) for name in bare):
+                found.append(each)
+        return found
+
+    def place(self, parameter: str) -> Place | None:
+        """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
+
+        The most specific table that has a line for it decides. Of several lines there, one that
+        names the parameter comes before those that name its module; those after the first are for
+        files that lack the tensors of the ones before.
+        """
+        module, _, leaf = parameter.rpartition(".")
+        found = [*self._find(parameter, ""), *self._find(module, "." + leaf)]
+        last = max((table for table, _ in found), default=0)
+        place: Place | None = None
+        for table, each in reversed(found):
+            if table == last:
+                place = replace(each, otherwise=place)
+        return place
+
+    def _find(self, name: str, leaf: str) -> Iterator[tuple[int, Place]]:
+        for pattern, entry in self.entries:
+            found = _regex(pattern).fullmatch(name)
+            if not found:
+                continue
+            layer = found.groupdict().get("i") or ""
+            parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
+            there = str(int(layer) + self.first) if layer else ""
+            names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
+            where = (entry.groups, entry.axis, entry.transpose)
+            yield entry.table, Place(names, parts, *where, table=self.table)
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    def piece(text: str) -> str:
+        if text == "{i}":
+            return "(?P<i>[0-9]+)"
+        group = _GROUP.fullmatch(text)
+        return f"(?:{group[1].replace(',', '|')})" if group else re.escape(text)
+
+    return re.compile("".join(map(piece, re.split(r"(\{[^{}]*\})", pattern))))
+
+
+def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Values) -> TensorMap:
+    """Reads the `[tensors]` tables that apply to a checkpoint format.
+
+    Args:
+        layers: the `[tensors]` tables from the most general (a format's) to the most specific.
+        format: "safetensors" and "pickle" share the names at the top; others have a sub-table.
+
+    Raises:
+        SpecError: for an entry that is not as docs/specs.md says.
+    """
+    entries: list[tuple[str, Entry]] = []
+    ignore: list[str] = []
+    prefixes: dict[str, str] = {}
+    suffixes: dict[str, str] = {}
+    copies: dict[str, tuple[str, ...]] = {}
+    first = 0
+    where = f"tensors.{format}" if format in FORMATS else "tensors"
+    for number, layer in enumerate(layers):
+        own = []
+        for name, written in _table_of(layer, format, values.path).items():
+            key = f"{where}.{name}"
+            if name == "first":
+                first = read(Count, written, values, key)
+            elif name == "ignore":
+                for text in check_texts(written, values.path, key):
+                    count = str(values.dim("layers", key)) if _LAYERS in text else ""
+                    ignore.append(text.replace(_LAYERS, count))
+            elif name == "prefix" and not isinstance(written, Mapping):
+                prefixes |= dict.fromkeys(check_texts(written, values.path, key), "")
+            elif name in ("prefix", "suffixes"):
+                known = prefixes if name == "prefix" else suffixes
+                for part, usual in as_table(written, values.path, key).items():
+                    known[part] = check_text(usual, values.path, f"{key}.{part}")
+            elif name == "copies":
+                for parameter, names in as_table(written, values.path, key).items():
+                    texts = check_texts(names, values.path, f"{key}.{parameter}")
+                    copies[parameter] = tuple(texts)
+            else:
+                entry = _read_entry(name, written, values, f"{where}.{name!r}")
+                own.append((name, replace(entry, table=number)))
+        entries = own + entries
+    return TensorMap(
+        tuple(entries),
+        tuple(prefixes.items()),
+        tuple(ignore),
+        tuple(suffixes.items()),
+        tuple(copies.items()),
+        first,
+        where,
+    )
+
+
+def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
+    """The part of a `[tensors]` table that is about a format."""
+    table = as_table(tensors, path, "tensors")
+    named = {name: as_table(table.get(name, {}), path, f"tensors.{name}") for name in FORMATS}
+    if format in FORMATS:
+        return named[format]
+    return {name: value for name, value in table.items() if name not in FORMATS}
+
+
+def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
+    path = values.path
+    table = written if isinstance(written, Mapping) else {"from": written}
+    check_keys(table, ("from", "groups", "axis", "transpose"), path, key)
+    names = check_texts(table.get("from", []), path, key)
+    if not names or not all(names):
+        raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
+    if pattern.count("{i}") > 1:
+        raise SpecError(path, key, "has {i} more than once")
+    if "{i}" not in pattern and any("{i}" in name for name in names):
+        raise SpecError(path, key, "has no {i}, but the file's name has")
+    if "{e}" in pattern:
+        raise SpecError(path, key, "has {e}, which only the file's name can have")
+    for text in (pattern, *names):
+        known = _GROUP.sub("", text) if text is pattern else text
+        if strange := re.search(r"\{[^{}]*\}?|\}", re.sub(r"\{[ie]\}", "", known)):
+            what = "{i} and {e}" if text is not pattern else "{i} and one {a,b,...}"
+            reason = f"{show(strange[0])} in {show(text)} stands for nothing"
+            raise SpecError(path, key, f"{reason}; in braces there can be {what}")
+    found = list(_GROUP.finditer(pattern))
+    if len(found) > 1:
+        raise SpecError(path, key, "has more than one {a,b,...} group")
+    parts: tuple[str, ...] = ()
+    if found:
+        head, tail = pattern[: found[0].start()], pattern[found[0].end() :]
+        parts = tuple(head + part + tail for part in found[0][1].split(","))
+    groups = read(Size, table.get("groups", 1), values, f"{key}.groups")
+    axis = read(Count, table.get("axis", 0), values, f"{key}.axis")
+    for name, given in (("groups", groups > 1), ("axis", axis > 0)):
+        if given and not parts:
+            raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
+    transpose = read(bool, table.get("transpose", False), values, f"{key}.transpose")
+    return Entry(names, parts, groups, axis, transpose)

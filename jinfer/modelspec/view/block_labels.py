@@ -1,0 +1,120 @@
+"""Blocks in a few words: what a drawing writes into their boxes."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from jinfer.modelspec import blocks
+from jinfer.modelspec.blocks import Block
+
+_MAX_LINE = 34
+_NAMES = {
+    "rms": "RMS norm",
+    "layer": "layer norm",
+    "moe": "mixture of experts",
+    "mlp": "feed-forward",
+    "gated": "gated feed-forward",
+    "head": "vocabulary head",
+}
+
+
+def summary(block: Block) -> list[str]:
+    """A few short lines: the kind, the sizes, and what differs from the defaults."""
+    name = _NAMES.get(block.kind, block.kind.replace("_", " "))
+    sizes, said = _sizes(block)
+    extras = [text for field in fields(block) if (text := _extra(block, field, said))]
+    return [shortened(line) for line in (name, *sizes, *_packed(extras))]
+
+
+def shortened(line: str, limit: int = _MAX_LINE) -> str:
+    """A line that is not longer than a box may be wide."""
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _sizes(block: Any) -> tuple[list[str], set[str]]:
+    """Lines with the block's sizes, and the fields that they say."""
+    match block:
+        case blocks.Embedding() | blocks.LearnedPositions():
+            return [f"{block.size} × {block.width}"], {"size", "width"}
+        case blocks.SinusoidalPositions():
+            return [f"of width {block.width}"], {"width"}
+        case blocks.RMSNorm() | blocks.LayerNorm():
+            return [f"{block.size}, eps {block.eps:g}"], {"size", "eps", "bias", "weight"}
+        case blocks.Linear():
+            return [f"{block.inputs} → {block.outputs}"], {"inputs", "outputs"}
+        case blocks.Head():
+            tied = ["weight of embed"] if block.tied else []
+            return [f"{block.inputs} → {block.outputs}", *tied], {"inputs", "outputs", "tied"}
+        case blocks.Attention():
+            heads = f"{block.heads} heads of {block.head_dim}"
+            shared = [f"{block.kv_heads} of keys and values"]
+            lines = [heads, *(shared if block.kv_heads != block.heads else [])]
+            return lines, {"inputs", "heads", "kv_heads", "head_dim"}
+        case blocks.CrossAttention():
+            said = {"inputs", "heads", "head_dim", "encoded"}
+            return [f"{block.heads} heads of {block.head_dim}"], said
+        case blocks.LatentAttention():
+            lines = [f"{block.heads} heads, latent {block.latent_rank}"]
+            lines.append(f"dims {block.nope_dim} + {block.rope_dim}, values {block.value_dim}")
+            return lines, {"inputs", "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim"}
+        case blocks.MLP() | blocks.GatedMLP():
+            said = {"inputs", "width", "activation"}
+            return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], said
+        case blocks.MixtureOfExperts():
+            lines = [f"{block.top_k} of {block.experts} experts"]
+            lines.append(f"{block.inputs} → {block.width} → {block.inputs}, {block.activation}")
+            return lines, {"inputs", "width", "experts", "top_k", "activation", "scoring"}
+        case blocks.ActivationBlock():
+            return [block.function], {"function"}
+        case blocks.Pool():
+            return [f"{block.take} token" if block.take != "mean" else "mean of tokens"], {"take"}
+    return [], set()
+
+
+def _extra(block: Any, field: Any, said: set[str]) -> str:
+    """A field that no size says and that is not its default; "" otherwise."""
+    value = getattr(block, field.name)
+    default = None if field.default is MISSING else field.default
+    if field.name in (*said, "kind") or value is None or value == default or value is False:
+        return ""
+    if value is True:
+        return field.name.replace("_", " ")
+    return _words(field.name, value)
+
+
+def _words(name: str, value: Any) -> str:
+    """A field's value in a few words."""
+    match value:
+        case blocks.Rope():
+            turned = f"rope theta {_number(value.theta)}, {value.pairs}"
+            return turned + (f", {value.scaling.rope_type}" if value.scaling else "")
+        case blocks.Alibi():
+            return "alibi"
+        case blocks.Relative():
+            return "relative positions"
+        case blocks.Disentangled():
+            return "disentangled positions"
+        case blocks.QKNorm():
+            return f"{value.kind} norm of q, k per {value.over}"
+        case float() | int():
+            return f"{name.replace('_', ' ')} {_number(value)}"
+        case str():
+            return f"{name.replace('_', ' ')} {value}"
+    return str(getattr(value, "kind", name)).replace("_", " ")
+
+
+def _number(value: float) -> str:
+    whole = float(value).is_integer() and abs(value) < 1e9
+    return str(int(value)) if whole else f"{value:g}"
+
+
+def _packed(words: list[str]) -> list[str]:
+    """Words put on as few lines as they fit on."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 2 + len(word) <= 28:
+            lines[-1] += f", {word}"
+        else:
+            lines.append(word)
+    return lines

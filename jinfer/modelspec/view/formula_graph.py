@@ -1,0 +1,226 @@
+"""A formula as a graph: what reads what, and where each step stands when it is drawn."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jinfer.modelspec.expressions import FUNCTIONS, evaluate
+from jinfer.modelspec.formula import Formula
+from jinfer.records import dataclass, field
+
+Kind = Literal["input", "module", "join", "number", "output"]
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "×", ast.Div: "/"}
+_TURNED = {"-": ("+", "× -1"), "/": ("×", "1 / ·")}
+_CALL_COST = 1000  # a path of fewer module calls is nearer to the input, however many steps it has
+
+
+@dataclass
+class Node:
+    """One step.
+
+    Attributes:
+        kind: an input, a module's call, arithmetic on vectors ("join") or with a number
+            ("number"), a result.
+        label: its name, sign, or sign and number.
+        args: numbers of the nodes it reads, the one nearest to the input first.
+        detail: what a number comes from.
+        row, lane: its place, from the top and from the left; the main line is lane 0.
+    """
+
+    kind: Kind
+    label: str
+    args: list[int]
+    detail: str = ""
+    row: int = 0
+    lane: int = 0
+
+
+@dataclass
+class Graph:
+    """The steps of a formula, each after those it reads.
+
+    Attributes:
+        value: the step whose result is the formula's value.
+        main: the shortest way from the first input to the value: the residual stream.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    value: int = 0
+    main: list[int] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return 1 + max(node.row for node in self.nodes)
+
+    @property
+    def lanes(self) -> int:
+        return 1 + max(node.lane for node in self.nodes)
+
+    def readers(self, number: int) -> list[int]:
+        """The nodes that read a node."""
+        return [n for n, node in enumerate(self.nodes) if number in node.args]
+
+
+def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: str = "") -> Graph:
+    """The graph of a formula, laid out.
+
+    Args:
+        stream: the input that the main line comes from.
+        outputs: whether the names it assigns are results, as in a head.
+        value_name: of its value, if that is a result.
+    """
+    builder = _Builder(formula, stream)
+    graph = builder.graph
+    value: Any = None
+    for target, expression in formula.statements:
+        value = builder.read(expression)
+        if target:
+            builder.names[target] = value
+    graph.value = value
+    results = builder.names if outputs else {}
+    for name, number in results.items():
+        if isinstance(number, int) and name not in (stream, value_name) and number != value:
+            graph.nodes.append(Node("output", name, [number]))
+    if value_name:
+        graph.nodes.append(Node("output", value_name, [graph.value]))
+        graph.value = len(graph.nodes) - 1
+    _place(graph)
+    return graph
+
+
+class _Builder:
+    """CosSin expressions into nodes. Numbers stay expressions: they are drawn where they act."""
+
+    def __init__(self, formula: Formula, stream: str) -> None:
+        self.graph = Graph([Node("input", stream, [])])
+        # A node is a whole number here, so a number is always a float.
+        self.names: dict[str, int | float] = {n: float(v) for n, v in formula.constants}
+        self.names[stream] = 0
+        self.inputs = {stream: 0}
+
+    def read(self, expression: ast.expr) -> int | float:
+        """The number of the node that an expression becomes; a float if it is a plain number."""
+        match expression:
+            case ast.Name(id=name):
+                return self.names[name] if name in self.names else self._input(name)
+            case ast.Call(func=ast.Name(id=name)) if name not in FUNCTIONS:
+                args = [self.read(argument) for argument in expression.args]
+                return self._add("module", name, args)
+            case ast.BinOp(op=op) if type(op) in _SIGNS:
+                return self._arithmetic(expression, _SIGNS[type(op)])
+            case ast.UnaryOp(op=ast.USub()):
+                operand = self.read(expression.operand)
+                if _is_node(operand):
+                    return self._add("number", "× -1", [operand])
+        return float(evaluate(expression, _Numbers(self.names)))
+
+    def _arithmetic(self, expression: ast.BinOp, sign: str) -> int | float:
+        left, right = self.read(expression.left), self.read(expression.right)
+        if _is_node(left) and _is_node(right):
+            # Signs that tell their sides apart become steps of the right one.
+            if sign in _TURNED:
+                sign, label = _TURNED[sign]
+                right = self._add("number", label, [right])
+            return self._add("join", sign, [left, right])
+        if not _is_node(left) and not _is_node(right):
+            return float(evaluate(expression, _Numbers(self.names)))
+        number, written = (right, expression.right) if _is_node(left) else (left, expression.left)
+        vectors = left if _is_node(left) else right
+        label = f"{sign} {number:.4g}"
+        if sign in "-/" and not _is_node(left):
+            label = f"{number:.4g} {sign} ·"
+        text = ast.unparse(written)
+        return self._add("number", label, [vectors], "" if _is_literal(text) else text)
+
+    def _input(self, name: str) -> int:
+        if name not in self.inputs:
+            self.graph.nodes.append(Node("input", name, []))
+            self.inputs[name] = len(self.graph.nodes) - 1
+        return self.inputs[name]
+
+    def _add(self, kind: Kind, label: str, args: list[Any], detail: str = "") -> int:
+        self.graph.nodes.append(Node(kind, label, args, detail))
+        return len(self.graph.nodes) - 1
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    names: Mapping[str, Any]
+
+    def name(self, name: str) -> Any:
+        return self.names[name]
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        return FUNCTIONS[name](*arguments)
+
+
+def _is_node(value: int | float) -> bool:
+    return isinstance(value, int)
+
+
+def _is_literal(text: str) -> bool:
+    return text.replace(".", "").replace("e-", "").isdigit()
+
+
+def _place(graph: Graph) -> None:
+    """Gives every node its row and lane.
+
+    Nodes of one depth share a row, but each join has a row of its own, so that the lines that come
+    to it from the side meet no box. A lane is taken from a branch's beginning to its end.
+    """
+    nodes = graph.nodes
+    cost: list[int] = []
+    for node in nodes:
+        node.args.sort(key=lambda arg: cost[arg])
+        before = cost[node.args[0]] if node.args else 0 if node is nodes[0] else 10**9
+        cost.append(before + (_CALL_COST if node.kind == "module" else 1))
+    graph.main = [graph.value]
+    while nodes[graph.main[0]].args:
+        graph.main.insert(0, nodes[graph.main[0]].args[0])
+    _place_rows(graph)
+    _place_lanes(graph)
+
+
+def _place_rows(graph: Graph) -> None:
+    nodes, depth = graph.nodes, list[int]()
+    for node in nodes:
+        depth.append(1 + max((depth[arg] for arg in node.args), default=-1))
+    depth[graph.value] = max(depth)  # nothing stands below the value
+
+    def place(number: int) -> tuple[int, int, int]:
+        alone = len(nodes[number].args) > 1
+        return depth[number], alone, number if alone else 0
+
+    order = sorted({place(number) for number in range(len(nodes))})
+    for number, node in enumerate(nodes):
+        node.row = order.index(place(number))
+    for number, node in enumerate(nodes):
+        readers = graph.readers(number)
+        if node.kind == "input" and readers and all(nodes[r].args[0] != number for r in readers):
+            node.row = nodes[readers[0]].row  # it only comes in from the side
+
+
+def _place_lanes(graph: Graph) -> None:
+    nodes = graph.nodes
+    taken_until: dict[int, int] = {}  # lane -> the last row in which something is there
+    heirs: dict[int, int] = {}  # node -> the one that goes on in its lane
+    # What comes in from the side stands beside its reader, so after it.
+    for number in sorted(range(len(nodes)), key=lambda n: (nodes[n].row, not nodes[n].args, n)):
+        node = nodes[number]
+        last = max([node.row, *(nodes[reader].row for reader in graph.readers(number))])
+        if number in graph.main:
+            continue
+        source = node.args[0] if node.args else None
+        inherits = source is not None and source not in graph.main and source not in heirs
+        if inherits and source is not None:
+            inherits = node.row == max(nodes[reader].row for reader in graph.readers(source))
+        if inherits and source is not None:
+            heirs[source] = number
+            node.lane = nodes[source].lane
+        else:
+            node.lane = next(
+                lane for lane in range(1, len(nodes) + 1) if taken_until.get(lane, -1) < node.row
+            )
+        taken_until[node.lane] = last

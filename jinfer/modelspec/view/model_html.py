@@ -1,0 +1,51 @@
+"""A specification as HTML: what a notebook shows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.view.model_svg import draw
+
+_TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0"
+
+
+def spec_html(spec: ModelSpec) -> str:
+    """The model's type, sizes and wiring."""
+    sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
+    heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"
+    return f"<div>{heading}{table(('size', 'value'), sizes)}{draw(spec)}</div>"
+
+
+def written(cell: Any) -> str:
+    """A value as it was meant, which may have gone through 32 bits."""
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def folded(heading: str, title: str, content: str) -> str:
+    """A heading, and below it something that is shown when its title is clicked.
+
+    Args:
+        heading, title: texts.
+        content: HTML.
+    """
+    return (
+        f"<div><p><b>{escape(heading)}</b></p><details><summary>{escape(title)}</summary>"
+        f"{content}</details></div>"
+    )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; numbers stand at the right, and as they were meant: 1e-05, not 9.99999975e-06."""
+
+    def cells(row: Sequence[Any], tag: str) -> str:
+        sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]
+        return "".join(
+            f'<{tag} style="padding:2px 10px;text-align:{side}">{escape(written(cell))}</{tag}>'
+            for cell, side in zip(row, sides, strict=True)
+        )
+
+    lines = [f"<tr>{cells(heads, 'th')}</tr>", *(f"<tr>{cells(row, 'td')}</tr>" for row in rows)]
+    return f'<table style="{_TABLE}">{"".join(lines)}</table>'

@@ -1,0 +1,265 @@
+"""A model as a picture: its stacks as SVG, from the stem through each sort of layer to the head.
+
+Nothing is left to the viewer's fonts: every text is set in a monospaced one, whose widths are
+known, so boxes are as wide as what stands in them. The colours are the picture's own, light and
+dark, and it has a background, so it is readable on any page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+from jinfer.modelspec.blocks import Attention, Block, CrossAttention, Head, LatentAttention
+from jinfer.modelspec.model_spec import LayerSpec, ModelSpec, StackSpec
+from jinfer.modelspec.view.block_labels import shortened, summary
+from jinfer.modelspec.view.formula_graph import Graph, Node, graph_of
+from jinfer.records import dataclass
+
+CHARACTER = 7.3  # width of one at 12 pixels; monospaced fonts have 0.55 to 0.602 of their size
+_LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
+_MARGIN, _TITLE = 18.0, 30.0
+_STYLE = """
+.jf text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
+.jf .name{font-weight:600}.jf .soft{fill:#5c636d}
+.jf .page{fill:#fcfcfb}.jf .frame{fill:#f3f4f5;stroke:#d5d8dc}
+.jf .box{fill:#fff;stroke:#8a8f98}.jf .attention{fill:#e6eef7;stroke:#6b8fb5}
+.jf .feed{fill:#eaf3e8;stroke:#7fa677}.jf .norm{fill:#f7f1e1;stroke:#b8a468}
+.jf .chip{fill:#ececee;stroke:#a9adb4}.jf .op{fill:#fff;stroke:#3d5a80;stroke-width:1.5}
+.jf .wire{fill:none;stroke:#8a8f98;stroke-width:1.3}.jf .tip{fill:#8a8f98}
+.jf .main{fill:none;stroke:#3d5a80;stroke-width:3}.jf .maintip{fill:#3d5a80}
+@media (prefers-color-scheme:dark){
+.jf text{fill:#e4e6e9}.jf .soft{fill:#a9b0ba}
+.jf .page{fill:#1d1f22}.jf .frame{fill:#26292d;stroke:#43484f}
+.jf .box{fill:#2f3338;stroke:#7d848e}.jf .attention{fill:#27384a;stroke:#6b8fb5}
+.jf .feed{fill:#2a3a2a;stroke:#7fa677}.jf .norm{fill:#3d3826;stroke:#b8a468}
+.jf .chip{fill:#33373c;stroke:#6b717a}.jf .op{fill:#1d1f22;stroke:#8fb0d6}
+.jf .main{stroke:#8fb0d6}.jf .maintip{fill:#8fb0d6}}
+"""
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A frame of the drawing: a formula's graph and its modules."""
+
+    title: str
+    formula: str
+    graph: Graph
+    modules: Mapping[str, Block]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a node stands: its middle, and half its width and height."""
+
+    x: float
+    y: float
+    w: float
+    h: float
+
+
+def draw(spec: ModelSpec) -> str:
+    """The model as an SVG document: its stacks side by side."""
+    parts, x, height = [], _MARGIN, 0.0
+    for stack in spec.stacks:
+        drawing, w, h = _draw_stack(spec, stack, x)
+        parts += drawing
+        x, height = x + w + _MARGIN, max(height, h)
+    size = f'width="{x:.0f}" height="{height:.0f}" viewBox="0 0 {x:.0f} {height:.0f}"'
+    names = " and ".join(stack.name for stack in spec.stacks)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="jf" role="img" {size}>'
+        f"<title>Wiring of the {names}</title><style>{_STYLE}</style>"
+        f'<rect class="page" width="{x:.0f}" height="{height:.0f}"/>' + "".join(parts) + "</svg>"
+    )
+
+
+def layer_sorts(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:
+    """The sorts of layers that a stack has, with the numbers of those of that sort."""
+    sorts: list[tuple[LayerSpec, list[int]]] = []
+    for i, layer in enumerate(stack.layers):
+        for known, numbers in sorts:
+            if known == layer:
+                numbers.append(i)
+                break
+        else:
+            sorts.append((layer, [i]))
+    return sorts
+
+
+def numbers_text(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0..2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _sections(spec: ModelSpec, stack: StackSpec) -> list[_Section]:
+    shared, own = dict(spec.shared), dict(stack.modules)
+    known = {**shared, **own}
+    whole = len(spec.stacks) > 1 and stack.name == "encoder"
+    result = "logits" if any(isinstance(known[n], Head) for n in stack.head.calls) else "hidden"
+    sections = [_Section("stem", stack.stem.text, graph_of(stack.stem, "tokens"), known)]
+    for layer, numbers in layer_sorts(stack):
+        title = f"layers {shortened(numbers_text(numbers), 24)}  × {len(numbers)}"
+        title = title if len(numbers) > 1 else f"layer {numbers[0]}"
+        graph = graph_of(layer.wiring, "x")
+        sections.append(
+            _Section(title, layer.wiring.text, graph, {**shared, **dict(layer.modules)})
+        )
+    graph = graph_of(stack.head, "x", not whole, "encoded" if whole else result)
+    return [*sections, _Section("head", stack.head.text, graph, known)]
+
+
+def _lines(section: _Section, node: Node) -> list[str]:
+    """What is written in a node's box."""
+    if node.kind == "module":
+        return [node.label, *summary(section.modules[node.label])]
+    if node.kind == "number":
+        return [node.label, *([shortened(node.detail)] if node.detail else [])]
+    return [node.label]
+
+
+def _size(section: _Section, node: Node) -> tuple[float, float]:
+    """Half the width and height of a node; nothing for the stream that comes in from above."""
+    if node.kind == "join":
+        return _RADIUS, _RADIUS
+    if node.kind == "input" and node.label == "x":
+        return 0.0, 0.0
+    lines = _lines(section, node)
+    width = max(map(len, lines)) * CHARACTER + 2 * _PADDING
+    return width / 2, (len(lines) * _LINE + _PADDING) / 2
+
+
+def _draw_stack(spec: ModelSpec, stack: StackSpec, left: float) -> tuple[list[str], float, float]:
+    """A stack's drawing, its width and height."""
+    sections = _sections(spec, stack)
+    sizes = [[_size(section, node) for node in section.graph.nodes] for section in sections]
+    widths: dict[int, float] = {}
+    for section, of in zip(sections, sizes, strict=True):
+        for node, (w, _) in zip(section.graph.nodes, of, strict=True):
+            widths[node.lane] = max(widths.get(node.lane, 40.0), 2 * w)
+    middles, edge = [], left + _MARGIN
+    for lane in range(max(widths) + 1):
+        middles.append(edge + widths.get(lane, 40.0) / 2)
+        edge += widths.get(lane, 40.0) + _LANE_GAP
+    titled = max(len(section.title) for section in sections) * CHARACTER + 2 * _PADDING
+    width = max(edge - left - _LANE_GAP + _MARGIN, middles[0] - left + titled)
+    frames, lines, boxes = [_text(left, _MARGIN + 8, stack.name, "name", "start")], [], []
+    y = _MARGIN + _TITLE / 1.5
+    for number, (section, of) in enumerate(zip(sections, sizes, strict=True)):
+        top, y = y, y + _TITLE
+        places = {}
+        for row in range(section.graph.rows):
+            inside = [n for n, node in enumerate(section.graph.nodes) if node.row == row]
+            tall = max(of[n][1] for n in inside)
+            for n in inside:
+                places[n] = _Place(middles[section.graph.nodes[n].lane], y + tall, *of[n])
+            y += 2 * tall + _GAP
+        bottom = y - _GAP + _PADDING + 4
+        frames.append(_rect("frame", 8, left, top, width, bottom - top))
+        frames.append(_text(left + width - _PADDING, top + 19, section.title, "soft", "end"))
+        lines += _draw_lines(section.graph, places)
+        boxes += [
+            _node(section, node, places[n], stack.name)
+            for n, node in enumerate(section.graph.nodes)
+        ]
+        y = bottom + 14
+        value = places[section.graph.value]
+        if number < len(sections) - 1:  # the stream goes on to the next frame's first line
+            lines.append(_line("main", [(value.x, value.y + value.h), (value.x, y + _TITLE + 1)]))
+    return [*frames, *lines, *boxes], width, y + _MARGIN - 14
+
+
+def _draw_lines(graph: Graph, places: Mapping[int, _Place]) -> list[str]:
+    out = []
+    steps = {(a, b) for a, b in zip(graph.main, graph.main[1:], strict=False)}
+    forks: dict[int, list[int]] = {}  # row -> the nodes that a line turns from above it
+    for node in graph.nodes:
+        for arg in node.args[:1]:
+            if graph.nodes[arg].lane != node.lane:
+                sources = forks.setdefault(node.row, [])
+                if arg not in sources:
+                    sources.append(arg)
+    tops = {
+        row: min(place.y - place.h for n, place in places.items() if graph.nodes[n].row == row)
+        for row in forks
+    }
+    for n, node in enumerate(graph.nodes):
+        to = places[n]
+        for position, arg in enumerate(node.args):
+            start = places[arg]
+            style = "main" if (arg, n) in steps else "wire"
+            below = (start.x, start.y + start.h)
+            if graph.nodes[arg].row == node.row:  # from beside
+                side = 1 if start.x > to.x else -1
+                points = [(start.x - side * start.w, to.y), (to.x + side * to.w, to.y)]
+            elif start.x == to.x:
+                points = [below, (to.x, to.y - to.h)]
+            elif position == 0:
+                turn = forks[node.row].index(arg) - (len(forks[node.row]) - 1) / 2
+                y = tops[node.row] - _GAP / 2 + 6 * turn
+                points = [below, (start.x, y), (to.x, y), (to.x, to.y - to.h)]
+            else:
+                side = 1 if start.x > to.x else -1
+                points = [below, (start.x, to.y), (to.x + side * to.w, to.y)]
+            out.append(_line(style, points, tip=True))
+    return out
+
+
+def _node(section: _Section, node: Node, at: _Place, stack: str) -> str:
+    if not at.w:
+        return ""
+    if node.kind == "join":
+        circle = f'<circle class="op" cx="{at.x:.1f}" cy="{at.y:.1f}" r="{at.w:.1f}"/>'
+        return f"<g>{circle}{_text(at.x, at.y + 4, node.label, 'name')}</g>"
+    style = _style(section.modules[node.label]) if node.kind == "module" else "chip"
+    round_ = 5 if node.kind == "module" else min(at.h, 12)
+    texts = _lines(section, node)
+    y = at.y - len(texts) * _LINE / 2 + 12
+    written = [
+        _text(at.x, y + n * _LINE, text, "soft" if n else "name") for n, text in enumerate(texts)
+    ]
+    module = f' data-module="{stack}.{node.label}"' if node.kind == "module" else ""
+    box = _rect(style, round_, at.x - at.w, at.y - at.h, 2 * at.w, 2 * at.h)
+    return f"<g{module}>{box}{''.join(written)}</g>"
+
+
+def _style(block: Block) -> str:
+    """The class of a block's box."""
+    if isinstance(block, Attention | CrossAttention | LatentAttention):
+        return "attention"
+    return {"rms": "norm", "layer": "norm", "mlp": "feed", "gated": "feed", "moe": "feed"}.get(
+        block.kind, "box"
+    )
+
+
+def _rect(style: str, radius: float, x: float, y: float, w: float, h: float) -> str:
+    return (
+        f'<rect class="{style}" rx="{radius:g}" x="{x:.1f}" y="{y:.1f}" '
+        f'width="{w:.1f}" height="{h:.1f}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str = "middle") -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{style}" {at}>{escape(text)}</text>'
+
+
+def _line(style: str, points: list[tuple[float, float]], tip: bool = False) -> str:
+    """A line, with an arrow's tip at its end."""
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    drawn = f'<path class="{style}" d="{path}"/>'
+    if not tip:
+        return drawn
+    (x0, y0), (x, y) = points[-2:]
+    length = max(abs(x - x0), abs(y - y0)) or 1.0
+    dx, dy, size = (x - x0) / length, (y - y0) / length, 7.0 if style == "main" else 5.5
+    bx, by, half = x - dx * size, y - dy * size, size * 0.6
+    corners = [(x, y), (bx - dy * half, by + dx * half), (bx + dy * half, by - dx * half)]
+    shape = "M" + "L".join(f"{cx:.1f} {cy:.1f}" for cx, cy in corners) + "Z"
+    return drawn + f'<path class="{"maintip" if style == "main" else "tip"}" d="{shape}"/>'

@@ -1,0 +1,227 @@
+"""The model: a specification, what follows from it, and its modules where they are needed.
+
+Flax is imported, and modules are built, only where a program is traced or nobody knows the model's
+parameters yet: a start that finds its programs made needs neither.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from jinfer.modelspec import blocks
+from jinfer.modelspec.draft_head import Tap
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quantization_table import Role
+from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
+from jinfer.records import dataclass
+from jinfer.shapes import DTypeLike
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+
+if TYPE_CHECKING:
+    from jinfer.guard.disk_cache import Shelf
+    from jinfer.nn.transformer import Model
+
+# Results for every token, and "pooled" for every text.
+Want = Literal["logits", "hidden", "pooled"]
+
+
+@dataclass(eq=False)
+class Modules:
+    """The modules of a specification, without numbers; made when they are first asked for."""
+
+    spec: ModelSpec
+    dtype: DTypeLike
+
+    def make(self) -> None:
+        """Makes them now: those made inside a trace could not be used in the next one."""
+        _ = self.parts
+
+    @cached_property
+    def parts(self) -> tuple[Any, Any]:
+        """Flax's static part of the whole module, and the tree of its abstract parameters."""
+        from flax import nnx
+
+        from jinfer.nn.transformer import Model
+
+        definition, state = nnx.split(Model(self.spec, self.dtype))
+        return definition, state
+
+    def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:
+        """The module with these parameters; `rounded` as in `AbstractModel`."""
+        from flax import nnx
+
+        definition, state = self.parts
+        tree = jax.tree.structure(state)
+        model: Model = nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+        for stack in model.stacks.values():
+            stack.rounded = rounded
+        return model
+
+
+@dataclass(frozen=True)
+class AbstractModel:
+    """A model without its numbers: shapes, types and axes, from which everything derives.
+
+    Attributes:
+        modules: what it computes with.
+        names: of the parameters, in the order of the tree's leaves.
+        parameters: their shapes and types, in the same order: an `Abstract`, or a
+            `QuantizedTensor` of them.
+        axes: their logical axes, in the same order.
+        normalized: those whose rows are given length 1 when they are loaded.
+        roles: what each is used for, in the same order.
+        caches: name of each attention -> what it keeps of each token.
+        never: tokens that are never chosen.
+        vocab: tokens of the vocabulary; 0 where the model has none.
+        steady: as in `ModelSpec`.
+        rounded: whether what is multiplied with bfloat16 may be rounded to it.
+    """
+
+    modules: Modules
+    names: tuple[str, ...]
+    parameters: tuple[Any, ...]
+    axes: tuple[tuple[str, ...], ...]
+    normalized: frozenset[str]
+    roles: tuple[Role, ...]
+    caches: dict[str, CacheShape]
+    never: tuple[int, ...] = ()
+    vocab: int = 0
+    steady: int | None = None
+    rounded: bool = False
+
+    def module(self, leaves: tuple[Array, ...]) -> Model:
+        """The module with these parameters; `leaves` in the order of `names`."""
+        return self.modules.merged(leaves, self.rounded)
+
+    @cached_property
+    def layers(self) -> dict[str, slice]:
+        """Of each layer, "decoder.3", its own among the parameters taken apart into arrays."""
+        stacks = "|".join(stack.name for stack in self.modules.spec.stacks)
+        owner = re.compile(rf"({stacks})\.\d+(?=\.)")
+        found: dict[str, slice] = {}
+        end = 0
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            begin, end = end, end + len(trees.leaves(parameter))
+            if layer := owner.match(name):
+                first = found.get(layer[0], slice(begin, begin))
+                assert first.stop == begin, f"{name} is not beside the others of its layer"
+                found[layer[0]] = slice(first.start, end)
+        return found
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the decoder reads an encoder's output."""
+        return any(shape.group == ENCODER for shape in self.caches.values())
+
+    def described(self) -> str:
+        """All that a program made of the model depends on, but for the code that makes it."""
+        spec = self.modules.spec
+        here = (self.modules.dtype, self.parameters, self.caches)
+        return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
+
+
+def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> AbstractModel:
+    """Builds a specification into a model whose parameters are yet to be loaded.
+
+    Args:
+        dtype: of the weights and of the computation; norms are float32.
+        kept: where what modules say of their parameters is kept, so that the next time it is known
+            without them.
+    """
+    modules = Modules(spec, dtype)
+    found = _kept_parameters(modules, kept) if kept is not None else _parameters(modules)
+    return AbstractModel(
+        modules=modules,
+        names=tuple(one.name for one in found),
+        parameters=tuple(Abstract(one.shape, one.dtype) for one in found),
+        axes=tuple(tuple(one.axes) for one in found),
+        normalized=frozenset(one.name for one in found if one.normalize),
+        roles=tuple(one.role for one in found),
+        caches=dict(_cache_shapes(spec)),
+        never=_never(spec),
+        vocab=spec.dims.get("vocab", 0),
+        steady=spec.steady,
+    )
+
+
+class _Parameter(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    normalize: bool
+    role: Role
+
+
+def _kept_parameters(modules: Modules, kept: Shelf) -> list[_Parameter]:
+    key = repr(("parameters", modules.spec.shared, modules.spec.stacks, modules.dtype))
+    if (content := kept.get(key)) is not None:
+        return [_Parameter(*one) for one in json.loads(content)]
+    found = _parameters(modules)
+    kept.put(key, json.dumps(found).encode())
+    return found
+
+
+def _parameters(modules: Modules) -> list[_Parameter]:
+    """What modules say of their parameters, in the order of the tree's leaves."""
+    from flax import nnx
+
+    _, state = modules.parts
+    flat = nnx.to_flat_state(state)
+    metadata = {_name(path): variable.get_metadata() for path, variable in flat}
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = _name(tuple(_key(entry) for entry in path))
+        of = metadata[name]
+        type_name = np.dtype(leaf.dtype).name
+        found.append(
+            _Parameter(name, leaf.shape, type_name, of["axes"], of["normalize"], of["role"])
+        )
+    return found
+
+
+def _key(entry: Any) -> Any:
+    """The plain key of an entry of a tree path."""
+    return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """("stacks", "decoder", "layers", 3, "modules", "attn", "q", "weight") -> "decoder.3...."."""
+    structure = ("shared", "stacks", "layers", "modules", "value", None)
+    return ".".join(str(part) for part in path if part not in structure)
+
+
+def _never(spec: ModelSpec) -> tuple[int, ...]:
+    own = spec.decoder.modules if spec.decoder else ()
+    heads = (block for _, block in (*spec.shared, *own) if isinstance(block, blocks.Head))
+    return tuple(token for head in heads for token in head.never or ())
+
+
+def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
+    for i, layer in enumerate(spec.decoder.layers if spec.decoder else ()):
+        modules: tuple[tuple[str, Any], ...] = layer.modules
+        for name, block in modules:
+            match block:
+                case blocks.Attention():
+                    group, window = cache_group(block.window), block.window
+                    shape = CacheShape(
+                        block.kv_heads, block.head_dim, block.head_dim, group, window
+                    )
+                case blocks.CrossAttention():
+                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
+                case blocks.LatentAttention():
+                    shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
+                case Tap():
+                    shape = CacheShape(1, block.width, 0)
+                case _:
+                    continue
+            yield f"decoder.{i}.{name}", shape

@@ -1,0 +1,147 @@
+"""Attention: over a cache of what came before, over a whole text, over an encoder's output."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.nn.disentangled_attention import DisentangledBias
+from jinfer.nn.forward_context import Kept, Step, split
+from jinfer.nn.norm_modules import HeadNorm
+from jinfer.nn.parameter import parameter
+from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
+from jinfer.nn.projections import Linear, project
+from jinfer.nn.tensor_parallel import SplitAlibi, own_slopes
+from jinfer.ops.attention.hadamard import turned_keys, turned_queries
+from jinfer.ops.attention.kv_cache import ENCODER, LayerCache, Placement, write
+from jinfer.ops.attention.mask_rules import Bias, ScoreRules
+from jinfer.ops.attention.paged_attention import attend, attend_text
+from jinfer.shapes import Float
+
+
+class Attention(nnx.Module):
+    """Attention with shared key and value heads (MHA, GQA, MQA)."""
+
+    def __init__(self, block: blocks.Attention, dtype: DTypeLike) -> None:
+        self.block = block
+        q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
+        self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
+        self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, ("kv_heads", "hidden"))
+        self.v = Linear(block.inputs, kv_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
+        self.o = Linear(q_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        if block.qk_norm is not None:
+            self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
+            self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
+        if isinstance(block.position, blocks.Rope):
+            self.rope = Rotary(block.position, dtype)
+        if isinstance(block.position, blocks.Relative):
+            self.relative = RelativeBias(block.position, block.heads)
+        if isinstance(block.position, blocks.Disentangled):
+            self.distances = DisentangledBias(block.position, block.inputs, dtype)
+        if block.sinks:
+            self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept | None
+    ) -> tuple[Float[Array, "batch tokens hidden"], Kept | None]:
+        """The block's output, and the cache with the new tokens' keys and values in it.
+
+        Without a cache the batch is whole texts, in which every token sees every other.
+        """
+        q, k, v = self._project(x, step)
+        rules = self._rules(q, k, step.positions, causal=cache is not None)
+        if cache is None:
+            assert step.lengths is not None, "whole texts need lengths"
+            out = attend_text(q, k, v, step.lengths, rules)
+        else:
+            flat, cache = step.extend(q[0], k[0], v[0], cache, self.block.window, rules)
+            out = flat[None]
+        return self.o(out.reshape(*x.shape[:2], -1)), cache
+
+    def _project(self, x: Array, step: Step) -> tuple[Array, Array, Array]:
+        block = self.block
+        q, k, v = project(x, (self.q, self.k, self.v))
+        if block.clip is not None:
+            q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
+        if block.qk_norm is not None:
+            q = self.q_norm(split(q, block.heads)).reshape(q.shape)
+            k = self.k_norm(split(k, block.kv_heads)).reshape(k.shape)
+        if isinstance(block.position, blocks.Rope):
+            # As rows of all heads, which is what they are after the projection and its bias.
+            cos_sin = step.cos_sin_of(self.rope)
+            q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
+        return split(q, block.heads), split(k, block.kv_heads), split(v, block.kv_heads)
+
+    def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
+        block = self.block
+        scale = block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
+        rules = ScoreRules(
+            scale=scale,
+            softcap=block.softcap,
+            window=block.window,
+            ahead=None if causal else block.window,
+            sinks=self.sinks[...] if block.sinks else None,
+            slopes=self._slopes(),
+        )
+        match block.position:
+            case blocks.Disentangled():
+                return rules._replace(bias=self._disentangled(q, k, positions, scale))
+            case blocks.Relative():
+                lowest, table = self.relative.by_distance(causal)
+                return rules._replace(by_distance=table, lowest=lowest)
+            case blocks.Alibi() if not causal and rules.slopes is not None:
+                # Tokens ahead are as far away as those behind.
+                far = abs(jnp.arange(1 - q.shape[1], q.shape[1], dtype=jnp.float32))
+                table = -rules.slopes[:, None] * far[None]
+                return rules._replace(slopes=None, by_distance=table, lowest=1 - q.shape[1])
+        return rules
+
+    def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
+        """The bias, from the projections of the distances' vectors."""
+        vectors = self.distances.vectors()[None]
+        to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
+        return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
+
+    def _slopes(self) -> Array | None:
+        if isinstance(self.block.position, SplitAlibi):
+            return own_slopes(self.block.position)
+        if not isinstance(self.block.position, blocks.Alibi):
+            return None
+        return jnp.asarray(alibi_slopes(self.block.heads, self.block.position), jnp.float32)
+
+
+class CrossAttention(nnx.Module):
+    """Attention over an encoder's output, whose keys and values are computed once."""
+
+    def __init__(self, block: blocks.CrossAttention, dtype: DTypeLike) -> None:
+        self.block = block
+        width = block.heads * block.head_dim
+        self.q = Linear(block.inputs, width, block.has_bias("q"), dtype, ("heads", "hidden"))
+        self.k = Linear(block.encoded, width, block.has_bias("k"), dtype, ("heads", "hidden"))
+        self.v = Linear(block.encoded, width, block.has_bias("v"), dtype, ("heads", "hidden"))
+        self.o = Linear(width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+
+    def fill(
+        self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: Placement
+    ) -> LayerCache:
+        """The cache with the keys and values of an encoder's output in it."""
+        k, v = (split(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
+        return write(cache, turned_keys(k[0], cache.keys), v[0], at)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
+        """The block's output, and the cache as it was."""
+        block = self.block
+        rules = ScoreRules(
+            block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
+        )
+        q, at = split(self.q(x), block.heads)[0], step.placement(ENCODER)
+        q = turned_queries(q, cache.keys)
+        out = attend(q, cache.keys, cache.values, at, step.encoded_last(), rules)
+        return self.o(out.reshape(*x.shape[:2], -1)), cache

@@ -1,0 +1,88 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.nn.projections import Linear, project
+from jinfer.ops.activation import activate
+from jinfer.ops.matmul.matmul import gated_linear
+from jinfer.records import dataclass
+from jinfer.shapes import Float
+
+
+@dataclass(frozen=True)
+class Gating:
+    """activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card).
+
+    Attributes:
+        activation: its name in `jinfer.modelspec.blocks.GatedActivation`.
+        alpha, limit: of clamped_swiglu.
+    """
+
+    activation: str
+    alpha: float
+    limit: float
+
+    @classmethod
+    def of(cls, block: blocks.GatedMLP | blocks.MixtureOfExperts) -> Gating:
+        """That of a block."""
+        return cls(block.activation, block.alpha, block.limit)
+
+    def __call__(
+        self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+    ) -> Float[Array, "*shape"]:
+        """What the down-projection is given."""
+        if self.activation != "clamped_swiglu":
+            return activate(self.activation, gate) * up
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        wide = gate.astype(jnp.float32)
+        return (up + 1.0) * (wide * jax.nn.sigmoid(self.alpha * wide)).astype(gate.dtype)
+
+
+class Activation(nnx.Module):
+    """An activation function alone."""
+
+    def __init__(self, block: blocks.ActivationBlock, dtype: DTypeLike) -> None:
+        self.function = block.function
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The function of x."""
+        return activate(self.function, x)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, block: blocks.MLP, dtype: DTypeLike) -> None:
+        self.activation = block.activation
+        self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
+        self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
+
+    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+        """The block's output, to be added to the residual stream."""
+        return self.down(activate(self.activation, self.up(x)))
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, block: blocks.GatedMLP, dtype: DTypeLike) -> None:
+        self.gating = Gating.of(block)
+        inner = block.bias is True
+        self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
+        self.up = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
+        self.down = Linear(block.width, block.inputs, bool(block.bias), dtype, ("hidden", "mlp"))
+
+    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
+        """The block's output, to be added to the residual stream."""
+        if self.gate.bias is None and self.up.bias is None:
+            gate, up = self.gate.weight[...], self.up.weight[...]
+            if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:
+                return self.down(y)
+        return self.down(self.gating(*project(x, (self.gate, self.up))))

@@ -1,0 +1,39 @@
+"""What heads that draft for another model are joined with: its vectors, its vocabulary."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.nn.parameter import parameter
+from jinfer.shapes import Float
+
+
+class Concat(nnx.Module):
+    """Two vectors, one behind the other."""
+
+    def __init__(self, block: blocks.Concat, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, one: Float[Array, "*rows one"], other: Float[Array, "*rows other"]
+    ) -> Float[Array, "*rows both"]:
+        """[one, other]."""
+        return jnp.concatenate([one, other], axis=-1)
+
+
+class Spread(nnx.Module):
+    """Logits of some tokens among those of the whole vocabulary."""
+
+    def __init__(self, block: blocks.Spread, dtype: DTypeLike) -> None:
+        self.block = block
+        self.offsets = parameter((block.inputs,), ("hidden",), jnp.int32)
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """-inf for a token that has none."""
+        ids = jnp.arange(self.block.inputs, dtype=jnp.int32) + self.offsets[...]
+        whole = jnp.full((*x.shape[:-1], self.block.outputs), -jnp.inf, x.dtype)
+        return whole.at[..., ids].set(x, mode="drop")

@@ -1,0 +1,25 @@
+"""What a layer gives, kept for a head that follows the model."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec.draft_head import Tap
+from jinfer.nn.forward_context import Step
+from jinfer.ops.attention.kv_cache import LayerCache
+from jinfer.shapes import Float
+
+
+class Kept(nnx.Module):
+    """Writes vectors into a cache, and gives them on as they are."""
+
+    def __init__(self, block: Tap, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
+        """The vectors, and the cache with them in it."""
+        return x, step.keep(x[0][:, None], cache)

@@ -1,0 +1,111 @@
+"""Multi-head latent attention: all heads share one small latent vector per token.
+
+The cache holds the latent and the rotated part of the key. The matrices that would unfold it into
+keys and values are applied to the query and to the output instead, so that nothing is unfolded
+over the length of the context (arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.nn.forward_context import Kept, Step, split
+from jinfer.nn.norm_modules import RMSNorm
+from jinfer.nn.parameter import parameter
+from jinfer.nn.positions import Rotary
+from jinfer.nn.projections import Linear
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.matmul.dense import by_head
+from jinfer.shapes import Float
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (MLA)."""
+
+    def __init__(self, block: blocks.LatentAttention, dtype: DTypeLike) -> None:
+        self.block = block
+        q_width = block.heads * (block.nope_dim + block.rope_dim)
+        if block.query_rank is None:
+            self.q = Linear(block.inputs, q_width, False, dtype, ("heads", "hidden"))
+        else:
+            rank = block.query_rank
+            self.q_a = Linear(block.inputs, rank, block.bias, dtype, ("latent", "hidden"))
+            self.q_a_norm = _norm(rank, block.eps)
+            self.q_b = Linear(rank, q_width, False, dtype, ("heads", "latent"))
+        latent = block.latent_rank + block.rope_dim
+        self.kv_a = Linear(block.inputs, latent, block.bias, dtype, ("latent", "hidden"))
+        self.kv_a_norm = _norm(block.latent_rank, block.eps)
+        # Not only multiplied with, so they are never quantized.
+        if block.split:
+            self.k_b = _Unfold(block, block.nope_dim, dtype)
+            self.v_b = _Unfold(block, block.value_dim, dtype)
+        else:
+            unfolded = block.heads * (block.nope_dim + block.value_dim)
+            axes = ("heads", "latent")
+            self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, axes, role="plain")
+        o_width = block.heads * block.value_dim
+        self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
+        self.rope = Rotary(block.position, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept
+    ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
+        """The block's output, and the cache with the new tokens' latents in it."""
+        block = self.block
+        (k_b, to_key), (v_b, to_value) = self._unfolding()
+        q = split(self._query(x), block.heads)
+        nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
+        in_latent = by_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
+        cos_sin = step.cos_sin_of(self.rope)
+        flat = rotated.reshape(*x.shape[:2], -1)
+        rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
+        q = jnp.concatenate([in_latent, rotated], axis=-1)
+        kv = self.kv_a(x)
+        latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
+        shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
+        keys = jnp.concatenate([latent, shared_key], axis=-1)
+        out, cache = step.extend(q[0], keys[0], None, cache, None, self._rules())
+        out = by_head(out[..., : block.latent_rank], v_b, to_value)
+        return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
+
+    def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
+        """What unfolds the latent into keys, and into values: matrices [heads, rows, latent_rank],
+        and the rows that count."""
+        block = self.block
+        if block.split:
+            whole = slice(None)
+            return (self.k_b.weight[...], whole), (self.v_b.weight[...], whole)
+        rows = block.nope_dim + block.value_dim
+        both = self.kv_b.weight[...].reshape(block.heads, rows, block.latent_rank)
+        return (both, slice(block.nope_dim)), (both, slice(block.nope_dim, None))
+
+    def _query(self, x: Array) -> Array:
+        if self.block.query_rank is None:
+            return self.q(x)
+        return self.q_b(self.q_a_norm(self.q_a(x)))
+
+    def _rules(self) -> ScoreRules:
+        """YaRN's temperature is applied to the scores a second time (DeepSeek-V2's code)."""
+        scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
+        scaling = self.block.position.scaling
+        if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
+            scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+        return ScoreRules(scale)
+
+
+class _Unfold(nnx.Module):
+    """A matrix for each head."""
+
+    def __init__(self, block: blocks.LatentAttention, rows: int, dtype: DTypeLike) -> None:
+        shape = (block.heads, rows, block.latent_rank)
+        self.weight = parameter(shape, ("heads", "rows", "latent"), dtype)
+
+
+def _norm(size: int, eps: float) -> RMSNorm:
+    return RMSNorm(blocks.RMSNorm(kind="rms", size=size, eps=eps), jnp.float32)

@@ -1,0 +1,71 @@
+"""Normalization."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.nn.parameter import parameter
+from jinfer.ops.norm import normalize
+from jinfer.shapes import Float
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, block: blocks.RMSNorm, dtype: DTypeLike) -> None:
+        self.block = block
+        self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """x / sqrt(mean(x^2) + eps) * weight."""
+        offset = 1.0 if self.block.plus_one else 0.0
+        return normalize(x, self.weight[...], eps=self.block.eps, offset=offset)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm (arXiv 1607.06450), computed in float32."""
+
+    def __init__(self, block: blocks.LayerNorm, dtype: DTypeLike) -> None:
+        self.block = block
+        if block.weight:
+            self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+        if block.bias:
+            self.bias = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """(x - mean) / sqrt(variance + eps) * weight + bias."""
+        weight = self.weight[...] if self.block.weight else None
+        bias = self.bias[...] if self.block.bias else None
+        offset = 1.0 if self.block.plus_one else 0.0
+        return normalize(x, weight, bias, eps=self.block.eps, centered=True, offset=offset)
+
+
+class HeadNorm(nnx.Module):
+    """The norm of queries or keys before they are rotated: over a head, or over all of them."""
+
+    def __init__(self, block: blocks.QKNorm, heads: int, head_dim: int, axis: str) -> None:
+        self.block = block
+        shapes = {"head": (head_dim,), "heads": (heads, head_dim), "width": (heads * head_dim,)}
+        axes = {"head": ("head_dim",), "heads": (axis, "head_dim"), "width": (axis,)}
+        self.weight = parameter(shapes[block.over], axes[block.over], jnp.float32)
+        if block.bias:
+            self.bias = parameter(shapes[block.over], axes[block.over], jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens heads head_dim"]
+    ) -> Float[Array, "batch tokens heads head_dim"]:
+        """The normalized heads."""
+        y = x.reshape(*x.shape[:2], 1, -1) if self.block.over == "width" else x
+        y = normalize(
+            y,
+            self.weight[...],
+            self.bias[...] if self.block.bias else None,
+            eps=self.block.eps,
+            centered=self.block.kind == "layer",
+            offset=1.0 if self.block.plus_one else 0.0,
+        )
+        return y.reshape(x.shape)

@@ -1,0 +1,30 @@
+"""Pooling: one vector for a whole text."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec import blocks
+from jinfer.shapes import Float, Int
+
+
+class Pool(nnx.Module):
+    """The first, the last or the mean vector of each text."""
+
+    def __init__(self, block: blocks.Pool, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"]
+    ) -> Float[Array, "batch hidden"]:
+        """Pools the tokens that count."""
+        if self.block.take == "first":
+            return x[:, 0]
+        if self.block.take == "last":
+            return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        counts = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        total = jnp.sum(jnp.where(counts[..., None], x.astype(jnp.float32), 0.0), axis=1)
+        return (total / lengths[:, None].astype(jnp.float32)).astype(x.dtype)

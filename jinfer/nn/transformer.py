@@ -1,0 +1,377 @@
+"""A whole model as Flax modules, put together as its specification says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import add
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec.model_spec import LayerSpec, ModelSpec, StackSpec
+from jinfer.nn.attention_modules import Attention, CrossAttention
+from jinfer.nn.block_registry import build_module
+from jinfer.nn.feed_forward import MLP, GatedMLP
+from jinfer.nn.forward_context import Step
+from jinfer.nn.hidden_tap import Kept
+from jinfer.nn.mla import LatentAttention
+from jinfer.nn.moe_block import MixtureOfExperts
+from jinfer.nn.pooling import Pool
+from jinfer.nn.positions import Rotary
+from jinfer.nn.projections import Head
+from jinfer.nn.tensor_parallel import Sum, valued
+from jinfer.ops.attention.kv_cache import Cache, Placement
+from jinfer.ops.backend import backend, interpreted
+from jinfer.ops.fusion.fuse_cpu import Chains, chained, chains_here
+from jinfer.ops.fusion.weight_pointers import Table, Told, together, told_of
+from jinfer.ops.matmul.dense import rounding, rounds
+from jinfer.shapes import Float, Int
+
+_ATTENTIONS = (Attention, LatentAttention, CrossAttention)
+_FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)
+
+
+class Layer(nnx.Module):
+    """One layer: its modules, applied as its wiring says."""
+
+    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
+        self.wiring, self.axis = spec.wiring, spec.axis
+        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        tokens: Int[Array, "batch tokens"],
+        step: Step,
+        cache: Cache,
+        shared: Mapping[str, nnx.Module],
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """The layer's output, and its attentions' caches, keyed by module name."""
+        cache = dict(cache)
+
+        def call(name: str, given: list[Any]) -> Any:
+            module: Any = self.modules[name] if name in self.modules else shared[name]
+            arguments = list(map(valued, given))
+            if isinstance(module, Kept):
+                out, cache[name] = module(arguments[0], step, cache[name])
+                return out
+            if isinstance(module, _ATTENTIONS):
+                attention: Any = module
+                out, kept = attention(arguments[0], step, cache.get(name))
+                if kept is not None:
+                    cache[name] = kept
+                return self._summed(out)
+            out = module(*arguments)
+            return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
+
+        # What an encoder gave is in the cache, so its name stands for nothing here.
+        inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
+        return valued(self.wiring.run(inputs, call)[0]), cache
+
+    def _summed(self, part: Array) -> Any:
+        """What the devices give together that have a part each of a module."""
+        return part if self.axis is None else Sum(part, self.axis)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_layer(
+    platform: tuple[str, bool, bool],
+    definition: Any,
+    alone: bool,
+    state: Any,
+    x: Array,
+    tokens: Array,
+    step: Step,
+    cache: Cache,
+    table: Table | None,
+) -> tuple[Array, Cache]:
+    """A layer as a function of its own, so that equal layers are traced and lowered once.
+
+    Args:
+        platform: that it is traced for, on which its operations depend, whether kernels are
+            interpreted, and whether products may round.
+        alone: whether its own operations are put together, or later with other layers'.
+        table: where the layer's weights are, the first ones of `state`.
+    """
+
+    def run(state: Any, x: Array, tokens: Array, step: Step, cache: Cache) -> tuple[Array, Cache]:
+        layer, shared = nnx.merge(definition, state)
+        return layer(x, tokens, step, cache, shared)
+
+    told = None if table is None else Told(table, range(len(table)))
+    given = state, x, tokens, step, cache
+    return chained(run, told)(*given) if alone else run(*given)
+
+
+class _Split(NamedTuple):
+    """A layer and modules that it calls, as what they are and their arrays.
+
+    Attributes:
+        name: "decoder.3".
+        state: the arrays, the layer's own first.
+        told: where its own are; None: they are given.
+    """
+
+    name: str
+    definition: Any
+    state: Any
+    told: Told | None
+
+
+class Stack(nnx.Module):
+    """A stem, layers and a head."""
+
+    def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
+        self.name = spec.name
+        self.stem, self.head = spec.stem, spec.head
+        self.follows = spec.follows
+        self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
+        self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
+        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
+
+    def embed(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        step: Step,
+        shared: nnx.Dict,
+        hidden: Float[Array, "batch tokens hidden"] | None = None,
+    ) -> Float[Array, "batch tokens hidden"]:
+        """The stem: tokens to vectors; beside others, if it follows another model."""
+        inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
+        inputs |= {} if hidden is None else {"hidden": hidden}
+        with rounding(self.rounded):
+            return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+
+    def taken(
+        self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
+    ) -> Float[Array, "*rows hidden"]:
+        """What it takes of the model that it follows."""
+        assert self.follows is not None, "it stands alone"
+        inputs = {"hidden": vectors}
+        run = self.follows.hidden.run
+        with rounding(self.rounded):
+            return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+
+    def run_layers(
+        self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """All layers, with the cache where there is one."""
+        step = step.with_cos_sin(self._ropes())
+        layers = [self._layer(i, shared) for i in range(len(self.layers))]
+        given = x, tokens, step, dict(cache)
+        # Where two do not become one call, each has calls of its own: equal layers are then traced
+        # and lowered once.
+        states = [layer.state for layer in layers]
+        if chains_here(states, given) and self._joined(layers[-2:], given).count < 2:
+            return self._joined(layers, given).results()
+        return self._through(layers, *given, alone=True)
+
+    def _joined(self, layers: Sequence[_Split], given: Any) -> Chains[tuple[Array, Cache]]:
+        """Layers one after the other, their operations put together."""
+        trees = [jax.tree.structure(layer.state) for layer in layers]
+        own, others = list[list[Any]](), list[list[Any]]()
+        for layer in layers:
+            leaves = jax.tree.leaves(layer.state)
+            count = 0 if layer.told is None else len(layer.told.rows)
+            own.append(leaves[:count])
+            others.append(leaves[count:])
+
+        def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
+            states = map(jax.tree.unflatten, trees, map(add, own, others))
+            parts = [
+                layer._replace(state=state, told=None)
+                for layer, state in zip(layers, states, strict=True)
+            ]
+            return self._through(parts, *given, alone=False)
+
+        told = together([layer.told for layer in layers if layer.told is not None])
+        return Chains(run, (own, others, *given), told)
+
+    def _through(
+        self,
+        layers: Sequence[_Split],
+        x: Array,
+        tokens: Array,
+        step: Step,
+        cache: Cache,
+        *,
+        alone: bool,
+    ) -> tuple[Array, Cache]:
+        """Layers one after the other."""
+        cache = dict(cache)
+        for layer in layers:
+            prefix = f"{layer.name}."
+            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+            x, own = self._run(layer, x, tokens, step, own, alone=alone)
+            cache |= {prefix + name: part for name, part in own.items()}
+        return x, cache
+
+    def run_layer(
+        self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        """One layer, with its attentions' caches by the names of their modules."""
+        return self._run(self._layer(number, shared), x, tokens, step, cache, alone=True)
+
+    def _layer(self, number: int, shared: nnx.Dict) -> _Split:
+        layer = self.layers[number]
+        definition, state = nnx.split((layer, _used(layer, shared)))
+        name = f"{self.name}.{number}"
+        told = told_of(name)
+        # What is read by its row must be what was written there.
+        assert told is None or len(told.rows) == len(jax.tree.leaves(state[0]))
+        return _Split(name, definition, state, told)
+
+    def _run(
+        self, layer: _Split, x: Array, tokens: Array, step: Step, cache: Cache, *, alone: bool
+    ) -> tuple[Array, Cache]:
+        table = None if layer.told is None else layer.told.alone()
+        with rounding(self.rounded):
+            here = backend(), interpreted(), rounds()
+            given = layer.state, x, tokens, step, cache, table
+            return _run_layer(here, layer.definition, alone, *given)
+
+    def run_alone(
+        self,
+        x: Array,
+        tokens: Array,
+        step: Step,
+        cache: Mapping[str, Any],
+        shared: nnx.Dict,
+    ) -> Float[Array, "batch tokens hidden"]:
+        """The one layer of a stack that has one, whose attention may be computed elsewhere.
+
+        Args:
+            cache: by the names of the layer's modules.
+        """
+        (layer,) = self.layers
+        step = step.with_cos_sin(self._ropes())
+        with rounding(self.rounded):
+            return layer(x, tokens, step, dict(cache), _used(layer, shared))[0]
+
+    def _ropes(self) -> Iterator[Rotary]:
+        for layer in self.layers:
+            for module in layer.modules.values():
+                if isinstance(rope := getattr(module, "rope", None), Rotary):
+                    yield rope
+
+    def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
+        """The head: what it assigns by name, and its value as "logits".
+
+        "hidden" is what the vocabulary head is given, or the value, unless the head assigns it.
+        """
+        seen: dict[str, Array] = {}
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            module: Any = self._module(name, shared)
+            if isinstance(module, Head):
+                seen["hidden"] = arguments[0]
+                embed: Any = shared["embed"] if module.tied else None
+                return module(arguments[0], embed)
+            if isinstance(module, Pool):
+                assert step.lengths is not None, "only whole texts are pooled"
+                return module(arguments[0], step.lengths)
+            return module(*arguments)
+
+        with rounding(self.rounded):
+            value, assigned = self.head.run({"x": x}, call)
+        return {"hidden": value, **seen, "logits": value, **assigned}
+
+    def _module(self, name: str, shared: nnx.Dict) -> Any:
+        return self.modules[name] if name in self.modules else shared[name]
+
+
+def _used(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
+    """Modules outside of the layer that it calls."""
+    return {name: shared[name] for name in layer.wiring.calls if name not in layer.modules}
+
+
+class Model(nnx.Module):
+    """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
+
+    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
+        self.dtype = jnp.dtype(dtype)
+        self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
+        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
+
+    def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
+        """What a head takes of the model that it follows, in the type that it computes in."""
+        stack = self.stacks["decoder"]
+        return stack.taken(vectors.astype(self.dtype), self.shared)
+
+    def decode(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        want: str,
+        last: Int[Array, " chosen"] | None = None,
+    ) -> tuple[Float[Array, "chosen width"], Cache]:
+        """One result of `decode_all`."""
+        results, cache = self.decode_all(tokens, step, cache, last)
+        return results[want], cache
+
+    def decode_all(
+        self,
+        tokens: Int[Array, " tokens"],
+        step: Step,
+        cache: Cache,
+        last: Int[Array, " chosen"] | None = None,
+        hidden: Float[Array, "tokens hidden"] | None = None,
+    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
+        """The decoder's forward pass over a flat batch: "logits" and "hidden".
+
+        Args:
+            tokens: new tokens of any sequences.
+            step: where they stand.
+            cache: keys and values of the tokens before; comes back with the new ones in it.
+            last: of which tokens results are wanted; None: of all.
+            hidden: of a head that follows another model: vectors of its own beside the tokens.
+        """
+        stack = self.stacks["decoder"]
+        beside = None if hidden is None else hidden[None]
+        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared, beside)
+        x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
+        if last is not None:
+            x = x[:, last]
+        results = stack.results(x, step, self.shared)
+        return {name: results[name][0] for name in ("logits", "hidden")}, cache
+
+    def encode(
+        self,
+        tokens: Int[Array, "batch tokens"],
+        types: Int[Array, "batch tokens"],
+        lengths: Int[Array, " batch"],
+    ) -> dict[str, Float[Array, "batch ..."]]:
+        """The encoder's forward pass over whole texts.
+
+        Args:
+            tokens: padded at the end.
+            types: which of two texts each token belongs to.
+            lengths: tokens of each text.
+
+        Returns:
+            All that the head gives, by name; its value is "logits".
+        """
+        stack = self.stacks["encoder"]
+        step = Step.of_texts(tokens, lengths)
+        x = stack.embed(tokens, types, step, self.shared)
+        x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
+        return stack.results(x, step, self.shared)
+
+    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
+        """The cache with what cross-attention needs of an encoder's output."""
+        cache = dict(cache)
+        stack = self.stacks["decoder"]
+        with rounding(stack.rounded):
+            for i, layer in enumerate(stack.layers):
+                for name, module in layer.modules.items():
+                    if isinstance(module, CrossAttention):
+                        key = f"decoder.{i}.{name}"
+                        cache[key] = module.fill(encoded, cache[key], at)
+        return cache

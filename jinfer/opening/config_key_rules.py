@@ -1,0 +1,340 @@
+"""Whether a model does what a key of its checkpoint says, though nothing read that key.
+
+A rule compares the key's value with what was built: it changes nothing, or the specification says
+it as well, in another way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jinfer.modelspec.blocks import (
+    ACTIVATION_ALIASES,
+    MLP,
+    Alibi,
+    Attention,
+    Block,
+    Disentangled,
+    GatedMLP,
+    LayerNorm,
+    MixtureOfExperts,
+    RMSNorm,
+    Rope,
+)
+from jinfer.modelspec.model_spec import LayerSpec, ModelSpec
+
+# Whether a model does what a value says, given all of the file's keys.
+type Rule = Callable[[Any, Mapping[str, Any], ModelSpec], bool]
+
+_NAME = re.compile(r"\w+")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e-?\d+)?")
+
+
+def layers_of(spec: ModelSpec) -> list[LayerSpec]:
+    """The layers of all stacks."""
+    return [layer for stack in spec.stacks for layer in stack.layers]
+
+
+def _blocks(spec: ModelSpec) -> Iterator[Block]:
+    groups = [spec.shared, *(stack.modules for stack in spec.stacks)]
+    layers = {id(layer): layer for layer in layers_of(spec)}.values()
+    yield from (block for group in groups for _, block in group)
+    yield from (block for layer in layers for _, block in layer.modules)
+
+
+def _positions(spec: ModelSpec) -> list[Any]:
+    return [part for b in _blocks(spec) if (part := getattr(b, "position", None)) is not None]
+
+
+def _ropes(spec: ModelSpec) -> list[Rope]:
+    return [part for part in _positions(spec) if isinstance(part, Rope)]
+
+
+def values_of(spec: ModelSpec, *names: str, of: type | tuple[type, ...] = object) -> set[Any]:
+    """What the blocks of a model, and their positions, have in these fields."""
+    parts = [*_blocks(spec), *_positions(spec)]
+    return {
+        getattr(part, name)
+        for part in parts
+        if isinstance(part, of)
+        for name in names
+        if hasattr(part, name)
+    }
+
+
+def _numbers(spec: ModelSpec) -> list[float]:
+    """The numbers in a model's formulas: written out, or what names of sizes stand for."""
+    formulas = [part for stack in spec.stacks for part in (stack.stem, stack.head)]
+    formulas += [layer.wiring for layer in {id(x): x for x in layers_of(spec)}.values()]
+    named = [number for each in formulas for _, number in each.constants]
+    return named + [float(text) for each in formulas for text in _NUMBER.findall(each.text)]
+
+
+def _near(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, int | float):
+        return math.isclose(value, other, rel_tol=1e-6)  # GGUF has float32
+    return bool(value == other)
+
+
+def usual(*values: Any) -> Rule:
+    """Values that change nothing; what is off never does."""
+    return lambda value, config, spec: not value or value in values
+
+
+def is_factor(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a number is 1 or off, or formulas multiply by it, or divide."""
+    if not value or value == 1:
+        return True
+    return any(_near(float(value), n) or _near(1 / float(value), n) for n in _numbers(spec))
+
+
+def bounds(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether scores or logits are bounded by it, by an attention or in a formula."""
+    known = [*values_of(spec, "softcap"), *_numbers(spec)]
+    return not value or any(_near(float(value), each) for each in known if each is not None)
+
+
+def is_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
+    """A value that a block of the model has in one of these fields, or no block has them at all."""
+
+    def rule(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+        built = values_of(spec, *names, of=of)
+        return (of is not object and not built) or any(_near(value, each) for each in built)
+
+    return rule
+
+
+def off_or_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
+    """Nothing, or a value that a block of the model has in one of these fields."""
+    return lambda value, config, spec: (
+        not value or any(_near(value, each) for each in values_of(spec, *names, of=of))
+    )
+
+
+def has(field: str) -> Rule:
+    """Off, or an attention of the model has something in this field."""
+    return lambda value, config, spec: (
+        not value or any(part not in (None, False) for part in values_of(spec, field))
+    )
+
+
+def same_activation(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a block has it. Files say gelu and mean its tanh form, so these are one."""
+    name = ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
+    built = {str(each).removesuffix("_tanh") for each in values_of(spec, "activation", "function")}
+    if name in ("swiglu", "geglu") and values_of(spec, "activation", of=GatedMLP):
+        name = {"swiglu": "silu", "geglu": "gelu"}[name]
+    return str(name).removesuffix("_tanh") in built or "clamped_swiglu" in built
+
+
+def same_window(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a window is out of use, beyond any text, or that of a layer.
+
+    Encoders count one half of it to either side.
+    """
+    reach, types = spec.dims.get("context"), config.get("layer_types")
+    if not value or config.get("use_sliding_window") is False:
+        return True
+    if isinstance(types, list) and types and "sliding_attention" not in types:
+        return True
+    if not isinstance(value, int | float):
+        return False
+    built = values_of(spec, "window")
+    halved = value // 2 + 1 if spec.decoder is None else value
+    return (reach is not None and value >= reach) or value in built or halved in built
+
+
+def _attentions(spec: ModelSpec) -> list[Attention | None]:
+    """The attention of each layer; None where it has another kind, or several."""
+    found = []
+    for layer in layers_of(spec):
+        parts = [block for _, block in layer.modules if isinstance(block, Attention)]
+        found.append(parts[0] if len(parts) == 1 else None)
+    return found
+
+
+_WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
+
+
+def same_layers(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether those layers have a window that are said to, in the words of transformers.
+
+    The value is a word for each layer; GPT-Neo's list of words and how often they come; or GGUF's
+    flag for each layer, or every how many layers there is one without.
+    """
+    built, reach = _attentions(spec), spec.dims.get("context")
+    if spec.follows is not None:  # a head, whose file describes the model it was trained for
+        return True
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [bool((i + 1) % value) for i in range(len(built))] if value else []
+    if not isinstance(value, list):
+        return False
+    if value and all(isinstance(each, list) and len(each) == 2 for each in value):
+        value = [word for words, times in value for word in words * min(times, len(built))]
+    said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
+    if not any(said) and None not in said:
+        return all(attn is None or attn.window in (None, reach) for attn in built)
+    return said == [None if attn is None else attn.window is not None for attn in built]
+
+
+def same_rotated_layers(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether those layers rotate whose number is not 0 (which `no_rope_layers` says)."""
+    rotates = [attn is not None and attn.position is not None for attn in _attentions(spec)]
+    return not value or spec.follows is not None or [bool(each) for each in value] == rotates
+
+
+def same_scaling(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether positions are stretched by the rule that a name or a table says."""
+    table = value if isinstance(value, Mapping) else {"type": value}
+    name = table.get("rope_type", table.get("type"))
+    ropes = _ropes(spec)
+    if name in ("default", "none", None) or not ropes:
+        return True
+    name = {"su": "longrope"}.get(name, name)  # as Phi-3's first files call it
+    return any(rope.scaling is not None and rope.scaling.rope_type == name for rope in ropes)
+
+
+def same_stretch(field: str) -> Rule:
+    """Whether a number of a table of scaling is built, or positions are not stretched at all."""
+
+    def rule(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+        built = [getattr(rope.scaling, field) for rope in _ropes(spec) if rope.scaling]
+        return not built or any(_near(value, each) for each in built)
+
+    return rule
+
+
+def same_positions(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether positions are of the kind of a word: "rope_gptj", "rotary", "alibi", "absolute"."""
+    word = str(value)
+    kinds = {"rope": Rope, "rota": Rope, "alib": Alibi}
+    if word in ("absolute", "learned", "none"):
+        return True
+    kind = kinds.get(word[:4])
+    return kind is not None and any(isinstance(part, kind) for part in _positions(spec))
+
+
+def turns(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Without rotary positions it does not matter how they turn."""
+    ropes = _ropes(spec)
+    return not ropes or any(_near(value, rope.theta) for rope in ropes)
+
+
+def same_share(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether that share of each head is rotated."""
+    attentions = [block for block in _blocks(spec) if isinstance(block, Attention)]
+    shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, Rope)]
+    usual = value == 1 or not isinstance(value, int | float)
+    return (usual and value is not False) or any(int(size * value) == dim for dim, size in shares)
+
+
+def same_dim(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether that many dimensions of a head are rotated."""
+    ropes = _ropes(spec)
+    return not ropes or any(value == rope.dim for rope in ropes)
+
+
+def same_pairs(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether neighbours are rotated together."""
+    ropes = _ropes(spec)
+    return not ropes or any((rope.pairs == "adjacent") == bool(value) for rope in ropes)
+
+
+def usual_query_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether scores are divided by the root of a number (`query_pre_attn_scalar`)."""
+    if value == spec.dims.get("head_dim"):
+        return True
+    is_size = isinstance(value, int | float) and 0 < value < 1e30
+    return is_size and any(_near(value**-0.5, scale) for scale in values_of(spec, "scale") if scale)
+
+
+def same_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether scores are multiplied by it; none built is 1 / sqrt(head_dim)."""
+    usual = spec.dims.get("head_dim", 1) ** -0.5
+    scales = values_of(spec, "scale", of=Attention)
+    return any(_near(float(value), usual if each is None else each) for each in scales)
+
+
+def scaled_scores(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether scores are divided by the root of a head's size if, and only if, a key says so."""
+    return bool(value) == (values_of(spec, "scale", of=Attention) != {1.0})
+
+
+def alibi(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether attention has linear biases if, and only if, a key says so."""
+    return bool(value) == any(isinstance(part, Alibi) for part in _positions(spec))
+
+
+def disentangled(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether attention has vectors of distances if, and only if, a key says so."""
+    return bool(value) == any(isinstance(part, Disentangled) for part in _positions(spec))
+
+
+def both_ways(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """DeBERTa's kinds of distances: a list, or words between bars; both are built."""
+    words = value.split("|") if isinstance(value, str) else value
+    return isinstance(words, list) and sorted(map(str, words)) == ["c2p", "p2c"]
+
+
+def causal(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether tokens see those before them only."""
+    return not value or spec.decoder is not None
+
+
+def not_causal(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether tokens see those after them if a key says so."""
+    return not value or spec.decoder is None
+
+
+def is_parallel(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a line of a layer's formula calls an attention and a feed-forward."""
+    return not value or any(
+        {"attention", "feed"}
+        <= {_sort(dict(layer.modules).get(name)) for name in _NAME.findall(line)}
+        for layer in layers_of(spec)
+        for line in layer.wiring.text.splitlines()
+    )
+
+
+def _sort(block: Block | None) -> str:
+    feed = isinstance(block, MLP | GatedMLP | MixtureOfExperts)
+    return "feed" if feed else "attention" if isinstance(block, Attention) else ""
+
+
+def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a branch begins with its norm if, and only if, a key says so."""
+    first = next(iter(layers_of(spec)), None)
+    if first is None:
+        return True
+    norms = [name for name, b in first.modules if isinstance(b, LayerNorm | RMSNorm)]
+    after = re.compile(rf"\b({'|'.join(map(re.escape, norms)) or '-'})\(\s*x\s*\+")
+    return bool(value) != bool(after.search(first.wiring.text))
+
+
+def same_norm(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether there are RMS norms if, and only if, a word or a switch says so."""
+    says = "rms" in value if isinstance(value, str) else bool(value)
+    return says == any(isinstance(block, RMSNorm) for block in _blocks(spec))
+
+
+def is_hidden(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether it is the width of the hidden states."""
+    return bool(value == spec.dims.get("hidden"))
+
+
+def is_on(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether a switch is on."""
+    return bool(value)
+
+
+def rotates(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether positions are rotated if a key says so."""
+    return not value or bool(_ropes(spec))
+
+
+def sees_all(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether tokens see those after them if a switch that makes attention causal is off."""
+    return bool(value) or spec.decoder is None

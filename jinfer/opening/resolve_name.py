@@ -1,0 +1,67 @@
+"""Models by name: those of the catalogue, and `owner/name` of a model hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from jinfer.modelspec.spec_files import specs_folder
+from jinfer.opening.sources import SourceError
+
+# What a hub takes for a name. A path that leads nowhere looks the same, but for its ending.
+_REPOSITORY = re.compile(r"(?P<owner>\w[\w.-]*)/\w[\w.-]*(@[\w./-]+)?", re.ASCII)
+_FILES = (".toml", ".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ckpt", ".model")
+_CLOSE = 0.7
+
+
+def in_full(source: str, beside: Path) -> str:
+    """A source with the name of a model replaced by where that is; others as they are.
+
+    Args:
+        source: a file or a folder that exists counts before a name: of a specification that comes
+            with jinfer, or `owner/name` on a hub.
+        beside: the folder that a relative path is relative to.
+
+    Raises:
+        SourceError: it is no place, and nearly a name or a file that there is.
+    """
+    if "://" in source or _exists(source, beside):
+        return source
+    known = {path.stem: path for path in specs_folder().glob("*.toml")}
+    if source in known:
+        return str(known[source])
+    repository = _REPOSITORY.fullmatch(source)
+    if repository and not source.lower().endswith(_FILES):
+        # A folder of the owner's name is here: rather a slip in a path.
+        if not _exists(repository["owner"], beside):
+            return f"hf://{source}"
+    elif source and Path(source).name == source:
+        hint = _nearest(source, known)
+        if not hint and not source.lower().endswith(_FILES):
+            hint = "'jinfer list' shows models by name"
+        if hint:
+            raise SourceError(f"{source}: there is no such file, folder or model; {hint}")
+    return source
+
+
+def _exists(source: str, beside: Path) -> bool:
+    try:
+        return (beside / Path(source).expanduser()).exists()
+    except (OSError, RuntimeError, ValueError):  # no path at all
+        return False
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A clause with the models whose name is nearly this one; empty if none is."""
+    plain = {_plain(each): each for each in known}
+    near = get_close_matches(_plain(name)[:100], plain, 2, _CLOSE)
+    if not near:
+        return ""
+    return f"did you mean {' or '.join(repr(plain[each]) for each in near)}?"
+
+
+def _plain(name: str) -> str:
+    """Without what is written one way or another: SmolLM2-135M-Instruct, smollm2_135m_instruct."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().removesuffix(".toml").removesuffix(".gguf"))

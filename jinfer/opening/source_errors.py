@@ -1,0 +1,12 @@
+"""The error of what a user points at."""
+
+from __future__ import annotations
+
+from jinfer.guard.sanitize import shown
+
+
+class SourceError(ValueError):
+    """A source that leads nowhere: says what was looked for, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text))

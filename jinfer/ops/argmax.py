@@ -1,0 +1,37 @@
+"""Where the greatest number of a row is."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.cpu import rowwise as cpu
+from jinfer.ops.backend import backend
+from jinfer.shapes import Float, Int
+
+_LANES = 64  # numbers reduced side by side
+
+
+def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
+    """The first index of each row's greatest number; the last index where one is not a number."""
+    if backend() == "cpu" and cpu.available():
+        return cpu.argmax(x.astype(jnp.float32))
+    return argmax_reference(x)
+
+
+def argmax_reference(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
+    """The same in XLA's operations.
+
+    XLA:CPU computes jnp.argmax number by number: 0.2 ms for 49,000 of them, as long as a layer of a
+    small model takes. Two reductions over rows of lanes are vectorized and take a tenth of that.
+    """
+    size = x.shape[-1]
+    whole = size + -size % _LANES
+    filled = jnp.pad(x, ((0, 0), (0, whole - size)), constant_values=-jnp.inf)
+    lanes = filled.reshape(x.shape[0], whole // _LANES, _LANES)
+    greatest = jnp.max(jnp.max(lanes, axis=1), axis=-1)
+    index = jnp.arange(whole, dtype=jnp.int32).reshape(1, -1, _LANES)
+    found = jnp.where(lanes == greatest[:, None, None], index, jnp.int32(size - 1))
+    # XLA:CPU's greatest of a long row is not always NaN where there is one.
+    missing = jnp.any(jnp.any(lanes != lanes, axis=1), axis=-1)
+    return jnp.where(missing, jnp.int32(size - 1), jnp.min(jnp.min(found, axis=1), axis=-1))

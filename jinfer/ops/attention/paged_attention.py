@@ -1,0 +1,316 @@
+"""Attention of a flat batch over a paged cache, and of whole texts.
+
+`extend` puts new tokens' keys and values into the cache and lets each see what stands before it;
+`attend` reads pools as they are; `attend_text` needs no cache. Where there is one, a custom call
+for CPUs or a kernel for GPUs computes them, else XLA's operations. `attend_reference` and
+`attend_text_reference` are the definitions, which all are tested against.
+
+With the custom call a token's result is a function of its query, its sequence's keys and values and
+its position alone, to the last bit: not of the batch, the chunks in which a prompt came, the places
+of its blocks or the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.cpu import attention_call as custom
+from jinfer.matmul_precision import precision_of
+from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.ops.attention.gpu import attend_gpu, attend_part_gpu, serves
+from jinfer.ops.attention.kv_cache import BLOCK, LayerCache, Placement, Rows, write
+from jinfer.ops.attention.mask_rules import ScoreRules, changed, seen
+from jinfer.ops.attention.partial_merge import Part
+from jinfer.ops.attention.write_kv import enter, enters
+from jinfer.ops.attention.xla import (
+    as_computed,
+    attend_part_xla,
+    attend_text_xla,
+    attend_xla,
+    extend_xla,
+)
+from jinfer.ops.backend import backend
+from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.shapes import Float, Int
+
+
+def extend(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    at: Placement,
+    rules: ScoreRules,
+) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
+    """Puts new tokens into the cache, then lets each see those of its sequence up to itself.
+
+    Args:
+        k, v: keys and values of the new tokens; without v the keys are the values too, and the
+            cache keeps no values.
+        cache: must not be used afterwards.
+        at: where the tokens stand; padding gets zeros.
+
+    Returns:
+        Attention's output, and the cache with the new tokens in it.
+    """
+    route = _route(q, cache.keys, None if v is None else cache.values, rules)
+    if route == "xla":
+        return extend_xla(q, k, v, cache, at, rules)
+    if route == "gpu":
+        if v is not None and enters(cache):
+            q, cache = enter(q, k, v, cache, at)
+        else:
+            cache = write(cache, k, k[..., :0] if v is None else v, at)
+        written = None if v is None else cache.values
+        return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
+    new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
+    values = None if v is None else cache.values
+    (out,), *kept = _call(q, cache.keys, values, at, at.positions, rules, new)
+    return out, _after(cache, v, kept)
+
+
+def extend_part(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    at: Placement,
+    rules: ScoreRules,
+) -> tuple[Part, LayerCache]:
+    """As `extend`, where the cache has some of a sequence's blocks and another pool the others.
+
+    Entries of the tables are -1 for the others: nothing of them is written or seen.
+
+    Args:
+        rules: without sinks, which are for the whole.
+    """
+    assert rules.sinks is None, "sinks take part once, where parts are joined"
+    values = None if v is None else cache.values
+    route = _route(q, cache.keys, values, rules)
+    if route == "cpu":
+        new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
+        found = _call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
+        return Part(*found[0]), _after(cache, v, found[1:])
+    cache = write(cache, k, k[..., :0] if v is None else v, at)
+    if route == "gpu":
+        written = None if v is None else cache.values
+        return attend_part_gpu(q, cache.keys, written, at, at.positions, rules), cache
+    own = cache.keys if v is None else cache.values
+    return attend_part_xla(q, cache.keys, own, at, at.positions, rules), cache
+
+
+def _after(cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
+    """The cache as the custom call has left it."""
+    after = cache._replace(keys=_with_parts(cache.keys, kept[0]))
+    return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
+
+
+def attend(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attention over pools as they are. A query that sees no key gets zeros.
+
+    Args:
+        q: queries; query head h reads key head h * kv_heads // heads.
+        keys, values: [blocks, kv_heads, size, head_dim]; entry j of a row of the tables is the
+            block of positions j * size .. (j + 1) * size - 1.
+        at: where the queries stand.
+        last: the last position that each sees: its own where attention is causal.
+    """
+    route = _route(q, keys, values, rules)
+    if route == "cpu":
+        return _call(q, keys, values, at, last, rules)[0][0]
+    form = attend_gpu if route == "gpu" else attend_xla
+    return form(q, keys, values, at, last, rules)
+
+
+def attend_text(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads value_dim"],
+    lengths: Int[Array, " batch"],
+    rules: ScoreRules,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """Attention of whole texts, in which every token sees every other.
+
+    Args:
+        lengths: tokens of each text; those after are padding, nobody sees them and they get zeros.
+    """
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    route = _route(q, k, v, rules)
+    if route == "xla":
+        return attend_text_xla(q, k, v, lengths, rules)
+    if route == "gpu":
+        return _attend_text_in_blocks(q, k, v, lengths, rules)
+    # Each text is a block, where it stands.
+    at, last = _of_texts(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
+    flat = q.reshape(-1, *q.shape[2:])
+    return _call(flat, k, v, at, last, rules)[0][0].reshape(*q.shape[:3], -1)
+
+
+def _attend_text_in_blocks(
+    q: Array, k: Array, v: Array, lengths: Array, rules: ScoreRules
+) -> Array:
+    """Texts as the sequences of a pool, for the kernel of GPUs."""
+    batch, tokens, heads, _ = q.shape
+    blocks = -(-tokens // BLOCK)
+
+    def pool(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, blocks * BLOCK - tokens), (0, 0)))
+        cut = padded.reshape(batch, x.shape[1], blocks, BLOCK, x.shape[3])
+        return cut.swapaxes(1, 2).reshape(batch * blocks, x.shape[1], BLOCK, x.shape[3])
+
+    tables = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
+    at, last = _of_texts(lengths, tokens, tables)
+    out = attend_gpu(q.reshape(batch * tokens, heads, -1), pool(k), pool(v), at, last, rules)
+    return out.reshape(*q.shape[:3], -1)
+
+
+def _of_texts(lengths: Array, tokens: int, tables: Array) -> tuple[Placement, Array]:
+    """Where the tokens of whole texts stand, and the last that each sees."""
+    batch = lengths.shape[0]
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+    text = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    rows = jnp.where(positions < lengths[:, None], text, -1)
+    last = jnp.broadcast_to(lengths[:, None] - 1, positions.shape)
+    return Placement(rows.ravel(), positions.ravel(), tables), last.ravel()
+
+
+def attend_reference(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+) -> Float[Array, "tokens heads value_dim"]:
+    """What `attend` computes, over each token's whole sequence at once."""
+
+    def whole(part: Rows) -> Array:
+        pool = as_computed(part, q)
+        taken = pool.at[at.tables[jnp.maximum(at.rows, 0)]].get(mode="clip").swapaxes(1, 2)
+        return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
+
+    last = jnp.where(at.rows >= 0, last, -1)[:, None]
+    return _at_once(q[:, None], whole(keys), whole(values), at.positions[:, None], last, rules)[
+        :, 0
+    ]
+
+
+def attend_text_reference(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads value_dim"],
+    lengths: Int[Array, " batch"],
+    rules: ScoreRules,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """What `attend_text` computes, over the whole texts at once."""
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
+    last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+    return _at_once(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, last, rules)
+
+
+def _at_once(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch kv_heads keys head_dim"],
+    v: Float[Array, "batch kv_heads keys value_dim"],
+    positions: Int[Array, "batch tokens"],
+    last: Int[Array, "batch tokens"],
+    rules: ScoreRules,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """The softmax of all scores, times the values; key j has position j."""
+    group = q.shape[2] // k.shape[1]
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    distance = positions[:, :, None] - here[:, None]
+    scores = rules.scale * jnp.einsum(
+        "bthd,bhkd->bhtk",
+        q.astype(k.dtype),
+        k,
+        precision=precision_of(k),
+        preferred_element_type=jnp.float32,
+    )
+    visible = seen(distance, last, here, rules)
+    scores = jnp.where(visible[:, None], changed(scores, distance, rules), -jnp.inf)
+    if rules.sinks is not None:
+        sinks = jnp.broadcast_to(rules.sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1.0, total))[..., : k.shape[2]]
+    # A value that is not seen may be NaN.
+    terms = weights[..., None] * v[:, :, None].astype(jnp.float32)
+    out = jnp.sum(jnp.where(visible[:, None, :, :, None], terms, 0.0), axis=3)
+    return out.swapaxes(1, 2).astype(q.dtype)
+
+
+def _route(
+    q: Array, keys: Rows, values: Rows | None, rules: ScoreRules
+) -> Literal["cpu", "gpu", "xla"]:
+    """What computes attention here: the custom call, the kernel or XLA's operations.
+
+    The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
+    no scores are written to memory.
+    """
+    here = backend()
+    if rules.bias is not None:
+        return "xla"
+    if here == "gpu":
+        return "gpu" if serves(keys, values, rules) else "xla"
+    kv_heads = keys.shape[1]
+    plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
+    known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)
+    fits = here == "cpu" and known and custom.supported(q.shape[-2], kv_heads)
+    return "cpu" if fits else "xla"
+
+
+def _call(
+    q: Array,
+    keys: Rows,
+    values: Rows | None,
+    at: Placement,
+    last: Array,
+    rules: ScoreRules,
+    new: tuple[Array, ...] | None = None,
+    *,
+    partial: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """The custom call's results, and the arrays of keys and of values."""
+    coding = None
+    if isinstance(keys, QuantizedVectors):
+        format = keys.format
+        coding = custom.Coding(format.code_bits, format.levels, format.per_code, format.symmetric)
+    scores = custom.Scores(
+        rules.scale,
+        rules.softcap,
+        rules.window,
+        rules.ahead,
+        rules.sinks,
+        rules.slopes,
+        rules.by_distance,
+        rules.lowest,
+    )
+    parts = _parts(keys), None if values is None else _parts(values)
+    places = (*at[:2], last, at.tables)
+    return custom.attention(q, *places, *parts, coding, scores, new, partial=partial)
+
+
+def _parts(rows: Rows) -> custom.Parts:
+    if isinstance(rows, QuantizedVectors):
+        return custom.Parts((rows.words, rows.scales), rows.width)
+    return custom.Parts((rows,), rows.shape[3])
+
+
+def _with_parts(rows: Rows, parts: tuple[Array, ...]) -> Rows:
+    return jax.tree.unflatten(jax.tree.structure(rows), parts)

@@ -1,0 +1,52 @@
+"""New keys and values in a GPU's cache, as one operation of a traced function.
+
+So `jinfer.ops.fusion.fuse_gpu` finds it, and the products and rotations that its vectors come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jinfer.ops import gpu_backend
+from jinfer.ops.attention.kv_cache import LayerCache, Placement, write
+from jinfer.shapes import Float
+
+ENTER = Primitive("enter_cache")
+ENTER.multiple_results = True
+
+
+def enters(cache: LayerCache) -> bool:
+    """Whether there is a kernel for such a cache here."""
+    plain = isinstance(cache.keys, Array) and isinstance(cache.values, Array)
+    return plain and gpu_backend.prepares_rows()
+
+
+def enter(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"],
+    cache: LayerCache,
+    at: Placement,
+) -> tuple[Float[Array, "tokens heads head_dim"], LayerCache]:
+    """The queries, and `jinfer.ops.attention.kv_cache.write` of the keys and values."""
+    q, keys, values = ENTER.bind(q, k, v, *cache, *at)
+    return q, LayerCache(keys, values)
+
+
+def _written(q: Array, k: Array, v: Array, *rest: Array) -> list[Any]:
+    return [q, *write(LayerCache(*rest[:2]), k, v, Placement(*rest[2:]))]
+
+
+@ENTER.def_abstract_eval
+def _shapes(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+    del k, v
+    return [q, *rest[:2]]
+
+
+ENTER.def_impl(jax.jit(_written))
+mlir.register_lowering(ENTER, mlir.lower_fun(_written, multiple_results=True))

@@ -1,0 +1,282 @@
+"""Attention over a paged cache and of whole texts by XLA's operations.
+
+A loop walks over the keys in blocks and keeps a running maximum and sum of the softmax (arXiv
+2112.05682), so the cost follows the tokens that are there and not the tables' width; of a quantized
+cache only the blocks at hand are decoded.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.matmul_precision import precision_of
+from jinfer.ops.attention.kv_cache import LayerCache, Placement, Rows, write
+from jinfer.ops.attention.mask_rules import ScoreRules, changed, seen
+from jinfer.ops.attention.partial_merge import Part
+from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.shapes import Bool, Float, Int
+
+STEP = 256  # keys a step of a loop looks at
+FEW = 64  # tokens up to which each fetches the blocks of its own sequence
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys; parts are merged exactly by `merge`.
+
+    Attributes:
+        out: weighted sum of values, not yet divided by `total`.
+        highest: largest score of each row, -inf where it saw no key.
+        total: sum of exp(score - highest).
+    """
+
+    out: Float[Array, "batch kv_heads rows head_dim"]
+    highest: Float[Array, "batch kv_heads rows"]
+    total: Float[Array, "batch kv_heads rows"]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the keys of both parts."""
+    highest = jnp.maximum(a.highest, b.highest)
+    finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    scale_a, scale_b = jnp.exp(a.highest - finite), jnp.exp(b.highest - finite)
+    out = a.out * scale_a[..., None] + b.out * scale_b[..., None]
+    return Partial(out, highest, a.total * scale_a + b.total * scale_b)
+
+
+def extend_xla(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"] | None,
+    cache: LayerCache,
+    at: Placement,
+    rules: ScoreRules,
+) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
+    """`jinfer.ops.attention.paged_attention.extend` by XLA's operations."""
+    cache = write(cache, k, k[..., :0] if v is None else v, at)
+    values = cache.keys if v is None else cache.values
+    return attend_xla(q, cache.keys, values, at, at.positions, rules), cache
+
+
+def attend_xla(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+) -> Float[Array, "tokens heads value_dim"]:
+    """`jinfer.ops.attention.paged_attention.attend` by XLA's operations."""
+    done, shaped = _walked(q, keys, values, at, last, rules)
+    return _finish(done, shaped).reshape(*q.shape[:2], -1)
+
+
+def attend_part_xla(
+    q: Float[Array, "tokens heads head_dim"],
+    keys: Rows,
+    values: Rows,
+    at: Placement,
+    last: Int[Array, " tokens"],
+    rules: ScoreRules,
+) -> Part:
+    """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
+    done, shaped = _walked(q, keys, values, at, last, rules)
+    sums = jnp.stack([done.highest, done.total], axis=-1)
+    out, sums = (_by_token(part, shaped).reshape(*q.shape[:2], -1) for part in (done.out, sums))
+    return Part(out, sums)
+
+
+def _walked(
+    q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
+) -> tuple[Partial, Array]:
+    """Attention over all blocks, and the queries in the form that it is of."""
+    # What padding sees is nothing, and a place beyond the table is none.
+    last = jnp.minimum(last, at.tables.shape[1] * keys.shape[2] - 1)
+    at = at._replace(rows=jnp.where(at.rows < at.tables.shape[0], at.rows, -1))
+    last = jnp.where(at.rows >= 0, last, -1)
+    form = _token_by_token if q.shape[0] <= FEW else _sequence_by_sequence
+    return form(q, keys, values, at, last, rules)
+
+
+def attend_text_xla(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch kv_heads tokens head_dim"],
+    v: Float[Array, "batch kv_heads tokens value_dim"],
+    lengths: Int[Array, " batch"],
+    rules: ScoreRules,
+) -> Float[Array, "batch tokens heads value_dim"]:
+    """`paged_attention.attend_text` by XLA's operations; keys stand inside the heads."""
+    tokens = q.shape[1]
+    step = min(STEP, tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), q.shape[:2])
+    last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+
+    def walk(index: Array, so_far: Partial) -> Partial:
+        # The last step of a length that does not divide begins earlier; `fresh` hides the keys
+        # that the step before has had.
+        start = jnp.minimum(index * step, tokens - step)
+        cut_k, cut_v = (lax.dynamic_slice_in_dim(x, start, step, axis=2) for x in (k, v))
+        here = (start + lax.iota(jnp.int32, step))[None]
+        fresh = (here >= index * step)[:, None]
+        return merge(so_far, _partial(q, cut_k, cut_v, positions, last, here, fresh, rules))
+
+    count = jnp.max(last) // step + 1
+    return _finish(lax.fori_loop(0, count, walk, _before(q, k.shape[1], v.shape[3], rules)), q)
+
+
+def _token_by_token(
+    q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
+) -> tuple[Partial, Array]:
+    """A batch of tokens, each of which fetches its sequence's blocks one after the other."""
+    size, alone = keys.shape[2], q[:, None]
+    positions, last = at.positions[:, None], last[:, None]
+    tables = at.tables[jnp.maximum(at.rows, 0)]
+
+    def walk(index: Array, so_far: Partial) -> Partial:
+        ids = lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
+        k, v = (as_computed(_taken(part, ids), q) for part in (keys, values))
+        here = (index * size + lax.iota(jnp.int32, size))[None]
+        shown = (ids >= 0)[:, None, None]
+        return merge(so_far, _partial(alone, k, v, positions, last, here, shown, rules))
+
+    first, count = _bounds(positions, last, last >= 0, size, rules)
+    before = _before(alone, keys.shape[1], values.shape[3], rules)
+    return lax.fori_loop(first, count, walk, before), alone
+
+
+def _sequence_by_sequence(
+    q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
+) -> tuple[Partial, Array]:
+    """All tokens look at the blocks of one sequence after the other, and see those of their own."""
+    size, whole = keys.shape[2], q[None]
+    wide = max(1, STEP // size)
+    positions, last = at.positions[None], last[None]
+
+    def sequence(row: Array, so_far: Partial) -> Partial:
+        mine = (at.rows == row)[None]
+        table = lax.dynamic_index_in_dim(at.tables, row, keepdims=False)
+
+        def walk(index: Array, so_far: Partial) -> Partial:
+            ids = table.at[index * wide + lax.iota(jnp.int32, wide)].get(mode="clip")
+            k, v = (_side_by_side(as_computed(_taken(x, ids), q)) for x in (keys, values))
+            here = (index * wide * size + lax.iota(jnp.int32, wide * size))[None]
+            shown = mine[:, :, None] & jnp.repeat(ids >= 0, size)[None, None]
+            part = _partial(whole, k, v, positions, last, here, shown, rules)
+            return merge(so_far, part)
+
+        return lax.fori_loop(*_bounds(positions, last, mine, wide * size, rules), walk, so_far)
+
+    before = _before(whole, keys.shape[1], values.shape[3], rules)
+    return lax.fori_loop(0, at.tables.shape[0], sequence, before), whole
+
+
+def _bounds(
+    positions: Array, last: Array, mine: Array, step: int, rules: ScoreRules
+) -> tuple[Array, Array]:
+    """The steps first .. end - 1 that hold what any of these tokens sees."""
+    most = jnp.iinfo(jnp.int32).max
+    count = jnp.max(jnp.where(mine, last, -1)) // step + 1
+    if rules.window is None:
+        return jnp.int32(0), count
+    first = jnp.min(jnp.where(mine, positions, most)) - (rules.window - 1)
+    return jnp.maximum(first, 0) // step, count
+
+
+def _taken(part: Rows, ids: Array) -> Rows:
+    """Blocks of a pool; an id that is none, where nobody sees the block, gives any block."""
+    return jax.tree.map(lambda array: array.at[ids].get(mode="clip"), part)
+
+
+def _side_by_side(blocks: Float[Array, "blocks kv_heads size dim"]) -> Array:
+    """[1, kv_heads, blocks * size, dim]."""
+    return blocks.swapaxes(0, 1).reshape(1, blocks.shape[1], -1, blocks.shape[3])
+
+
+def as_computed(part: Rows, q: Array) -> Array:
+    """Decoded, and in a type for products with q."""
+    if isinstance(part, QuantizedVectors):
+        return part.dequantize(q.dtype)
+    return part if part.dtype == q.dtype else part.astype(jnp.float32)
+
+
+def _partial(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch kv_heads keys head_dim"],
+    v: Float[Array, "batch kv_heads keys value_dim"],
+    positions: Int[Array, "batch tokens"],
+    last: Int[Array, "batch tokens"],
+    here: Int[Array, "batch keys"],
+    shown: Bool[Array, "#batch #tokens #keys"] | Bool[Array, ""],
+    rules: ScoreRules,
+) -> Partial:
+    """Attention over some keys, at positions `here`; those that are not `shown` are not seen."""
+    batch, tokens, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    batched = ((0, 1), (0, 1))
+    distance = positions[:, :, None] - here[:, None, :]
+    scores = rules.scale * lax.dot_general(
+        _rows(q, kv_heads).astype(k.dtype),
+        k,
+        (((3,), (3,)), batched),
+        precision=precision_of(k),
+        preferred_element_type=jnp.float32,
+    )
+    scores = changed(scores.reshape(batch, heads, tokens, -1), distance, rules)
+    visible = seen(distance, last, here, rules) & shown
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    scores = scores.reshape(batch, kv_heads, -1, scores.shape[3])
+    highest = jnp.max(scores, axis=-1)
+    finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    weights = jnp.exp(scores - finite[..., None])
+    # A value that is not seen may be anything, and 0 * NaN is NaN: what is no number stays out of
+    # the product, and makes NaN of those who see it.
+    number = jnp.isfinite(v)
+    out = lax.dot_general(
+        weights.astype(v.dtype),
+        jnp.where(number, v, jnp.zeros((), v.dtype)),
+        (((3,), (2,)), batched),
+        precision=precision_of(v),
+        preferred_element_type=jnp.float32,
+    )
+    broken = ~jnp.all(number, axis=-1)
+    hurt = jnp.any(visible[:, None] & broken[:, :, None], axis=-1)[:, :, None, :, None]
+    grouped = out.reshape(batch, kv_heads, -1, tokens, v.shape[3])
+    out = jnp.where(hurt, jnp.nan, grouped).reshape(out.shape)
+    return Partial(out, highest, jnp.sum(weights, axis=-1))
+
+
+def _before(q: Array, kv_heads: int, value_dim: int, rules: ScoreRules) -> Partial:
+    """Attention over no keys yet: nothing, or the sinks."""
+    batch, tokens, heads, _ = q.shape
+    rows = heads // kv_heads * tokens
+    out = jnp.zeros((batch, kv_heads, rows, value_dim), jnp.float32)
+    if rules.sinks is None:
+        empty = jnp.full((batch, kv_heads, rows), -jnp.inf, jnp.float32)
+        return Partial(out, empty, jnp.zeros_like(empty))
+    per_row = jnp.broadcast_to(rules.sinks[None, None, :, None], (batch, tokens, heads, 1))
+    highest = _rows(per_row.astype(jnp.float32), kv_heads)[..., 0]
+    return Partial(out, highest, jnp.ones_like(highest))
+
+
+def _finish(done: Partial, q: Array) -> Array:
+    """Divided by the sum of the weights; what saw no key is 0."""
+    out = done.out / jnp.where(done.total == 0, 1.0, done.total)[..., None]
+    return _by_token(out, q).astype(q.dtype)
+
+
+def _by_token(rows: Float[Array, "batch kv_heads rows dim"], q: Array) -> Array:
+    """[batch, tokens, heads, dim], as the queries stand: what `_rows` does, undone."""
+    batch, tokens, heads, _ = q.shape
+    kv_heads, dim = rows.shape[1], rows.shape[3]
+    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, tokens, dim)
+    return grouped.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, dim)
+
+
+def _rows(q: Array, kv_heads: int) -> Array:
+    """[batch, tokens, heads, d] -> [batch, kv_heads, heads / kv_heads * tokens, d]."""
+    batch, tokens, heads, head_dim = q.shape
+    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+    return grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)

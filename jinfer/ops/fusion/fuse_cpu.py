@@ -1,0 +1,217 @@
+"""Operator fusion on CPUs: layers' operations become one custom call; for GPUs see `fuse_gpu`.
+
+A layer is norms, products, sums and rotations of the same rows, and attentions. As calls of their
+own they cost a few microseconds each before they begin, and threads are gathered anew for every
+product: a fifth of a decoding step of a small model. So a traced function is rewritten: those of
+its operations that need nothing else in between become one call (`cpu.fused_layers`),
+whatever their wiring, and of all layers where nothing else stands between them either. The numbers
+stay the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jinfer.cpu import fused_layers as cpu
+from jinfer.ops import gpu_backend
+from jinfer.ops.backend import backend
+from jinfer.ops.fusion.fuse_cpu_rules import MOVES, RowOperation, maker_of, row_operation
+from jinfer.ops.fusion.fuse_gpu import prepared
+from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot, evaluate, operations, value
+from jinfer.ops.fusion.weight_pointers import Told
+from jinfer.quant.calibration_stats import records
+
+_LEAST = 2  # operations that are worth a chain
+
+
+def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Callable[P, R]:
+    """The same function, with such operations put together where the CPU has custom calls.
+
+    On a GPU they become part of the kernels that round the rows of products (`prepared`).
+
+    It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
+    told not to compile, as somebody wants to look at each step.
+
+    Args:
+        told: where those weights are that are the first of the arrays given: calls are told that
+            instead of being given them.
+    """
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _as_it_is(args, kwargs) and gpu_backend.prepares_rows():
+            return prepared(function)(*args, **kwargs)
+        if not chains_here(args, kwargs):
+            return function(*args, **kwargs)
+        return Chains(partial(function, **kwargs), args, told).results()
+
+    return run
+
+
+def chains_here(*arrays: Any) -> bool:
+    """Whether there are custom calls for this, and functions of these are to be changed."""
+    return not _as_it_is(*arrays) and backend() == "cpu" and cpu.available()
+
+
+def _as_it_is(*arrays: Any) -> bool:
+    return jax.config.jax_disable_jit or records(arrays)
+
+
+class Chains[R]:
+    """A function of certain arrays, rewritten.
+
+    Attributes:
+        count: calls that are chains.
+    """
+
+    def __init__(
+        self, function: Callable[..., R], args: Sequence[Any], told: Told | None = None
+    ) -> None:
+        """As of `chained`."""
+        flat, tree = jax.tree.flatten(tuple(args))
+        traced, shape = jax.make_jaxpr(
+            lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
+        )(*flat)
+        self._tree: Any = jax.tree.structure(shape)
+        self._known: dict[Slot, Any] = {}
+        inputs = [Slot(var.aval) for var in traced.jaxpr.invars]
+        found, self._outs = operations(traced, inputs, self._known)
+        self._known |= dict(zip(inputs, flat, strict=True))
+        table, rows = (None, {}) if told is None else (told.table, told.of(flat))
+        self._program = partial(cpu.Program, table=table, told=rows)
+        found, self._outs = _once(found, self._outs)
+        found = _needed(found, self._outs)
+        self._plan, self._users = _planned(found), _users(found, self._outs)
+        self.count = sum(map(self._is_worth_it, self._plan.groups.values()))
+
+    def results(self) -> R:
+        """What the function gives."""
+        plan, known = self._plan, self._known
+        for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
+            groups = [group for row, group in plan.groups.items() if row.level == level]
+            for group in groups:
+                if self._is_worth_it(group):
+                    known |= self._run(group)
+            alone = [one for group in groups if not self._is_worth_it(group) for one in group]
+            for operation in (*alone, *plan.others.get(level, ())):
+                operands = [value(one, known) for one in operation.operands]
+                results = evaluate(operation.eqn, operands)
+                known |= dict(zip(operation.results, results, strict=True))
+        out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
+        return out
+
+    def _is_worth_it(self, group: Sequence[Operation]) -> bool:
+        rows = [self._plan.rows[operation] for operation in group]
+        computing = sum(not row.moves for row in rows)
+        return computing >= _LEAST and any(row.product for row in rows)
+
+    def _run(self, group: Sequence[Operation]) -> dict[Slot, Any]:
+        """What a group gives to others, computed in one call."""
+        rows, known, inside = self._plan.rows, self._known, set(group)
+        own = dict.fromkeys(result for operation in group for result in operation.results)
+        given = dict.fromkeys(
+            one for operation in group for one in rows[operation].operands if one not in own
+        )
+        count = rows[group[0]].rows
+        program = self._program([known[one].reshape(count, -1) for one in given])
+        values: dict[Slot, int] = {one: number for number, one in enumerate(given)}
+        for operation in group:
+            row = rows[operation]
+            out = row.add(program, [values[one] for one in row.operands], known)
+            values |= dict(zip(operation.results, out, strict=True))
+        wanted = [result for result in own if self._users[result] - inside]
+        numbers = list(dict.fromkeys(values[result] for result in wanted))
+        arrays = dict(zip(numbers, program.run(numbers), strict=True))
+        return {one: arrays[values[one]].reshape(one.aval.shape) for one in wanted}
+
+
+class _Row(NamedTuple):
+    """What operations of a group have in common: their level and how many rows they are of."""
+
+    level: int
+    rows: int
+
+
+class _Plan(NamedTuple):
+    """A function's operations, in the order of levels: of each its groups first, then the others.
+
+    A row operation's level is one above that of whatever it depends on that is not of its group, so
+    that none of that can stand between two of the same level.
+    """
+
+    rows: dict[Operation, RowOperation]
+    groups: dict[_Row, list[Operation]]
+    others: dict[int, list[Operation]]
+
+
+def _once(
+    found: Sequence[Operation], outs: Sequence[Operand]
+) -> tuple[list[Operation], list[Operand]]:
+    """The same, with what layers change the shape of alike, as places of tokens, changed once."""
+    kept, same, known = list[Operation](), dict[Any, Operand](), dict[Any, Operation]()
+    for operation in found:
+        operation.operands = tuple(same.get(id(one), one) for one in operation.operands)
+        if operation.name in MOVES:
+            # A literal is the same in each only where it is one object.
+            key = str(operation.eqn.params), *map(id, operation.operands)
+            before = known.setdefault(key, operation)
+            if before is not operation:
+                same |= zip(map(id, operation.results), before.results, strict=True)
+                continue
+        kept.append(operation)
+    return kept, [same.get(id(out), out) for out in outs]
+
+
+def _needed(found: Sequence[Operation], outs: Sequence[Operand]) -> list[Operation]:
+    """Those that results depend on: XLA leaves out others, but nothing of a chain."""
+    wanted = {out for out in outs if isinstance(out, Slot)}
+    kept = []
+    for operation in reversed(found):
+        if operation.eqn.effects or not wanted.isdisjoint(operation.results):
+            kept.append(operation)
+            wanted |= {one for one in operation.operands if isinstance(one, Slot)}
+    return kept[::-1]
+
+
+def _planned(found: Sequence[Operation]) -> _Plan:
+    plan = _Plan({}, defaultdict(list), defaultdict(list))
+    makers: dict[Slot, Operation] = {}
+    levels: dict[Operation, int] = {}
+    for operation in found:
+        row = row_operation(operation, makers, plan.rows)
+        level = 0
+        for one in operation.operands:
+            if (maker := maker_of(one, makers)) is None:
+                continue
+            before = plan.rows.get(maker)
+            together = row is None or (
+                before is not None
+                and before.rows == row.rows
+                and any(one is matrix for matrix in row.operands)
+            )
+            level = max(level, levels[maker] + (not together))
+        if row is None:
+            plan.others[level].append(operation)
+        else:
+            plan.rows[operation] = row
+            plan.groups[_Row(level, row.rows)].append(operation)
+        levels[operation] = level
+        makers |= dict.fromkeys(operation.results, operation)
+    return plan
+
+
+def _users(found: Sequence[Operation], outs: Sequence[Operand]) -> dict[Slot, set[Any]]:
+    """The operations that each array is given to; None: it is a result."""
+    users: dict[Slot, set[Any]] = defaultdict(set)
+    for operation in found:
+        for one in operation.operands:
+            if isinstance(one, Slot):
+                users[one].add(operation)
+    for out in outs:
+        if isinstance(out, Slot):
+            users[out].add(None)
+    return users

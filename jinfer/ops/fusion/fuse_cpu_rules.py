@@ -1,0 +1,305 @@
+"""Which operations of a traced function a chain can do: of each row by itself, and attentions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jinfer.cpu.fused_layers import Attending, Program
+from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot
+from jinfer.records import dataclass
+
+type Known = Mapping[Slot, Any]  # an array's slot -> the array
+type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that gives it
+
+
+# Primitives that only change a shape, where there are as many numbers afterwards.
+MOVES = ("reshape", "squeeze", "broadcast_in_dim")
+
+
+@dataclass(frozen=True)
+class RowOperation:
+    """One that a `Program` can do.
+
+    Attributes:
+        rows: of its matrices: all axes but the last one counted together, or such as have several
+            of those, as tokens have heads.
+        operands: those of its operands that are matrices of rows.
+        add: puts it into a program, given its operands' values there, and gives its results'.
+        product: whether it is worth a call of its own.
+        moves: whether it computes nothing.
+    """
+
+    rows: int
+    operands: tuple[Operand, ...]
+    add: Callable[[Program, Sequence[int], Known], list[int]]
+    product: bool = False
+    moves: bool = False
+
+
+type Found = Mapping[Operation, RowOperation]
+
+
+def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """What an operation is, if it is one.
+
+    Args:
+        found: those before it.
+    """
+    result = operation.results[0].aval
+    if result.dtype != jnp.float32 or 0 in result.shape:
+        return None
+    match operation.name:
+        case "ffi_call":
+            return _custom_call(operation, makers, found)
+        case name if name in MOVES:
+            return _reshape(operation, makers, found)
+        case "add":
+            return _add(operation, makers, found)
+        case "mul":
+            return _scale(operation, makers, found) or _multiply(operation, makers, found)
+    return None
+
+
+def _rows(rows: int, operands: Sequence[Operand], makers: Makers, found: Found) -> int:
+    """Of what matrices of so many rows are: those of what gives them, if they are parts of such."""
+    makes = [maker for one in operands if (maker := maker_of(one, makers)) is not None]
+    before = {found[maker].rows for maker in makes if maker in found}
+    own = before.pop() if len(before) == 1 else rows
+    return own if rows % own == 0 else rows
+
+
+def maker_of(one: Operand, makers: Makers) -> Operation | None:
+    """What gives an operand, if that is an operation."""
+    return makers.get(one) if isinstance(one, Slot) else None
+
+
+def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    match operation.eqn.params["target_name"]:
+        case "jinfer_linear":
+            return _linear(operation)
+        case "jinfer_dense":
+            return _dense(operation)
+        case "jinfer_norm":
+            return _norm(operation, makers, found)
+        case "jinfer_rotate":
+            return _rotate(operation)
+        case "jinfer_hadamard":
+            return _hadamard(operation)
+        case "jinfer_activate":
+            return _activate(operation, makers, found)
+        case "jinfer_attention":
+            return _attention(operation)
+    return None
+
+
+def _linear(operation: Operation) -> RowOperation | None:
+    given = _attributes(operation)
+    if given["select"] != 0:
+        return None
+    x, *buffers = operation.operands
+    fixed: dict[str, Any] = {
+        "digits": int(given["digits"]),
+        "activation": int(given["activation"]),
+        "outputs": [out.aval.shape[1] for out in operation.results],
+    }
+    fields, codebook = given["tensors"].tolist(), given["codebook"].tolist()
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        read = [known[buffer] for buffer in buffers]
+        return program.linear(values[0], read, fields, codebook, **fixed)
+
+    return RowOperation(x.aval.shape[0], (x,), add, product=True)
+
+
+def _dense(operation: Operation) -> RowOperation | None:
+    given = _attributes(operation)
+    x, *weights = operation.operands
+    if given["select"] != 0 or 0 in x.aval.shape:
+        return None
+    fixed: dict[str, Any] = {
+        **{name: int(given[name]) for name in ("activation", "first", "taken")},
+        **{name: bool(given[name]) for name in ("transposed", "rounded")},
+        "outputs": [out.aval.shape[1] for out in operation.results],
+    }
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        return program.dense(values[0], [known[weight] for weight in weights], **fixed)
+
+    return RowOperation(x.aval.shape[0], (x,), add, product=True)
+
+
+def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    given = _attributes(operation)
+    x, *vectors = operation.operands
+    if any(vector.aval.shape[0] != 1 for vector in vectors):
+        return None  # rows are heads with weights of their own
+    vectors = [_as_stored(vector, makers, found) for vector in vectors]
+    kind = {name: given[name] for name in ("centered", "eps", "offset")}
+    rows, each = x.aval.shape
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        left = iter(vectors)
+        weight = known[next(left)] if given["weighted"] else None
+        bias = known[next(left)] if given["biased"] else None
+        return [program.norm(values[0], weight, bias, **kind, each=each)]
+
+    return RowOperation(_rows(rows, (x,), makers, found), (x,), add)
+
+
+def _rotate(operation: Operation) -> RowOperation:
+    given = _attributes(operation)
+    size, adjacent = int(given["size"]), bool(given["adjacent"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.rotate(*values, size=size, adjacent=adjacent)]
+
+    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+
+
+def _hadamard(operation: Operation) -> RowOperation:
+    given = _attributes(operation)
+    size, query = int(given["size"]), bool(given["query"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.hadamard(values[0], size=size, query=query)]
+
+    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+
+
+def _activate(operation: Operation, makers: Makers, found: Found) -> RowOperation:
+    x, number = operation.operands[0], int(_attributes(operation)["activation"])
+
+    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
+        return [program.activate(values[0], number)]
+
+    return RowOperation(_rows(x.aval.shape[0], (x,), makers, found), (x,), add)
+
+
+def _attention(operation: Operation) -> RowOperation | None:
+    """With its new keys and values, if it has any, where all of it is computed here."""
+    given = _attributes(operation)
+    q, *places = operation.operands[:5]
+    *numbers, distances = operation.operands[5:8]
+    if given["partial"] or distances.aval.size:
+        return None
+    new = (2 - given["shared"]) * given["written"]
+    matrices, pools = operation.operands[8 : 8 + new], operation.operands[8 + new :]
+    kind = Attending(*(_plain(given[name]) for name in Attending._fields))
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
+        return program.attend(values[0], values[1:], where, own, read, kind)
+
+    return RowOperation(q.aval.shape[0], (q, *matrices), add, product=True)
+
+
+def _reshape(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """Of what such an operation gives, if its rows stay whole, perhaps cut into heads."""
+    x, shape = operation.operands[0], operation.results[0].aval.shape
+    maker = maker_of(x, makers)
+    row = None if maker is None else found.get(maker)
+    if row is None or math.prod(shape) != math.prod(x.aval.shape):
+        return None
+    turned = operation.name == "reshape" and operation.eqn.params["dimensions"] is not None
+    if turned or not shape or math.prod(shape[:-1]) % row.rows:
+        return None
+    return RowOperation(row.rows, (x,), lambda _, values, __: [values[0]], moves=True)
+
+
+def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    shape = operation.results[0].aval.shape
+    if len(shape) < 2:
+        return None
+    rows = math.prod(shape[:-1])
+    a, b = operation.operands
+    for x, other in ((a, b), (b, a)):
+        vector = _repeated(other, shape, makers)
+        # What such an operation gives stays within the call: with one row it looks like a vector.
+        own = vector is not None and maker_of(vector, makers) in found
+        if vector is not None and not own and x.aval.shape == shape:
+
+            def add_vector(
+                program: Program, values: Sequence[int], known: Known, vector: Any = vector
+            ) -> list[int]:
+                return [program.add_vector(values[0], known[vector])]
+
+            return RowOperation(rows, (x,), add_vector)
+    if any(one.aval.shape != shape for one in (a, b)):
+        return None
+    rows = _rows(rows, (a, b), makers, found)
+    return RowOperation(rows, (a, b), lambda program, values, _: [program.add(*values)])
+
+
+def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """Of a matrix by a number that is known."""
+    for x, by in (operation.operands, operation.operands[::-1]):
+        shape = x.aval.shape
+        if isinstance(by, Literal) and np.shape(by.val) == () and len(shape) > 1:
+            factor = float(by.val)
+
+            def add(
+                program: Program, values: Sequence[int], _: Known, factor: float = factor
+            ) -> list[int]:
+                return [program.scale(values[0], factor)]
+
+            rows = _rows(math.prod(shape[:-1]), (x,), makers, found)
+            return RowOperation(rows, (x,), add)
+    return None
+
+
+def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+    """Of two matrices, number by number."""
+    shape = operation.results[0].aval.shape
+    if len(shape) < 2 or any(one.aval.shape != shape for one in operation.operands):
+        return None
+    if any(isinstance(one, Literal) for one in operation.operands):
+        return None
+    rows = _rows(math.prod(shape[:-1]), operation.operands, makers, found)
+    return RowOperation(
+        rows, operation.operands, lambda program, values, _: [program.multiply(*values)]
+    )
+
+
+def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | None:
+    """The vector that an operand is in each row of a matrix, if that is what it is."""
+    if isinstance(one, Literal):
+        return None
+    maker, size = maker_of(one, makers), shape[-1:]
+    if one.aval.shape != shape:
+        vector = one
+    elif maker is not None and maker.name == "broadcast_in_dim":
+        (vector, *_), axes = maker.operands, maker.eqn.params["broadcast_dimensions"]
+        if isinstance(vector, Literal) or axes[-1:] != (len(shape) - 1,):
+            return None
+    else:
+        return None
+    own: tuple[int, ...] = vector.aval.shape
+    return vector if own[-1:] == size and math.prod(own) == size[0] else None
+
+
+def _as_stored(vector: Operand, makers: Makers, found: Found) -> Operand:
+    """What a vector was before it was given an axis of one: a weight, if it is stored like that."""
+    maker = maker_of(vector, makers)
+    if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
+        return vector
+    stored = maker.operands[0]
+    same = math.prod(stored.aval.shape) == math.prod(vector.aval.shape)
+    if not same or isinstance(stored, Literal) or maker_of(stored, makers) in found:
+        return vector
+    return stored
+
+
+def _attributes(operation: Operation) -> dict[str, Any]:
+    attributes = dict(operation.eqn.params["attributes"])
+    return {name: getattr(value, "val", value) for name, value in attributes.items()}
+
+
+def _plain(number: Any) -> Any:
+    """A NumPy number as Python's."""
+    return number.item() if isinstance(number, np.generic) else number

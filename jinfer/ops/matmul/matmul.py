@@ -1,0 +1,151 @@
+"""Products with weight matrices, plain and quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.ops.matmul import dense, half_precision
+from jinfer.ops.matmul.quantized import FUSED, pick, products, sorts
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration_stats import Recorded, record
+from jinfer.shapes import Bool, Float, Int
+
+type Weight = Array | QuantizedTensor | OutlierTensor | Recorded
+
+
+def linear(
+    x: Float[Array, "*rows inputs"],
+    weight: Weight,
+    bias: Float[Array, " outputs"] | None = None,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "*rows outputs"]:
+    """x @ weight.T + bias, accumulated in float32, in x's type or another.
+
+    Args:
+        weight: [outputs, inputs], as files store it: on XLA:CPU this is as fast as the transposed
+            layout, and loading copies nothing. A plain one may be of another type than x.
+    """
+    return linears(x, [weight], [bias], dtype)[0]
+
+
+def linear_of(
+    x: Float[Array, "rows inputs"],
+    weight: Weight,
+    bias: Float[Array, "experts outputs"] | None,
+    index: Int[Array, ""],
+    where: Bool[Array, " rows"] | None = None,
+) -> Float[Array, "rows outputs"]:
+    """`linear` with one of a stack of weights [experts, outputs, inputs].
+
+    Args:
+        where: rows whose results count; None: all. The others are only left out of a calibration.
+    """
+    (untapped,) = record(x, [weight], index, where)
+    if isinstance(untapped, OutlierTensor):
+        y = products(x, [untapped.rounded], index=index)[0]
+        y = y + pick(untapped.outliers, index).product(x)
+    elif isinstance(untapped, QuantizedTensor):
+        y = products(x, [untapped], index=index)[0]
+    else:
+        y = dense.products(x, [untapped], index=index)[0]
+    return _finished(y, None if bias is None else pick(bias, index), x.dtype)
+
+
+def sorts_rows(weight: Weight) -> bool:
+    """Whether `linears_sorted` takes this weight here."""
+    if isinstance(weight, QuantizedTensor):
+        return sorts(weight)
+    return isinstance(weight, Array) and dense.sorts(weight)
+
+
+def linears_sorted(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[Weight],
+    offsets: Int[Array, " experts_1"],
+    activation: str = "none",
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """Rows times the matrices of stacks that they are sorted by, in float32.
+
+    Only matrices that have rows are read, each once.
+
+    Args:
+        weights: [experts, outputs, inputs], all of them plain or all quantized; `sorts_rows`.
+        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 are multiplied with matrix i.
+        activation: one of `FUSED`: there are two weights, gate and up, and the one result is
+            activation(x @ gate.T) * (x @ up.T).
+    """
+    if isinstance(weights[0], QuantizedTensor):
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
+        return products(x, quantized, offsets=offsets, activation=activation)
+    plain = [weight for weight in weights if isinstance(weight, Array)]
+    return dense.products(x, plain, offsets=offsets, activation=activation)
+
+
+def fuses(gate: Weight, up: Weight, activation: str) -> bool:
+    """Whether the product with gate and up can apply the activation function here."""
+    if activation not in FUSED:
+        return False
+    if isinstance(gate, Array) and isinstance(up, Array):
+        return half_precision.reads_as_stored()
+    if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
+        return False
+    return gate.words.shape == up.words.shape and gate.format == up.format
+
+
+def linears(
+    x: Float[Array, "*rows inputs"],
+    weights: Sequence[Weight],
+    biases: Sequence[Float[Array, " outputs"] | None],
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "*rows outputs"], ...]:
+    """`linear` with several weights; those that are quantized share one call, the others too."""
+    weights = record(x, weights)
+    codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
+    quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
+    plain = [weight for weight in codes if not isinstance(weight, QuantizedTensor)]
+    of_quantized = iter(products(x.reshape(-1, x.shape[-1]), quantized) if quantized else ())
+    of_plain = iter(dense.products(x, plain) if plain else ())
+    results = []
+    for weight, code, bias in zip(weights, codes, biases, strict=True):
+        if isinstance(code, QuantizedTensor):
+            y = next(of_quantized).reshape(*x.shape[:-1], code.outputs)
+        else:
+            y = next(of_plain)
+        if isinstance(weight, OutlierTensor):
+            y = y + weight.outliers.product(x)
+        results.append(_finished(y, bias, x.dtype if dtype is None else dtype))
+    return tuple(results)
+
+
+def _finished(y: Array, bias: Array | None, dtype: DTypeLike) -> Array:
+    if bias is not None:
+        y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + bias.shape)
+    return y.astype(dtype)
+
+
+def gated_linear(
+    x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
+) -> Float[Array, "*rows outputs"] | None:
+    """activation(x @ gate.T) * (x @ up.T) as one operation, where there is one; else None."""
+    if not fuses(gate, up, activation):
+        return None
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        (y,) = products(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
+        return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
+    plain = [weight for weight in (gate, up) if isinstance(weight, Array)]
+    return dense.products(x, plain, activation=activation)[0].astype(x.dtype)
+
+
+def take_rows(
+    weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
+) -> Float[Array, "*shape inputs"]:
+    """Rows of a matrix, in full and in this type."""
+    table: Any = weight.weight if isinstance(weight, Recorded) else weight
+    if isinstance(table, QuantizedTensor | OutlierTensor):
+        return table.take(rows, dtype)
+    return table[rows].astype(dtype)

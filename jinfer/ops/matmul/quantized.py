@@ -1,0 +1,143 @@
+"""Products with quantized matrices: where and how they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.cpu import quantized_matmul as cpu
+from jinfer.ops import disable_kernels, gpu_backend
+from jinfer.ops.activation import FUNCTIONS
+from jinfer.ops.backend import backend, interpreted
+from jinfer.ops.matmul.quantized_xla import product_decoded, product_xla
+from jinfer.quant import QuantizedTensor
+from jinfer.quant.quantized_tensor import MOST_COLUMNS
+from jinfer.shapes import Float, Int
+
+# Activation functions that the product with a gate can apply, so that nothing is written between.
+FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
+
+
+def products(
+    x: Float[Array, "rows inputs"],
+    weights: Sequence[QuantizedTensor],
+    *,
+    index: Int[Array, ""] | None = None,
+    offsets: Int[Array, " experts_1"] | None = None,
+    activation: str = "none",
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ weight.T for each weight, in float32.
+
+    Args:
+        index: which matrix of each stack; the others are not read.
+        offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined. Only where `sorts` says so.
+        activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
+            result is activation(x @ gate.T) * (x @ up.T).
+    """
+    x = x.astype(jnp.float32)
+    if backend() == "cpu" and cpu.available():
+        coded = [_coded(weight) for weight in weights]
+        books = {each.codebook for each in coded if each.codebook is not None}
+        if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
+            which: dict[str, Any] = {"index": index, "offsets": offsets}
+            return tuple(products(x, [weight], **which)[0] for weight in weights)
+        if all(cpu.supports(each) for each in coded):
+            return cpu.coded_linear(
+                x,
+                coded,
+                mode=weights[0].activations,
+                activation=activation,
+                index=index,
+                offsets=offsets,
+            )
+    # A stack is read for a mixture's experts alone.
+    kind: disable_kernels.Kernels = "products" if index is None and offsets is None else "experts"
+    on_gpu = backend() == "gpu"
+    if on_gpu and disable_kernels.kernels(kind) and all(_in_kernels(weight) for weight in weights):
+        return _in_kernels_of_gpu(x, weights, index, offsets, activation)
+    if index is not None:
+        weights = [pick(weight, index) for weight in weights]
+    product = product_decoded if on_gpu else product_xla
+    results = tuple(product(x, weight) for weight in weights)
+    if activation == "none":
+        return results
+    gate, up = results
+    return (FUSED[activation](gate) * up,)
+
+
+def sorts(weight: QuantizedTensor) -> bool:
+    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    if backend() == "gpu":
+        return disable_kernels.kernels("experts") and _in_kernels(weight)
+    return backend() == "cpu" and cpu.available() and cpu.supports(_coded(weight))
+
+
+def _in_kernels(weight: QuantizedTensor) -> bool:
+    """Whether the GPU kernels read it; all others are decoded by XLA."""
+    format = weight.format
+    one_level, two_levels = (32, 64, 128), (16, 32)
+    known = format.block in (two_levels if format.two_level else one_level)
+    if format.two_level and format.per_code > 1:
+        return False
+    return known and weight.columns == MOST_COLUMNS // format.per_code
+
+
+def _in_kernels_of_gpu(
+    x: Array,
+    weights: Sequence[QuantizedTensor],
+    index: Array | None,
+    offsets: Array | None,
+    activation: str,
+) -> tuple[Array, ...]:
+    # Imported here: half a second, which only those pay who have a GPU.
+    from jinfer.ops.matmul.quantized_gpu import packed_product
+    from kernels_pallas.matmul.grouped_quantized import expert_matmul
+    from kernels_pallas.matmul.weight_layout import Packed
+
+    packed = [
+        Packed(
+            weight.words,
+            weight.scales,
+            weight.format.levels,
+            weight.format.block,
+            weight.inputs,
+            weight.steps,
+            weight.format.codebook,
+        )
+        for weight in weights
+    ]
+    which = None if index is None else index.reshape(1).astype(jnp.int32)
+    gated, kind = activation == "silu", gpu_backend.kind()
+    if offsets is not None:
+        own: dict[str, Any] = {"backend": kind, "interpret": interpreted()}
+        results = expert_matmul(x, offsets, packed, index=which, gated=gated, **own)
+    else:
+        results = packed_product(x, packed, index=which, gated=gated, backend=kind)
+    if gated or activation == "none":
+        return results
+    gate, up = results
+    return (FUSED[activation](gate) * up,)
+
+
+def pick(stacked: Any, index: Int[Array, ""]) -> Any:
+    """One array, or one matrix, of a stack."""
+    return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, index, keepdims=False), stacked)
+
+
+def _coded(weight: QuantizedTensor) -> cpu.Coded:
+    format = weight.format
+    return cpu.Coded(
+        weight.words,
+        weight.scales,
+        weight.steps,
+        weight.outputs,
+        format.block,
+        format.per_code,
+        format.zero if format.symmetric else 0,
+        format.codebook,
+    )

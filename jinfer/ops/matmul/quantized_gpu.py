@@ -1,0 +1,55 @@
+"""A GPU's products with quantized matrices, as one operation of a traced function.
+
+So `jinfer.ops.fusion.fuse_gpu` finds them, and what their rows are computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jinfer.ops.backend import interpreted
+from jinfer.shapes import Float, Int
+from kernels_pallas import Backend
+from kernels_pallas.matmul.quantized import matmul
+from kernels_pallas.matmul.weight_layout import Packed
+
+PRODUCT = Primitive("packed_product")
+PRODUCT.multiple_results = True
+
+
+def packed_product(
+    x: Float[Array, "rows inputs"],
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, " 1"] | None = None,
+    gated: bool = False,
+    backend: Backend = "triton",
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """`kernels_pallas.matmul.quantized.matmul` by the kernels of a backend."""
+    leaves, tree = jax.tree.flatten((tuple(matrices), index))
+    how = {"gated": gated, "backend": backend, "interpret": interpreted()}
+    return tuple(PRODUCT.bind(x, *leaves, tree=tree, **how))
+
+
+def _product(x: Array, *leaves: Any, tree: Any, **how: Any) -> tuple[Array, ...]:
+    matrices, index = jax.tree.unflatten(tree, leaves)
+    return matmul(x, matrices, index=index, **how)
+
+
+@PRODUCT.def_abstract_eval
+def _shapes(x: Any, *leaves: Any, tree: Any, gated: bool, **_: Any) -> list[ShapedArray]:
+    matrices, _ = jax.tree.unflatten(tree, leaves)
+    results = matrices[:1] if gated else matrices
+    return [ShapedArray((x.shape[0], one.outputs), jnp.dtype(jnp.float32)) for one in results]
+
+
+PRODUCT.def_impl(jax.jit(_product, static_argnames=("tree", "gated", "backend", "interpret")))
+mlir.register_lowering(PRODUCT, mlir.lower_fun(_product, multiple_results=True))

@@ -1,0 +1,223 @@
+"""Products with quantized matrices in plain XLA: the definition, and forms for any machine.
+
+A GPU whose kernels may not be used decodes a matrix as a whole; the rest is written for XLA:CPU.
+
+The forms keep the order in which the words lie. A *lane* is one of the R * G words of a tile and
+superblock that stand together; codes, numbers and activations are brought to
+[tiles, superblocks, halves, 4 strips, lanes], so that every loop that XLA:CPU makes runs over
+lanes and is vectorized. Other orders, sums over the last axis, or one chain over all 32 codes of a
+word's column cost ten times as much to run or to compile.
+
+Milliseconds for the products of a decode step of a 135M model (30 layers of 576 and 1536, 49,152
+outputs), CPU time of one core of an AMD EPYC with AVX-512, and seconds to compile them, at 1 row:
+q4 13, 4 s; q8 19, 4 s; q3.5 24, 8 s; a codebook 41, 11 s; q6 in blocks of 16 44, 6 s. With 8 of
+these layers and more rows, q4: 3.5 for each row up to `_FEW_ROWS`; beyond, 51 at 16 rows and 127
+at 128.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.quant import QuantizedTensor
+from jinfer.quant.bit_packing import PIECES
+from jinfer.quant.quantized_tensor import SUPER
+from jinfer.shapes import Float
+
+_FEW_ROWS = 8  # above, decoding the weights once costs less than decoding them for every row
+_DECODED_BYTES = 1 << 20  # of float32 weights at a time: they stay in the second-level cache
+
+
+def product_reference(
+    x: Float[Array, "rows inputs"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """x @ weight.T in float32, with the whole matrix decoded."""
+    exact = lax.Precision.HIGHEST
+    return jnp.dot(x.astype(jnp.float32), weight.dequantize().T, precision=exact)
+
+
+def product_xla(
+    x: Float[Array, "rows inputs"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """The same in plain XLA, for machines that have neither custom calls nor kernels.
+
+    Activations stay in float32 whatever `weight.activations` says.
+    """
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, weight.padded_inputs - weight.inputs)))
+    if x.shape[0] == 1:
+        return _one_row(x[0], weight)[None]
+    if x.shape[0] <= _FEW_ROWS:
+        # The barrier keeps what depends on the weights alone inside the loop.
+        return lax.map(lambda row: _one_row(*lax.optimization_barrier((row, weight))), x)
+    return _many_rows(x, weight)
+
+
+def product_decoded(
+    x: Float[Array, "rows inputs"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """The same for a GPU: the matrix in memory in fp16, times x in fp16, added in float32.
+
+    Elementwise operations and a product for its tensor cores, without loops.
+    """
+    from kernels_pallas.matmul.round_fp16 import rounded
+
+    x16, factors = rounded(x)
+    contracted = (((1,), (1,)), ((), ()))
+    weights = weight.dequantize(jnp.float16)
+    y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
+    return y * factors[:, None]
+
+
+def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array, " outputs"]:
+    """Elementwise operations, then sums: anything with `dot` decodes the weights to memory."""
+    tiles, superblocks, _, rows, columns = weight.words.shape
+    p, parts, lanes = weight.format.per_code, _parts(weight), rows * columns
+    x = jnp.transpose(x.reshape(superblocks, p, columns, 8, 4), (3, 0, 1, 4, 2))
+    total = jnp.sum(x.reshape(parts, 8 // parts, *x.shape[1:]), axis=(1, 4))
+
+    def per_lane(a: Array) -> Array:  # flat, so that XLA really changes the order in memory
+        return jnp.broadcast_to(a[..., None, :], (*a.shape[:-1], rows, columns)).reshape(-1)
+
+    x, total = lax.optimization_barrier((per_lane(x), per_lane(total)))
+    x = x.reshape(8, 1, superblocks, p, 4, lanes)
+    total = total.reshape(parts, 1, superblocks, p, lanes)
+    sums: list[Array] = []
+    for step in range(8):
+        term = _values(weight, step) * x[step]
+        if step % (8 // parts):
+            sums[-1] = sums[-1] + term
+        else:
+            sums.append(term)
+    # Each barrier ends a loop: fused, the operations after it would be done for every strip, and
+    # those before it for every term of a sum.
+    sums = lax.optimization_barrier(sums)
+    scale, base = _numbers(weight)
+    y = jnp.zeros((), jnp.float32)
+    for part, each in enumerate(sums):
+        strips = (each[..., 0, :] + each[..., 1, :]) + (each[..., 2, :] + each[..., 3, :])
+        y = y + scale[part] * strips
+        if base is not None:
+            y = y + base[part] * total[part]
+    y = jnp.sum(lax.optimization_barrier(y).reshape(tiles, superblocks * p, lanes), axis=1)
+    y = jnp.sum(lax.optimization_barrier(y).reshape(tiles * rows, columns), axis=1)
+    return y[: weight.outputs]
+
+
+def _many_rows(
+    x: Float[Array, "rows padded"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """Decodes some tiles at a time."""
+    tiles, superblocks, _, rows, columns = weight.words.shape
+    shape = (x.shape[0], superblocks, weight.format.per_code, columns, 8, 4)
+    x = jnp.transpose(x.reshape(shape), (0, 4, 1, 2, 5, 3)).reshape(x.shape)
+    each = min(tiles, max(1, _DECODED_BYTES // (4 * rows * weight.padded_inputs)))
+
+    def part(number: Array, y: Array) -> Array:
+        # The last part begins earlier, so that it is as long as the others.
+        begin = jnp.minimum(number * jnp.int32(each), jnp.int32(tiles - each))
+        cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, each, 0), weight)
+        decoded = _decoded(lax.optimization_barrier(cut))
+        product = lax.dot_general(
+            x, decoded, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
+        return lax.dynamic_update_slice_in_dim(y, product, begin * jnp.int32(rows), 1)
+
+    y = jnp.zeros((x.shape[0], tiles * rows), jnp.float32)
+    return lax.fori_loop(0, -(-tiles // each), part, y)[:, : weight.outputs]
+
+
+def _decoded(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
+    """All weights, padding included, with inputs in the order step, superblock, half, strip, g."""
+    tiles, _, _, rows, columns = weight.words.shape
+    parts = _parts(weight)
+    scale, base = lax.optimization_barrier(_numbers(weight))
+    steps = []
+    for step in range(8):
+        part = step * parts // 8
+        values = _values(weight, step) * scale[part, ..., None, :]
+        steps.append(values if base is None else values + base[part, ..., None, :])
+    # Written as it lies before R and the inputs change places: both at once is not vectorized.
+    stacked = lax.optimization_barrier(jnp.stack(steps, axis=1))
+    stacked = stacked.reshape(tiles, -1, rows, columns)
+    return jnp.swapaxes(stacked, 1, 2).reshape(tiles * rows, -1)
+
+
+def _parts(weight: QuantizedTensor) -> int:
+    """Blocks that a column's codes belong to."""
+    return 2 if weight.format.block == 16 else 1
+
+
+def _values(weight: QuantizedTensor, step: int) -> Float[Array, "tiles superblocks halves 4 lanes"]:
+    """Of the codes 4 * step + strip: the codes themselves, or their values in a codebook."""
+    format = weight.format
+    tiles, superblocks, bits, rows, columns = weight.words.shape
+    words = weight.words.reshape(tiles, superblocks, bits, 1, 1, rows * columns)
+    strip = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape(1, 1, 1, 4, 1)
+    codes = jnp.uint32(0)
+    for byte, low, width, at in PIECES[bits][step]:
+        mask = jnp.uint32((1 << width) - 1)
+        codes |= ((words[:, :, byte] >> (strip + jnp.uint32(low))) & mask) << jnp.uint32(at)
+    codes = codes.astype(jnp.int32)  # for which there is a conversion to float32 in vectors
+    if format.codebook is not None:
+        return _looked_up(codes, format.codebook)
+    if format.per_code == 1:
+        return codes.astype(jnp.float32)
+    # Both halves by one formula, without a choice: high, and codes - levels * high. The quotient
+    # by multiplication, exact below 128: XLA has a signed division written out in many operations.
+    half = jnp.arange(2, dtype=jnp.float32).reshape(1, 1, 2, 1, 1)
+    high = ((codes * jnp.int32((1 << 11) // format.levels + 1)) >> jnp.int32(11)).astype(
+        jnp.float32
+    )
+    return codes.astype(jnp.float32) * half + high * (1 - (format.levels + 1) * half)
+
+
+def _looked_up(codes: Array, codebook: tuple[int, ...]) -> Array:
+    """Codes' values by a tree of choices: XLA:CPU does not vectorize reading a table."""
+    values = [jnp.float32(value) for value in codebook]
+    bit = 1
+    while len(values) > 1:
+        odd = (codes & jnp.int32(bit)) != 0
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [jnp.where(odd, second, first) for first, second in pairs]
+        bit *= 2
+    return values[0]
+
+
+def _numbers(
+    weight: QuantizedTensor,
+) -> tuple[
+    Float[Array, "parts tiles superblocks halves lanes"],
+    Float[Array, "parts tiles superblocks halves lanes"] | None,
+]:
+    """Scale and base of each lane's block: a weight is scale * `_values` + base (None: scale only).
+
+    A column has one block, or two parts in blocks of 16.
+    """
+    format = weight.format
+    p, parts = format.per_code, _parts(weight)
+
+    def per_lane(numbers: Array, block: int, which: int) -> Array:
+        tiles, superblocks, _, rows, _ = weight.words.shape
+        each = numbers[..., which].astype(jnp.float32)
+        if (share := superblocks // each.shape[1]) > 1:  # superblocks of a block
+            each, block = jnp.repeat(each, share, axis=1), block // share
+        each = each[..., None]
+        if block > 32:
+            each = jnp.broadcast_to(each, (*each.shape[:-1], block // 32))
+        inner = 2 if block == 16 else 1
+        each = each.reshape(tiles, superblocks, rows, p, weight.columns, inner)
+        each = jnp.transpose(each, (5, 0, 1, 3, 2, 4))
+        each = each.reshape(inner, tiles, superblocks, p, rows * weight.columns)
+        return jnp.broadcast_to(each, (parts, *each.shape[1:]))
+
+    numbers = []
+    for which in range(format.numbers):
+        each = per_lane(weight.scales, format.block, which)
+        if weight.steps is not None:
+            each = each * per_lane(weight.steps, SUPER, which)
+        numbers.append(each)
+    if format.codebook is not None and format.symmetric:
+        return numbers[0], None
+    return numbers[0], numbers[0] * -format.zero if format.symmetric else numbers[1]

@@ -1,0 +1,85 @@
+"""Rotations of queries and keys by their tokens' positions (arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jinfer.cpu import rowwise as cpu
+from jinfer.ops import gpu_backend
+from jinfer.ops.backend import backend
+from jinfer.shapes import Float
+
+ROTATE = Primitive("rotate")  # on a GPU, where `jinfer.ops.fusion.fuse_gpu` finds it
+
+
+def rotate(
+    x: Float[Array, "*tokens width"],
+    cos: Float[Array, "*tokens pairs"],
+    sin: Float[Array, "*tokens pairs"],
+    *,
+    size: int,
+    adjacent: bool,
+) -> Float[Array, "*tokens width"]:
+    """Rotates pairs of numbers of each head, in float32.
+
+    Args:
+        x: heads side by side.
+        size: of a head; its first 2 * pairs numbers are rotated, the others stay.
+        adjacent: whether a pair's numbers are neighbours; else they are `pairs` apart.
+    """
+    if gpu_backend.prepares_rows():
+        return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
+    if not (backend() == "cpu" and cpu.available()):
+        return rotate_reference(x, cos, sin, size=size, adjacent=adjacent)
+    flat, *angles = (part.reshape(-1, part.shape[-1]) for part in (x, cos, sin))
+    y = cpu.rotate(flat.astype(jnp.float32), *angles, size=size, adjacent=adjacent)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def rotate_reference(
+    x: Float[Array, "*tokens width"],
+    cos: Float[Array, "*tokens pairs"],
+    sin: Float[Array, "*tokens pairs"],
+    *,
+    size: int,
+    adjacent: bool,
+) -> Float[Array, "*tokens width"]:
+    """The same in XLA's operations."""
+    heads, dim = x.reshape(*x.shape[:-1], -1, size), 2 * cos.shape[-1]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned, rest = heads[..., :dim].astype(jnp.float32), heads[..., dim:]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if adjacent else jnp.split(turned, 2, axis=-1)
+    first = _rounded(a * cos) - _rounded(b * sin)
+    second = _rounded(b * cos) + _rounded(a * sin)
+    if adjacent:
+        turned = jnp.stack([first, second], axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate([first, second], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1).reshape(x.shape)
+
+
+def _rounded(product: Array) -> Array:
+    """The product itself, rounded before it is added to another one.
+
+    A compiler may round only one of two products that are added, and chooses by the loop that it
+    makes: a token's bits would depend on how many others there are. It does not see that nothing is
+    selected here.
+    """
+    return jnp.where(jnp.isnan(product), jnp.nan, product)
+
+
+@ROTATE.def_abstract_eval
+def _shape(x: Any, cos: Any, sin: Any, **_: Any) -> Any:
+    del cos, sin
+    return x
+
+
+ROTATE.def_impl(partial(jax.jit, static_argnames=("size", "adjacent"))(rotate_reference))
+mlir.register_lowering(ROTATE, mlir.lower_fun(rotate_reference, multiple_results=False))

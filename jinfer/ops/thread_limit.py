@@ -1,0 +1,56 @@
+"""A bound on the threads of the CPU that compute."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from jinfer.cpu import call_threads
+from jinfer.cpu.cores import usable_cores
+from jinfer.xla.device import first_device, has_started
+
+_VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
+_log = logging.getLogger("jinfer")
+
+
+def bound(count: int) -> Callable[[], None]:
+    """At most so many threads from now on, in the whole process, until the result is called.
+
+    XLA's own pools are sized once, when it starts: they are bounded if it has not started yet, and
+    keep their size; custom calls follow the least of all bounds that are in force.
+    """
+    lift = call_threads.bound(count)
+    if not has_started():
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(count)
+        try:
+            first_device()
+        finally:
+            del os.environ[_VARIABLE]
+            if before is not None:
+                os.environ[_VARIABLE] = before
+    elif count < (_pool() or count + 1):
+        _log.warning(
+            "XLA started before threads=%d was said, with more: only the custom calls keep to it",
+            count,
+        )
+    return lift
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return usable_cores()
+
+
+def _pool() -> int | None:
+    """Threads of XLA's pool; None where that cannot be found out."""
+    tasks = "/proc/self/task"
+    try:
+        names = []
+        for task in os.listdir(tasks):
+            with open(f"{tasks}/{task}/comm", encoding="utf-8") as file:
+                names.append(file.read().strip())
+    except OSError:
+        return None
+    return names.count("tf_XLAEigen") or None

@@ -1,0 +1,49 @@
+"""What a model's parts take: bytes of weights of each layer, as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.parallel.layer_plan import Weight
+from jinfer.parallel.sharding_rules import Part, stage_spec
+
+
+def weigh(spec: ModelSpec, model: AbstractModel) -> Weight:
+    """The bytes of a model.
+
+    Args:
+        model: with its parameters as they will be stored.
+    """
+    sizes = dict(zip(model.names, map(nbytes, model.parameters), strict=True))
+    layers = {stack.name: [0] * len(stack.layers) for stack in spec.stacks}
+    rest: dict[str, int] = {}
+    for name, size in sizes.items():
+        stack, number, *_ = (*name.split("."), "")
+        if stack in layers and number.isdigit():
+            layers[stack][int(number)] += size
+        else:
+            rest[name] = size
+    ends = [
+        sum(size for name, size in rest.items() if any(map(name.startswith, _outside(spec, *end))))
+        for end in ((True, False), (False, True))
+    ]
+    return Weight(layers, *ends)
+
+
+def _outside(spec: ModelSpec, first: bool, last: bool) -> Iterable[str]:
+    """Prefixes of the names of what a stage without layers has."""
+    part = Part({stack.name: range(0) for stack in spec.stacks}, first, last)
+    stage = stage_spec(spec, part)
+    yield from (f"{name}." for name, _ in stage.shared)
+    for stack in stage.stacks:
+        yield from (f"{stack.name}.{name}." for name, _ in stack.modules)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of arrays, abstract ones too."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

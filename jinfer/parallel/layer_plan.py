@@ -1,0 +1,189 @@
+"""Which devices have which layers: from `[partition]`, the devices there are, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jinfer.modelspec.partition_table import CPU, PartitionSpec, device_groups
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.parallel.sharding_rules import Part
+from jinfer.records import dataclass
+
+type Groups = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes of a model, as it is stored.
+
+    Attributes:
+        layers: of each layer of each stack.
+        before: of what the first stage has beside layers...
+        after: ...and of what the last one has.
+    """
+
+    layers: Mapping[str, Sequence[int]]
+    before: int
+    after: int
+
+    @property
+    def total(self) -> int:
+        """Of all together."""
+        return self.before + self.after + sum(sum(each) for each in self.layers.values())
+
+    def of(self, part: Part) -> int:
+        """Of a stage."""
+        own = sum(
+            sum(self.layers[name][rows.start : rows.stop]) for name, rows in part.layers.items()
+        )
+        return own + part.first * self.before + part.last * self.after
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage.
+
+    Attributes:
+        devices: their numbers, or "cpu".
+        part: what they have of the model.
+    """
+
+    devices: tuple[str, ...]
+    part: Part
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which devices have what.
+
+    Attributes:
+        rows: the stages, in their order.
+        lanes: groups of sequences on their way through them at a time.
+    """
+
+    rows: tuple[Row, ...]
+    lanes: int
+
+
+def make_plan(
+    spec: PartitionSpec,
+    weight: Weight,
+    devices: int,
+    slots: int,
+    path: object,
+    automatic: Callable[[], Groups],
+) -> Plan:
+    """The plan that `[partition]` asks for.
+
+    Args:
+        devices: that there are, beside the host.
+        slots: sequences that run at a time.
+        path: the specification's file, for errors.
+        automatic: chooses the groups of devices for "auto".
+
+    Raises:
+        SpecError: it cannot be: says what is there instead.
+    """
+    groups = _groups(spec, devices, path, automatic)
+    main = max(weight.layers, key=lambda name: (name == "decoder", len(weight.layers[name])))
+    counts = _main_counts(spec, weight, groups, main, path)
+    if spec.lanes is not None and spec.lanes > slots:
+        reason = f"{spec.lanes} is more than engine.slots = {slots}"
+        raise SpecError(path, "partition.lanes", reason)
+    layers = {name: balance(sizes, 0, 0, len(groups), 0) for name, sizes in weight.layers.items()}
+    layers[main] = counts
+    last = len(groups) - 1
+    rows = tuple(
+        Row(group, Part({name: _run(each, i) for name, each in layers.items()}, i == 0, i == last))
+        for i, group in enumerate(groups)
+    )
+    return Plan(rows, spec.lanes or min(len(groups), slots))
+
+
+def _run(counts: Sequence[int], index: int) -> range:
+    begin = sum(counts[:index])
+    return range(begin, begin + counts[index])
+
+
+def _groups(
+    spec: PartitionSpec, devices: int, path: object, automatic: Callable[[], Groups]
+) -> Groups:
+    key = "partition.devices"
+    if spec.mesh is not None:
+        pipe, tensor, key = spec.mesh.pipe, spec.mesh.tensor, "partition.mesh"
+        if pipe * tensor > devices:
+            reason = f"needs {pipe} x {tensor} = {pipe * tensor} devices, but there are {devices}"
+            raise SpecError(path, key, reason)
+        groups: Groups = tuple(
+            tuple(str(row * tensor + i) for i in range(tensor)) for row in range(pipe)
+        )
+    elif spec.devices is None:
+        groups = (("0",),)
+    else:
+        groups = device_groups(spec.devices, path) or automatic()
+    for name in (name for group in groups for name in group):
+        if name != CPU and int(name) >= devices:
+            there = f"there are {devices}, from 0 on" if devices > 1 else "there is one, number 0"
+            raise SpecError(path, key, f"device {name} is not there: {there}")
+    if (spec.cpu_layers or spec.host_embeddings) and (CPU,) in groups:
+        key = "cpu_layers" if spec.cpu_layers else "host_embeddings"
+        raise SpecError(path, f"partition.{key}", "devices has a stage on the host already")
+    return ((CPU,), *groups) if spec.cpu_layers or spec.host_embeddings else groups
+
+
+def _main_counts(
+    spec: PartitionSpec, weight: Weight, groups: Groups, main: str, path: object
+) -> list[int]:
+    """Layers of each stage, of the stack that decides."""
+    sizes, stages = weight.layers[main], len(groups)
+    host = spec.cpu_layers
+    added = bool(host or spec.host_embeddings)
+    if spec.layers is not None:
+        if added:
+            reason = f'beside a stage on the host that is added; write devices = "{CPU};..."'
+            raise SpecError(path, "partition.layers", reason)
+        if len(spec.layers) != stages or sum(spec.layers) != len(sizes):
+            raise SpecError(
+                path,
+                "partition.layers",
+                f"{list(spec.layers)} are {sum(spec.layers)} layers of {len(spec.layers)} stages, "
+                f"but there are {len(sizes)} layers and {stages} stages",
+            )
+        return list(spec.layers)
+    if len(sizes) - host < stages - added:
+        key = "cpu_layers" if host else "mesh" if spec.mesh is not None else "devices"
+        raise SpecError(
+            path,
+            f"partition.{key}",
+            f"{stages} stages are more than the {main}'s {len(sizes)} layers allow; take fewer, "
+            "or say in partition.layers which stages have none",
+        )
+    if added:
+        return [host, *balance(sizes[host:], 0, weight.after, stages - 1, 1)]
+    return balance(sizes, weight.before, weight.after, stages, 1)
+
+
+def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: int) -> list[int]:
+    """How many layers each stage has, so that the largest stage is as small as it can be.
+
+    Args:
+        sizes: of the layers.
+        before, after: what the first and the last stage have beside them.
+        least: layers of a stage, where there are enough.
+    """
+    count = len(sizes)
+    sums = [sum(sizes[:end]) for end in range(count + 1)]
+    # best[end]: the largest stage's size, and the counts, of some first stages with `end` layers.
+    best: dict[int, tuple[tuple[int, ...], list[int]]] = {0: ((), [])}
+    for stage in range(stages):
+        extra = (before if stage == 0 else 0) + (after if stage == stages - 1 else 0)
+        fuller: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+        for begin, (loads, counts) in best.items():
+            for end in range(begin + least, count + 1):
+                load = sums[end] - sums[begin] + extra
+                # Of equally large ones those whose next largest stage is smaller.
+                key = tuple(sorted((*loads, load), reverse=True))
+                if end not in fuller or key < fuller[end][0]:
+                    fuller[end] = key, [*counts, end - begin]
+        best = fuller
+    return best[count][1]

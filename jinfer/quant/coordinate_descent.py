@@ -1,0 +1,270 @@
+"""Codes and scales made better one at a time, all others as they are.
+
+Error feedback rounds each weight once, when it knows nothing of the roundings to come. With H the
+products of the layer's inputs and E the error of the weights, the loss is tr(E H E^T), and with all
+others fixed the best value of a weight, or the best scale and base of a block, is known in closed
+form: coordinate descent (arXiv 2309.01885). For 3 bits of SmolLM2-135M two rounds take 3% to 8%
+off the loss on other texts than the one that H is of, six rounds 1% more.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jinfer.matmul_precision import product
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.round_to_nearest import decoded, in_blocks
+from jinfer.quant.row_blocks import by_rows
+from jinfer.shapes import Float
+
+ROUNDS = 2
+
+
+def descend(
+    values: np.ndarray,
+    hessian: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray | None,
+    format: QuantFormat,
+    *,
+    damping: float,
+    kept: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Codes, scales and bases of less loss.
+
+    Args:
+        values: float32 [outputs, inputs].
+        hessian: X^T X of the layer's inputs, times any number: [inputs, inputs].
+        codes, scale, base: uint8 [outputs, blocks, block], float16 [outputs, blocks] twice.
+        damping: as for `feedback`.
+        kept: float32 [outputs, inputs], the weights that are kept beside the codes, NaN elsewhere.
+
+    Returns:
+        As they are given.
+    """
+    (outputs, inputs), block = values.shape, format.block
+    missing = -inputs % block
+    zero = np.float32(format.zero if base is None else 0)
+    H = np.pad(minimized(hessian, damping), (0, missing))
+    H[range(inputs, len(H)), range(inputs, len(H))] = 1
+    products = jnp.asarray(H.reshape(-1, block, len(H)))
+
+    def some(rows: slice) -> list[np.ndarray]:
+        low = None if base is None else base[rows]
+        error, free = _start(values[rows], codes[rows], scale[rows], low, format, kept, rows)
+        lanes = [_lanes(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
+        q = _lanes(codes[rows].reshape(len(error), -1).astype(np.float32) - zero, block)
+        numbers = (scale[rows].T, None if low is None else low.T)
+        found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
+        return [np.asarray(each).T for each in found if each is not None]
+
+    q, *found = by_rows(some, outputs)
+    whole = (q[:, :inputs] + zero).astype(np.uint8)
+    return in_blocks(whole, block), found[0], None if base is None else found[1]
+
+
+def minimized(hessian: np.ndarray, damping: float) -> np.ndarray:
+    """H as the loss has it, float32."""
+    H = hessian / np.diag(hessian).mean()
+    H[np.diag_indices(len(H))] += damping
+    return H.astype(np.float32)
+
+
+def _start(
+    values: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray | None,
+    format: QuantFormat,
+    kept: np.ndarray | None,
+    rows: slice,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors, and 1 for weights that may change, 0 for others."""
+    outputs, inputs = values.shape
+    whole = decoded(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
+    error = whole - values
+    if kept is None:
+        return error, np.ones_like(error)
+    exact = kept[rows]
+    error = np.where(np.isnan(exact), error, exact - values)
+    return error, np.isnan(exact).astype(np.float32)
+
+
+def _lanes(numbers: np.ndarray, block: int) -> np.ndarray:
+    """[rows, columns] -> [blocks, block, rows]."""
+    return np.ascontiguousarray(numbers.T).reshape(-1, block, len(numbers))
+
+
+@partial(jax.jit, static_argnums=(6, 7))
+def _descend(
+    products: Float[Array, "blocks block columns"],
+    error: Float[Array, "blocks block rows"],
+    codes: Float[Array, "blocks block rows"],
+    scale: Float[Array, "blocks rows"],
+    base: Float[Array, "blocks rows"] | None,
+    free: Float[Array, "blocks block rows"],
+    format: QuantFormat,
+    rounds: int,
+) -> tuple[Array, Array, Array | None]:
+    """Codes [columns, rows], less that of 0 in symmetric formats, scales and bases."""
+    blocks, block, rows = error.shape
+
+    def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        n = turn % blocks
+        error, codes, scale, base = state
+        slope = product(products[n], error.reshape(-1, rows))
+        own = lax.dynamic_slice_in_dim(products[n], n * block, block, 1)
+        here = _Block(codes[n], scale[n], base[n], error[n], slope, own, free[n], format)
+        here.fit()
+        here.round()
+        return (
+            error.at[n].set(here.error),
+            codes.at[n].set(here.codes),
+            scale.at[n].set(here.scale),
+            base.at[n].set(here.base),
+        )
+
+    low = jnp.zeros_like(scale) if base is None else base
+    state = (error, codes, scale, low)
+    _, codes, scale, low = lax.fori_loop(0, rounds * blocks, one, state)
+    return codes.reshape(-1, rows), scale, None if base is None else low
+
+
+class _Block:
+    """A block of each row, on its way to less loss.
+
+    Attributes:
+        codes: float32 [columns, rows], less the code of 0 in symmetric formats.
+        scale, base: float16 [rows]; no base: 0.
+        error, slope: [columns, rows], of the weights, and half the loss's derivative.
+        H: [columns, columns].
+        free: [columns, rows], 1 for what may change.
+    """
+
+    def __init__(
+        self,
+        codes: Array,
+        scale: Array,
+        base: Array,
+        error: Array,
+        slope: Array,
+        H: Array,
+        free: Array,
+        format: QuantFormat,
+    ) -> None:
+        self.codes, self.scale, self.base = codes, scale, base
+        self.error, self.slope, self.H, self.free = error, slope, H, free
+        self.format = format
+
+    def fit(self) -> None:
+        """The best scale and base for the codes, where they are better as they are stored."""
+        q, free = self.codes * self.free, self.free
+        Hq = product(self.H, q)
+        qq, down = _dot(Hq, q), -_dot(self.slope, q)
+        more, lift = _ratio(down, qq, qq > 0), jnp.zeros_like(down)
+        if not self.format.symmetric:
+            Hf = product(self.H, free)
+            qf, ff, flat = _dot(Hq, free), _dot(Hf, free), -_dot(self.slope, free)
+            det = qq * ff - qf * qf
+            some = det > 1e-6 * qq * ff
+            more = _ratio(down * ff - flat * qf, det, some)
+            lift = _ratio(qq * flat - qf * down, det, some)
+        before = self.scale.astype(jnp.float32), self.base.astype(jnp.float32)
+        scale, base = _fp16(before[0] + more), _fp16(before[1] + lift)
+        wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
+        change = q * wider[None] + free * raised[None]
+        bend = product(self.H, change)
+        better = 2 * _dot(self.slope, change) + _dot(bend, change) < 0
+        self.error += jnp.where(better[None], change, 0)
+        self.slope += jnp.where(better[None], bend, 0)
+        self.scale = jnp.where(better, scale, self.scale)
+        self.base = jnp.where(better, base, self.base)
+
+    def round(self) -> None:
+        """Each code to the nearest of what is best for it, one column after the other."""
+        step = self.scale.astype(jnp.float32)
+        inverse = _ratio(jnp.ones_like(step), step, step != 0)
+        least = -self.format.zero if self.format.symmetric else 0
+        most = least + self.format.levels - 1
+
+        def column(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            slope, codes = state
+            h, before = self.H[j], codes[j]
+            q = jnp.clip(jnp.round(before - slope[j] / h[j] * inverse), least, most)
+            # Once, not once for each column whose slope it changes.
+            q = lax.optimization_barrier(q)
+            change = (q - before) * step * self.free[j]
+            return slope + h[:, None] * change[None], codes.at[j].set(q)
+
+        codes = self.codes
+        _, self.codes = lax.fori_loop(0, len(self.H), column, (self.slope, codes))
+        self.error += (self.codes - codes) * step[None] * self.free
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Of each column with its column."""
+    return jnp.sum(a * b, axis=0)
+
+
+def _ratio(above: Array, below: Array, where: Array) -> Array:
+    """0 where it is not wanted."""
+    return jnp.where(where, above / jnp.where(where, below, 1), 0)
+
+
+def _fp16(numbers: Array) -> Array:
+    limit = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(numbers, -limit, limit).astype(jnp.float16)
+
+
+def descend_reference(
+    values: np.ndarray,
+    hessian: np.ndarray,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    base: np.ndarray | None,
+    format: QuantFormat,
+    *,
+    damping: float,
+    kept: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The same in NumPy, and every number from the definition of the loss."""
+    outputs, inputs = values.shape
+    H = minimized(hessian, damping).astype(np.float64)
+    error, free = _start(values, codes, scale, base, format, kept, slice(None))
+    error, free = error.astype(np.float64), free.astype(np.float64)
+    zero = format.zero if base is None else 0
+    q = codes.reshape(outputs, -1)[:, :inputs].astype(np.float64) - zero
+    scale = scale.copy()
+    low = np.zeros_like(scale) if base is None else base.copy()
+    for begin in [*range(0, inputs, format.block)] * ROUNDS:
+        n, part = begin // format.block, slice(begin, begin + format.block)
+        for row in range(outputs):
+            ways = [q[row, part] * free[row, part]]
+            ways += [] if base is None else [free[row, part]]
+            basis = np.zeros((len(ways), inputs))
+            basis[:, part] = ways
+            normal = basis @ H @ basis.T
+            if np.linalg.det(normal) <= 1e-6 * np.prod(np.diag(normal)):
+                continue
+            more = np.append(np.linalg.solve(normal, -basis @ H @ error[row]), 0)
+            numbers = np.array([scale[row, n], low[row, n]], np.float64)
+            stored = (numbers + more[:2]).astype(np.float16)
+            change = (stored - numbers)[: len(ways)] @ basis
+            if (2 * error[row] + change) @ H @ change < 0:
+                error[row] += change
+                scale[row, n], low[row, n] = stored
+        step = scale[:, n].astype(np.float64)
+        inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
+        for j in range(begin, min(begin + format.block, inputs)):
+            best = q[:, j] - error @ H[j] / H[j, j] * inverse
+            nearest = np.clip(np.rint(best), -zero, format.levels - 1 - zero)
+            error[:, j] += (nearest - q[:, j]) * step * free[:, j]
+            q[:, j] = nearest
+    found = in_blocks((q + zero).astype(np.uint8), format.block)
+    return found, scale, None if base is None else low

@@ -1,0 +1,387 @@
+"""GGUF's blocks kept as they are: repacked without loss, never decoded.
+
+A block of a kept type is codes and numbers in another order. With s and m the integers of a part of
+a block, every type's value is one of `QuantFormat`'s equations, in the same operations on the same
+numbers as in `jinfer.checkpoint.ggml_types`:
+
+    Q4_0 Q5_0 Q8_0     scale * (q - zero)                    32 weights to a scale
+    Q4_1 Q5_1          scale * q + base                      32
+    IQ4_NL MXFP4       scale * codebook[q]                   32
+    Q2_K               (s * d) * q + m * -dmin               16, d and dmin of 256
+    Q4_K Q5_K          (s * d) * q + m * -dmin               32, d and dmin of 256
+    Q3_K Q6_K          (s * d) * (q - zero)                  16, d of 256
+    IQ4_XS             (s * d) * codebook[q]                 32, d of 256
+
+No product has more significant bits than float32, so that at most the sum is rounded.
+
+Numbers of F16 are kept in the same way as blocks of whole numbers, nearly without loss, where that
+is asked for: see `jinfer.quant.f16_as_int`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from jinfer.checkpoint.checkpoint_reader import Tensor
+from jinfer.checkpoint.ggml_types import BLOCKS
+from jinfer.checkpoint.mapped_file import release
+from jinfer.cpu import repack_gguf
+from jinfer.modelspec.quant_format import WIDE, QuantFormat, Width
+from jinfer.quant import f16_as_int
+from jinfer.quant.bit_packing import pack_fours
+from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty, fill
+from jinfer.records import dataclass
+from jinfer.shapes import Int, UInt8
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the numbers of E2M1, times half their scale.
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How the blocks of a type become words and numbers.
+
+    Attributes:
+        format: what they are then.
+        words: uint8 [n, bytes] -> uint32 [bits, n, columns], with the columns of a block.
+        scales: uint8 [n, bytes] -> [n, parts, numbers], with the parts of a block.
+        steps: uint8 [n, bytes] -> float16 [n, numbers], where the format is two-level.
+        check: uint8 [n, bytes] -> whether these blocks can be kept, where it is not for sure.
+    """
+
+    format: QuantFormat
+    words: Callable[[np.ndarray], np.ndarray]
+    scales: Callable[[np.ndarray], np.ndarray]
+    steps: Callable[[np.ndarray], np.ndarray] | None = None
+    check: Callable[[np.ndarray], bool] | None = None
+
+
+def kept_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
+    """The format that `quantized_tensor` gives; None where numbers have to be decoded.
+
+    Only MXFP4 is looked into: a file may have scales that float16 has not.
+
+    Args:
+        halves: numbers of F16 are to be kept as whole numbers, where rows are whole blocks.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    files = [tensors] if isinstance(tensors, Tensor) else tensors
+    kinds = {_KINDS.get(file.type) if len(file.shape) > 1 else None for file in files}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    if kind.format == WIDE and not (halves and files[0].shape[-1] % WIDE.block == 0):
+        return None
+    if kind.check is not None and not all(kind.check(_blocks(file)) for file in files):
+        return None
+    return kind.format
+
+
+def quantized_tensor(
+    tensors: Tensor | Sequence[Tensor],
+    rows: slice | np.ndarray | None = None,
+    *,
+    columns: int | None = None,
+    halves: bool = False,
+) -> QuantizedTensor | None:
+    """Reads matrices as they are stored, with a few MB of memory beyond the result.
+
+    Args:
+        tensors: a matrix [outputs, inputs] or a stack of them; or several tensors of one shape,
+            which are stacked along a new first axis.
+        rows: those of each matrix to take, in this order; None: all.
+        columns: see `from_codes`.
+        halves: see `kept_format`.
+
+    Returns:
+        A tensor of NumPy arrays, which `jax.device_put` to a CPU takes over; None where the numbers
+        have to be decoded: their type is not kept, or the tensors are of several types.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    format = kept_format(tensors, halves)
+    if format is None:
+        return None
+    files = [tensors] if isinstance(tensors, Tensor) else tensors
+    several = () if isinstance(tensors, Tensor) else (len(files),)
+    *stack, outputs, inputs = files[0].shape
+    if not (rows is None or isinstance(rows, slice)):
+        rows = np.arange(outputs)[rows]
+    count = outputs if rows is None else len(np.arange(outputs)[rows])
+    result = empty((*several, *stack, count, inputs), format, columns)
+    for e, file in enumerate(files):
+        raw = file.raw().reshape(*stack, outputs, -1)
+        for index in np.ndindex(*stack):
+            matrix = (e, *index) if several else index
+            repack(file.type, raw[index], result[matrix or ...], rows)
+    return result
+
+
+def repack(
+    type_name: str,
+    raw: UInt8[np.ndarray, "rows bytes"],
+    target: QuantizedTensor,
+    rows: slice | Int[np.ndarray, " outputs"] | None = None,
+) -> None:
+    """Fills a matrix with stored blocks.
+
+    Args:
+        type_name: a kept type, "Q4_1".
+        raw: the file's rows.
+        target: a matrix that `empty` made in this type's format.
+        rows: the file's rows that the target's are, in order; None: all.
+    """
+    kind, size = _KINDS[type_name], _bytes(type_name)
+    if isinstance(rows, slice):
+        raw, rows = raw[rows], None
+    each = max(1, CHUNK // (target.rows * target.inputs)) * target.rows
+    for begin in range(0, target.outputs, each):
+        count = min(each, target.outputs - begin)
+        part = slice(begin, begin + count)
+        taken = raw[part if rows is None else rows[part]]
+        tile, sizes = begin // target.rows, (size, _values(type_name))
+        words, scales = target.words[tile:], target.scales[tile:]
+        steps = None if target.steps is None else target.steps[tile:]
+        if not repack_gguf.repack(type_name, taken, sizes, words, scales, steps):
+            _repack(kind, taken.reshape(-1, size), begin, count, target)
+        if rows is None:
+            release(taken)  # a large tensor is never in memory twice
+
+
+def _repack(
+    kind: _Kind, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
+) -> None:
+    """Fills `count` rows from row `begin` on: what compiled code is measured against."""
+    words = kind.words(blocks)
+    scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
+    steps = None
+    if kind.steps is not None:
+        steps = kind.steps(blocks).reshape(count, -1, kind.format.numbers)
+    fill(target, begin, words.reshape(len(words), count, -1), scales, steps)
+
+
+def _blocks(file: Tensor) -> np.ndarray:
+    return file.raw().reshape(-1, _bytes(file.type))
+
+
+def _bytes(type_name: str) -> int:
+    """Of a block."""
+    return f16_as_int.BYTES if type_name == f16_as_int.TYPE else BLOCKS[type_name].bytes
+
+
+def _values(type_name: str) -> int:
+    """Weights of a block."""
+    return WIDE.block if type_name == f16_as_int.TYPE else BLOCKS[type_name].values
+
+
+# Four bytes at a time: a field of codes is read as uint32 words, each of them four consecutive
+# codes or pieces of such, just as `pack_fours` takes them.
+
+_FIRST_BIT, _TWO_BITS, _NIBBLE = (np.uint32(bits * 0x01010101) for bits in (1, 3, 15))
+
+
+def _field(blocks: np.ndarray, at: int, count: int) -> np.ndarray:
+    """Words from byte `at` of every block on: uint32 [count, n]."""
+    return np.ascontiguousarray(blocks[:, at : at + 4 * count].view("<u4").T)
+
+
+def _halves(at: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Float16 fields one after the other: float16 [n, 1, count]."""
+    return lambda blocks: blocks[:, None, at : at + 2 * count].view("<f2")
+
+
+# Types of 32 weights: a column to a block.
+
+
+def _nibble_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Codes 0-15 in low halves of bytes, 16-31 in high ones: the words of a column as they are."""
+    return lambda blocks: _field(blocks, at, 4)[:, :, None]
+
+
+def _five_bit_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
+    """32 fifth bits, then nibbles."""
+
+    def words(blocks: np.ndarray) -> np.ndarray:
+        fifth, *low = _field(blocks, at, 5)
+        fours = np.empty((8, len(blocks)), np.uint32)
+        for s in range(8):
+            fours[s] = (low[s % 4] >> np.uint32(4 * (s // 4))) & _NIBBLE
+            # Four bits side by side to four bytes: bit i goes to 8 i, multiplied by 2 ** (7 i).
+            bits = (fifth >> np.uint32(4 * s)) & np.uint32(15)
+            fours[s] |= ((bits * np.uint32(0x00204081)) & _FIRST_BIT) << np.uint32(4)
+        return pack_fours(fours, 5)[:, :, None]
+
+    return words
+
+
+def _q8_0_words(blocks: np.ndarray) -> np.ndarray:
+    return (_field(blocks, 2, 8) ^ np.uint32(0x80808080))[:, :, None]
+
+
+def _mxfp4_scales(blocks: np.ndarray) -> np.ndarray:
+    return _POWERS[blocks[:, 0]][:, None, None]
+
+
+def _mxfp4_check(blocks: np.ndarray) -> bool:
+    """Whether `_mxfp4_scales` are the scales of all blocks that are not 0 anyway."""
+    others = np.flatnonzero(_POWERS[blocks[:, 0]] == 0)
+    return not (blocks[others, 1:] & 0x77).any()
+
+
+def _powers() -> np.ndarray:
+    """Exponent -> half of MXFP4's scale, 2 ** (exponent - 128); 0 where it is no float16."""
+    exponents = np.arange(256)
+    held = (exponents >= 128 - 24) & (exponents <= 128 + 15)
+    return np.ldexp(held.astype(np.float32), exponents - 128).astype(np.float16)
+
+
+_POWERS = _powers()
+
+
+# Types of 256 weights: eight columns to a block.
+
+
+def _pieces(
+    blocks: np.ndarray, at: int, mask: np.uint32, places: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Bits of the codes of each column.
+
+    Args:
+        at: the byte at which the field begins.
+        places: of each column, the first of its eight words in the field, and the lowest of its
+            bits in each byte.
+
+    Returns:
+        uint32 [8, n, 8].
+    """
+    field = _field(blocks, at, max(first for first, _ in places) + 8)
+    fours = np.empty((8, len(blocks), 8), np.uint32)
+    for column, (first, low) in enumerate(places):
+        fours[:, :, column] = (field[first : first + 8] >> np.uint32(low)) & mask
+    return fours
+
+
+_BITS = [(0, column) for column in range(8)]
+_PAIRS = [(8 * (column // 4), 2 * (column % 4)) for column in range(8)]
+_HALVES = [(8 * (column // 2), 4 * (column % 2)) for column in range(8)]
+_HALVES_OF_64 = [(16 * (c // 4) + 8 * (c % 2), 4 * (c // 2 % 2)) for c in range(8)]
+
+
+def _q2_k_words(blocks: np.ndarray) -> np.ndarray:
+    return pack_fours(_pieces(blocks, 16, _TWO_BITS, _PAIRS), 2)
+
+
+def _q3_k_words(blocks: np.ndarray) -> np.ndarray:
+    fours = _pieces(blocks, 0, _FIRST_BIT, _BITS)
+    fours <<= np.uint32(2)
+    fours |= _pieces(blocks, 32, _TWO_BITS, _PAIRS)
+    return pack_fours(fours, 3)
+
+
+def _q4_k_words(blocks: np.ndarray) -> np.ndarray:
+    return pack_fours(_pieces(blocks, 16, _NIBBLE, _HALVES), 4)
+
+
+def _q5_k_words(blocks: np.ndarray) -> np.ndarray:
+    fours = _pieces(blocks, 16, _FIRST_BIT, _BITS)
+    fours <<= np.uint32(4)
+    fours |= _pieces(blocks, 48, _NIBBLE, _HALVES)
+    return pack_fours(fours, 5)
+
+
+def _q6_k_words(blocks: np.ndarray) -> np.ndarray:
+    fours = _pieces(blocks, 128, _TWO_BITS, _PAIRS)
+    fours <<= np.uint32(4)
+    fours |= _pieces(blocks, 0, _NIBBLE, _HALVES_OF_64)
+    return pack_fours(fours, 6)
+
+
+def _iq4_xs_words(blocks: np.ndarray) -> np.ndarray:
+    columns = blocks[:, 8:].view("<u4").reshape(len(blocks), 8, 4)
+    return np.ascontiguousarray(columns.transpose(2, 0, 1))
+
+
+def _integers(*numbers: np.ndarray) -> np.ndarray:
+    """s, or s and m, each [n, parts] with values of int8 -> int8 [n, parts, numbers]."""
+    return np.stack(numbers, axis=-1).view(np.int8)
+
+
+def _q2_k_scales(blocks: np.ndarray) -> np.ndarray:
+    return _integers(blocks[:, :16] & 15, blocks[:, :16] >> 4)
+
+
+def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
+    """16 numbers of 6 bits: nibbles in 8 bytes, then bit pairs in 4, both in planes."""
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    nibbles = np.concatenate([low & 15, low >> 4], axis=1)
+    pairs = np.concatenate([(high >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1)
+    return _integers((nibbles | pairs << 4) - np.uint8(32))
+
+
+def _q4_k_scales(blocks: np.ndarray) -> np.ndarray:
+    """8 scales and 8 minima of 6 bits.
+
+    Bytes 4-7 and 8-11 have the first four scales and minima in their low 6 bits and the top two
+    bits of the last four; bytes 12-15 have the low nibbles of the last four of both.
+    """
+    first, second, low = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (low & 15) | ((first >> 2) & 48)], axis=1)
+    mins = np.concatenate([second & 63, (low >> 4) | ((second >> 2) & 48)], axis=1)
+    return _integers(scales, mins)
+
+
+def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:
+    return _integers(blocks[:, 192:208])
+
+
+def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
+    """8 numbers of 6 bits: two low nibbles in each of 4 bytes, pairs of high bits in a uint16."""
+    column = np.arange(8, dtype=np.uint8)
+    low = (np.repeat(blocks[:, 4:8], 2, axis=1) >> (4 * (column % 2))) & 15
+    high = (np.repeat(blocks[:, 2:4], 4, axis=1) >> (2 * (column % 4))) & 3
+    return _integers((low | high << 4) - np.uint8(32))
+
+
+def _step_and_floor(at: int) -> Callable[[np.ndarray], np.ndarray]:
+    """d and -dmin, which follow each other."""
+    signs = np.array([0, 0x8000], np.uint16)
+    return lambda blocks: (blocks[:, at : at + 4].view("<u2") ^ signs).view(np.float16)
+
+
+def _of_256(width: Width, block: int, symmetric: bool = False) -> QuantFormat:
+    return QuantFormat(width, block, symmetric, two_level=True)
+
+
+def _with_values(values: tuple[int, ...], two_level: bool = False) -> QuantFormat:
+    return QuantFormat("4", 32, symmetric=True, two_level=two_level, codebook=values)
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "Q4_0": _Kind(QuantFormat("4", symmetric=True), _nibble_words(2), _halves(0, 1)),
+        "Q4_1": _Kind(QuantFormat("4"), _nibble_words(4), _halves(0, 2)),
+        "Q5_0": _Kind(QuantFormat("5", symmetric=True), _five_bit_words(2), _halves(0, 1)),
+        "Q5_1": _Kind(QuantFormat("5"), _five_bit_words(4), _halves(0, 2)),
+        "Q8_0": _Kind(QuantFormat("8", symmetric=True), _q8_0_words, _halves(0, 1)),
+        "IQ4_NL": _Kind(_with_values(_IQ4), _nibble_words(2), _halves(0, 1)),
+        "MXFP4": _Kind(_with_values(_E2M1), _nibble_words(1), _mxfp4_scales, check=_mxfp4_check),
+        "Q2_K": _Kind(_of_256("2", 16), _q2_k_words, _q2_k_scales, _step_and_floor(80)),
+        "Q3_K": _Kind(_of_256("3", 16, True), _q3_k_words, _q3_k_scales, _halves(108, 1)),
+        "Q4_K": _Kind(_of_256("4", 32), _q4_k_words, _q4_k_scales, _step_and_floor(0)),
+        "Q5_K": _Kind(_of_256("5", 32), _q5_k_words, _q4_k_scales, _step_and_floor(0)),
+        "Q6_K": _Kind(_of_256("6", 16, True), _q6_k_words, _q6_k_scales, _halves(208, 1)),
+        "IQ4_XS": _Kind(_with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)),
+        f16_as_int.TYPE: _Kind(WIDE, f16_as_int.words, f16_as_int.scales),
+    }
+)
+# Types of blocks -> what they are then.
+KEPT: Mapping[str, QuantFormat] = MappingProxyType(
+    {name: kind.format for name, kind in _KINDS.items() if name != f16_as_int.TYPE}
+)

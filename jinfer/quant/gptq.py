@@ -1,0 +1,252 @@
+"""Quantization that passes each weight's error on to the weights still to come.
+
+The method of GPTQ (arXiv 2210.17323): what counts is a layer's output on the inputs X that it
+meets, so that with H = X^T X the loss is sum_rows (w - w')^T H (w - w'). Columns are rounded one
+after the other. With H = R R^T, R upper triangular, the loss is the sum of all squares of
+(w - w') R, in whose column j only the errors of columns up to j are; so that column j's best value,
+given the roundings before it, is what GPTQ says with the inverse of R,
+
+    w_j + sum_{i < j} (w_i - w'_i) R_ij / R_jj
+
+A block's scale and base are searched when its first column comes, on the weights as they are then.
+Blocks are taken by falling importance, and so are the columns within each: their order is free,
+because a block's numbers belong to its inputs wherever it comes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jinfer.matmul_precision import product
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.cholesky import cholesky
+from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes
+from jinfer.quant.row_blocks import by_rows
+from jinfer.quant.scale_search import block_weights, numbers, rounded
+from jinfer.shapes import Bool, Float
+
+VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
+DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
+
+
+class Factor(NamedTuple):
+    """What error feedback needs to know of a layer's inputs.
+
+    Attributes:
+        upper: R in the order of `places`, and 1 on its diagonal for padding.
+        places: the columns in the order in which they are rounded, block after block, those that
+            pad the last block after its others.
+    """
+
+    upper: np.ndarray
+    places: np.ndarray
+
+
+def feedback(
+    values: np.ndarray,
+    hessian: np.ndarray,
+    format: QuantFormat,
+    *,
+    exact: np.ndarray | None = None,
+    damping: float = DAMPING,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+    """Codes, scales and bases with a small error of a layer's output.
+
+    Args:
+        values: float32 [outputs, inputs].
+        hessian: X^T X of the layer's inputs, times any number: [inputs, inputs].
+        exact: bool [outputs, inputs], weights that are kept beside the codes.
+
+    Returns:
+        As `search`; and float32 [outputs, inputs], the weights when their turn came, which is what
+        those kept exactly are to be.
+
+    Raises:
+        ValueError: the matrix does not fit, or is not that of any inputs.
+    """
+    outputs, inputs = values.shape
+    block = format.block
+    upper, places = factor(hessian, inputs, block, damping)
+    real, padded = places < inputs, len(places)
+    # The smaller R_ii, the less its error costs, as others make up for it.
+    diagonal = np.diag(upper)
+    weights = np.where(real, diagonal**2, 0)
+    weights = np.stack([block_weights(each, block)[0] for each in weights.reshape(-1, block)])
+    lower = (np.triu(upper, 1) / diagonal).T
+    own = lower.reshape(-1, block, padded // block, block)
+    settled = np.linalg.inv(own.diagonal(axis1=0, axis2=2).transpose(2, 0, 1) + np.eye(block))
+    numbers_of = [lower.reshape(-1, block, padded), settled, weights]
+    given = [jnp.asarray(each, jnp.float32) for each in numbers_of]
+
+    def some(rows: slice) -> list[np.ndarray]:
+        left = values[rows].T[np.where(real, places, 0)]
+        kept = None
+        if exact is not None:
+            kept = (exact[rows].T[np.where(real, places, 0)] & real[:, None]).reshape(
+                -1, block, left.shape[1]
+            )
+        inside = real.reshape(-1, block)
+        found = _sweep(left.reshape(-1, block, left.shape[1]), *given, inside, kept, format)
+        return [np.asarray(each).T for each in found]
+
+    moved, scale, base = by_rows(some, outputs)
+    order = np.argsort(places)
+    of_block = places[::block] // block
+    blocks = np.argsort(of_block)
+    moved, scale = moved[:, order], scale[:, blocks]
+    bases = None if format.symmetric else base[:, blocks]
+    codes = nearest_codes(moved.reshape(outputs, -1, block), scale, bases, format)
+    codes.reshape(outputs, padded)[:, inputs:] = 0
+    return codes, scale, bases, moved[:, :inputs]
+
+
+@partial(jax.jit, static_argnums=6)
+def _sweep(
+    left: Float[Array, "blocks block rows"],
+    lower: Float[Array, "blocks block columns"],
+    settled: Float[Array, "blocks block block"],
+    weights: Float[Array, "blocks block"],
+    real: Bool[Array, "blocks block"],
+    exact: Bool[Array, "blocks block rows"] | None,
+    format: QuantFormat,
+) -> tuple[Array, Array, Array]:
+    """The weights when their turn came [columns, rows], scales and bases [blocks, rows].
+
+    Args:
+        lower: R_ij / R_jj at [j, i], 0 where i is not before j.
+        settled: what the errors before a block add to each of its columns, were the block not
+            rounded, of what they add if the columns before it in the block have no error.
+        weights: what a squared error counts, for the search.
+        real: columns that are no padding.
+    """
+    blocks, block, rows = left.shape
+    columns = blocks * block
+
+    def one_block(n: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        errors, moved, scales, bases = state
+        coupled, given = lower[n], left[n]
+        added = product(coupled, errors)
+        whole = given + product(settled[n], added)
+        whole = jnp.where(real[n][:, None], whole, whole[:1])  # padding widens no range
+        within = lax.dynamic_slice_in_dim(coupled, n * block, block, 1).T  # [from, to]
+        kept = jnp.zeros_like(whole, bool) if exact is None else exact[n]
+        scale, base = numbers(_without(whole, kept), weights[n][:, None], format)
+        step, floor = (each.astype(jnp.float32)[None] for each in (scale, base))
+
+        def error(given: Array, now: Array, kept: Array) -> Array:
+            return given - jnp.where(kept, now, rounded(now, step, floor, format))
+
+        def one_column(i: Array, here: Array) -> Array:
+            all_of = (given, here, kept)
+            # Once, not once for each column that it is added to.
+            off = lax.optimization_barrier(
+                error(*(lax.dynamic_slice_in_dim(each, i, 1) for each in all_of))
+            )
+            return here + within[i][:, None] * off
+
+        here = lax.fori_loop(0, block, one_column, given + added)
+        off = error(given, here, kept)
+        errors = lax.dynamic_update_slice_in_dim(errors, off, n * block, 0)
+        moved = lax.dynamic_update_slice_in_dim(moved, here, n * block, 0)
+        return errors, moved, scales.at[n].set(scale), bases.at[n].set(base)
+
+    zeros, none = jnp.zeros((columns, rows)), jnp.zeros((blocks, rows), jnp.float16)
+    _, *found = lax.fori_loop(0, blocks, one_block, (zeros, zeros, none, none))
+    moved, scale, base = found
+    return moved, scale, base
+
+
+def _without(block: Array, kept: Array) -> Array:
+    """A block whose weights that are kept exactly are the mean of the others."""
+    count = jnp.sum(~kept, axis=0, dtype=jnp.float32)
+    others = jnp.where(kept, 0, block).sum(axis=0) / jnp.maximum(count, 1)
+    return jnp.where(kept, others[None], block)
+
+
+def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Factor:
+    """R and the order of the columns. Raises `ValueError`."""
+    if hessian.shape != (inputs, inputs):
+        raise ValueError(
+            f"the inputs' products are {list(hessian.shape)}, not [{inputs}, {inputs}]; "
+            "collect them from the layer whose weight this is"
+        )
+    H = hessian.astype(np.float64)
+    diagonal = np.diag(H)
+    mean = float(diagonal.mean())
+    if not (np.isfinite(H).all() and mean > 0):
+        raise ValueError(
+            "the inputs' products are not finite or all 0; calibrate with another text"
+        )
+    padded = np.pad(diagonal, (0, -inputs % block), constant_values=-np.inf)
+    sums = np.where(np.isfinite(padded), padded, 0).reshape(-1, block).sum(axis=1)
+    places = np.lexsort((-padded, np.arange(len(padded)) // block, -np.repeat(sums, block)))
+    at = np.flatnonzero(places < inputs)
+    order = places[at]
+    H = H[np.ix_(order, order)]
+    H[np.diag_indices(inputs)] += damping * mean
+    try:
+        R = cholesky(H[::-1, ::-1])[::-1, ::-1]  # from the last column on
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            "the inputs' products are not positive definite; raise the damping"
+        ) from error
+    upper = np.eye(len(padded))
+    upper[np.ix_(at, at)] = R
+    return Factor(upper, places)
+
+
+def feedback_reference(
+    values: np.ndarray,
+    hessian: np.ndarray,
+    format: QuantFormat,
+    *,
+    exact: np.ndarray | None = None,
+    damping: float = DAMPING,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+    """The same, column by column in NumPy, with the inverse of R: errors are passed on at once."""
+    outputs, inputs = values.shape
+    block = format.block
+    factored, places = factor(hessian, inputs, block, damping)
+    upper = np.linalg.inv(factored).astype(np.float32)
+    kept = np.zeros(values.shape, bool) if exact is None else exact
+    moved = values.copy()
+    blocks = len(places) // block
+    scale, base = (np.zeros((outputs, blocks), np.float16) for _ in range(2))
+    for begin in range(0, len(places), block):
+        columns = [c for c in places[begin : begin + block] if c < inputs]
+        part = slice(begin, begin + len(columns))
+        here = np.repeat(moved[:, columns[:1]], block, axis=1)  # padding widens no range
+        here[:, : len(columns)] = moved[:, columns]
+        fixed = np.zeros(here.shape, bool)
+        fixed[:, : len(columns)] = kept[:, columns]
+        weights = np.zeros(block)
+        weights[: len(columns)] = np.diag(upper)[part] ** -2.0
+        found = numbers(
+            _without(jnp.asarray(here.T), jnp.asarray(fixed.T)),
+            jnp.asarray(block_weights(weights, block)[0][:, None]),
+            format,
+        )
+        step, bottom = (np.asarray(each)[:, None] for each in found)
+        n = columns[0] // block
+        scale[:, n], base[:, n] = step[:, 0], bottom[:, 0]
+        low = None if format.symmetric else bottom
+        for i, column in enumerate(columns):
+            now = moved[:, column, None, None]
+            q = nearest_codes(now, step, low, format)
+            error = (now - decoded(q, step, low, format))[:, 0, 0]
+            error[kept[:, column]] = 0
+            after = places[begin + i + 1 :]
+            coupling = upper[begin + i, begin + i + 1 :] / upper[begin + i, begin + i]
+            real = after < inputs
+            moved[:, after[real]] -= error[:, None] * coupling[real]
+    bases = None if format.symmetric else base
+    whole = np.pad(moved, ((0, 0), (0, -inputs % block)))
+    codes = nearest_codes(in_blocks(whole, block), scale, bases, format)
+    codes.reshape(outputs, -1)[:, inputs:] = 0
+    return codes, scale, bases, moved

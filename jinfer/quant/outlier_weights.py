@@ -1,0 +1,111 @@
+"""Which weights are worth keeping beside the codes.
+
+The squared error of a block grows with the square of its range, so taking its k most extreme
+weights away gains
+
+    gain(k) = (range(0)**2 - range(k)**2) * importance,  k <= 8
+
+times the same for all blocks. Those weights are taken whose share in these gains is greatest:
+the slopes of the least concave function above each block's gain, so that two weights that only
+help together count half of it each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.round_to_nearest import in_blocks
+
+_MOST = 8  # taken from a block
+_CHUNK = 1 << 20  # weights at a time
+
+
+def find_outliers(
+    values: np.ndarray, format: QuantFormat, count: int, importance: np.ndarray | None = None
+) -> np.ndarray:
+    """The weights to keep: bool [outputs, inputs], true at most `count` times.
+
+    Args:
+        values: float32 [outputs, inputs].
+        importance: of each input: [inputs].
+    """
+    chosen = np.zeros(values.shape, bool)
+    if count == 0:
+        return chosen
+    inputs, block = values.shape[-1], format.block
+    # One value for all of a block, because all of it gains.
+    weights = np.ones(-(-inputs // block), np.float32)
+    if importance is not None:
+        filled = in_blocks(importance.astype(np.float32), block)
+        weights = filled.mean(axis=1) / max(float(filled.mean()), 1e-30)
+    each = max(1, _CHUNK // inputs)
+    slopes = np.concatenate(
+        [
+            _slopes(in_blocks(values[begin : begin + each], block), format)
+            for begin in range(0, len(values), each)
+        ]
+    )
+    slopes *= weights[None, :, None]
+    flat = slopes.reshape(-1)
+    count = min(count, flat.size)
+    best = np.argpartition(flat, flat.size - count)[flat.size - count :]
+    best = best[flat[best] > 0]
+    rows, parts, _ = np.unravel_index(best, slopes.shape)
+    taken = np.zeros(slopes.shape[:2], np.int64)
+    np.add.at(taken, (rows, parts), 1)
+    blocks = in_blocks(values, block)
+    for k in range(1, int(taken.max(initial=0)) + 1):
+        rows, parts = np.nonzero(taken == k)
+        columns = parts[:, None] * block + _extremes(blocks[rows, parts], k, format)
+        real = columns < inputs
+        chosen[np.broadcast_to(rows[:, None], real.shape)[real], columns[real]] = True
+    return chosen
+
+
+def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np.ndarray:
+    """The matrix with the mean of each block's other weights in place of its outliers."""
+    if not outliers.any():
+        return values
+    kept, parts = ~in_blocks(outliers, block), in_blocks(values, block)
+    mean = (parts * kept).sum(axis=-1) / np.maximum(kept.sum(axis=-1), 1)
+    filled = np.where(kept, parts, mean[..., None].astype(np.float32))
+    return filled.reshape(len(values), -1)[:, : values.shape[-1]]
+
+
+def _slopes(blocks: np.ndarray, format: QuantFormat) -> np.ndarray:
+    """What the k-th weight taken from each block adds to its gain: [..., blocks, k], falling."""
+    most = min(_MOST, format.block // 2)
+    if format.symmetric:
+        magnitudes = np.sort(np.abs(blocks), axis=-1)[..., ::-1]
+        left = magnitudes[..., : most + 1] * np.float32(2)
+    else:
+        ordered = np.sort(blocks, axis=-1)
+        each = [_ranges(ordered, k).min(axis=-1) for k in range(most + 1)]
+        left = np.stack(each, axis=-1)
+    gain = left[..., :1] ** 2 - left**2
+    slopes = np.empty((*gain.shape[:-1], most), np.float32)
+    for k in range(1, most + 1):
+        steepest = [
+            np.max([(gain[..., b] - gain[..., a]) / (b - a) for b in range(k, most + 1)], axis=0)
+            for a in range(k)
+        ]
+        slopes[..., k - 1] = np.min(steepest, axis=0)
+    return slopes
+
+
+def _ranges(ordered: np.ndarray, k: int) -> np.ndarray:
+    """The range without k weights, the l lowest and the k - l highest: [..., l], l <= k."""
+    lowest = np.arange(k + 1)
+    return ordered[..., lowest - k - 1] - ordered[..., lowest]
+
+
+def _extremes(blocks: np.ndarray, k: int, format: QuantFormat) -> np.ndarray:
+    """The k weights without which the range of each block is least: [n, block] -> [n, k]."""
+    if format.symmetric:
+        return np.argsort(-np.abs(blocks), axis=-1, kind="stable")[:, :k]
+    order = np.argsort(blocks, axis=-1, kind="stable")
+    lowest = _ranges(np.take_along_axis(blocks, order, axis=-1), k).argmin(axis=-1)
+    # The k - l highest, then the l lowest, are neighbours when the order is a ring.
+    places = lowest[:, None] - k + np.arange(k)
+    return np.take_along_axis(order, places % blocks.shape[-1], axis=-1)

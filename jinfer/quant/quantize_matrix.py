@@ -1,0 +1,170 @@
+"""Numbers to codes: the ways to choose them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.outlier_weights import find_outliers, without_outliers
+from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
+from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nearest_numbers
+from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, sparse_of
+from jinfer.xla import trees
+
+# "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" that of the
+# layer's output, for which it needs the layer's inputs.
+Method = Literal["nearest", "search", "feedback"]
+
+
+def quantize(
+    weight: Any,
+    format: QuantFormat,
+    *,
+    method: Method = "nearest",
+    importance: Any | None = None,
+    hessian: Any | None = None,
+    columns: int | None = None,
+) -> QuantizedTensor:
+    """Quantizes a matrix, or a stack of them.
+
+    Args:
+        weight: [*stack, outputs, inputs].
+        method: how codes, scales and bases are chosen.
+        importance: what a squared error counts for each input, for "search": the mean of the
+            squares that the layer meets. [inputs], or one for each matrix of the stack.
+        hessian: the products X^T X of the layer's inputs, for "feedback": [inputs, inputs], or one
+            for each matrix of the stack.
+        columns: see `from_codes`.
+
+    Returns:
+        A tensor of NumPy arrays.
+
+    Raises:
+        ValueError: a format or a method that this cannot be done with.
+    """
+    values = _values(weight, format, method, hessian)
+    parts = []
+    for index in np.ndindex(values.shape[:-2]):
+        importances, products = _of(importance, index, 1), _of(hessian, index, 2)
+        parts.append(_choose(values[index], format, method, importances, products, None))
+    return _packed(parts, values.shape, format, columns)
+
+
+def quantize_apart(
+    weight: Any,
+    format: QuantFormat,
+    share: float,
+    *,
+    method: Method = "nearest",
+    importance: Any | None = None,
+    hessian: Any | None = None,
+    columns: int | None = None,
+) -> OutlierTensor:
+    """The same, but with some weights kept exactly in a sparse matrix.
+
+    Args:
+        share: of the weights of each matrix that are kept, at most.
+    """
+    values = _values(weight, format, method, hessian)
+    stack = values.shape[:-2]
+    count = outlier_count(values.shape, share)
+    parts, sparse = [], []
+    for index in np.ndindex(stack):
+        importances, products = _of(importance, index, 1), _of(hessian, index, 2)
+        if importances is None and products is not None:
+            importances = np.diag(products)
+        matrix = values[index]
+        kept = find_outliers(matrix, format, count, importances)
+        others = matrix if method == "feedback" else without_outliers(matrix, kept, format.block)
+        part = _choose(others, format, method, importances, products, kept)
+        parts.append(part)
+        blocks = decoded(part.codes, part.scale, part.base, format)
+        missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
+        wanted = matrix if part.moved is None else part.moved
+        sparse.append(sparse_of(wanted - missing, kept, count))
+    outliers = trees.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
+    return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
+
+
+class _Chosen(NamedTuple):
+    """Codes and numbers of a matrix [outputs, inputs].
+
+    Attributes:
+        codes: uint8 [outputs, blocks, block].
+        scale, base: float16 [outputs, blocks].
+        moved: the weights that the codes stand for, where they are not the ones given.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    base: np.ndarray | None
+    moved: np.ndarray | None = None
+
+
+def _choose(
+    values: np.ndarray,
+    format: QuantFormat,
+    method: Method,
+    importance: np.ndarray | None,
+    hessian: np.ndarray | None,
+    exact: np.ndarray | None,
+) -> _Chosen:
+    match method:
+        case "nearest":
+            blocks = in_blocks(values, format.block)
+            numbers = nearest_numbers(blocks, format)
+            return _Chosen(nearest_codes(blocks, *numbers, format), *numbers)
+        case "search":
+            # Here: it is made of programs, and where codes are kept nobody needs them.
+            from jinfer.quant.scale_search import search
+
+            return _Chosen(*search(values, format, importance))
+        case "feedback":
+            from jinfer.quant.coordinate_descent import descend
+            from jinfer.quant.gptq import DAMPING, feedback
+
+            assert hessian is not None
+            codes, scale, base, moved = feedback(values, hessian, format, exact=exact)
+            kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))
+            start = (values, hessian, codes, scale, base, format)
+            better = descend(*start, damping=DAMPING, kept=kept)
+            return _Chosen(*better, moved)
+
+
+def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | None) -> np.ndarray:
+    """The matrix in float32. Raises `ValueError`."""
+    if format.two_level or format.codebook is not None:
+        raise ValueError(
+            f"{format} cannot be quantized to: its blocks are only read from files; "
+            "choose a plain format such as q4"
+        )
+    if method not in get_args(Method):
+        raise ValueError(f"no method {method!r}; methods are {', '.join(get_args(Method))}")
+    if method == "feedback" and hessian is None:
+        raise ValueError('method "feedback" needs the products of the layer\'s inputs; calibrate')
+    return np.asarray(weight, np.float32)
+
+
+def _of(given: Any | None, index: tuple[int, ...], axes: int) -> np.ndarray | None:
+    """What is given for all matrices of a stack, or for each, for one of them."""
+    if given is None:
+        return None
+    array = np.asarray(given)
+    return array if array.ndim == axes else array[index]
+
+
+def _packed(
+    parts: list[_Chosen], shape: tuple[int, ...], format: QuantFormat, columns: int | None
+) -> QuantizedTensor:
+    stack = shape[:-2]
+    one = len(parts) == 1  # the usual case, and the largest matrices: no copy
+    codes = parts[0].codes[None] if one else np.stack([part.codes for part in parts])
+    codes = codes.reshape(*stack, shape[-2], -1)[..., : shape[-1]]
+    numbers = [
+        np.stack([part.scale] if part.base is None else [part.scale, part.base], axis=-1)
+        for part in parts
+    ]
+    scales = np.stack(numbers).reshape(*stack, shape[-2], -1, format.numbers)
+    return from_codes(codes, scales, format, columns=columns)

@@ -1,0 +1,376 @@
+"""Quantized matrices as they lie in memory."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.bit_packing import pack, unpack
+from jinfer.records import dataclass, field
+from jinfer.shapes import Float, Int
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+
+LANES = 16  # words of a CPU's widest vector
+MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read
+type Activations = Literal["int8", "int16", "float"]
+
+SUPER = 256  # weights that share the second-level numbers of a two-level format
+ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
+CHUNK = 1 << 19  # weights packed at a time: temporaries stay in the L2 cache
+
+
+@trees.register
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of its blocks.
+
+    A *column* is 32 codes of one row in `bits` words (see `bit_packing`). G columns of a row
+    are a superblock, and R rows stand together in a tile, so that R * G >= 16: a vector of 16 words
+    is one word of each of 16 columns. With p weights in a code (2 for 3.5 bits, else 1), the weight
+    of row n and input k is found by
+
+        n = R * tile + r
+        k = 32 * (G * (p * superblock + half) + g) + 4 * s + i,  half < p, g < G, s < 8, i < 4
+        code = code s of strip i in words[tile, superblock, :, r, g]
+        q = code                                                          where p = 1
+        q = code // levels for half 0, code % levels for half 1           where p = 2
+        numbers = scales[tile, superblock, r, (k // block) % S],  S = 32 * G * p / block
+
+    Where a block is wider than that, S is 1, and superblock // (block / (32 * G * p)) takes the
+    place of superblock.
+
+    Rows are padded to a multiple of R, inputs to a multiple of 32 * p and of the block; activations
+    are 0 where inputs are padded.
+
+    Attributes:
+        words: uint32 [*stack, tiles, superblocks, bits, R, G].
+        scales: [*stack, tiles, superblocks or blocks, R, S, numbers]: scale and base in float16, or
+            s and m in int8 where the format is two-level.
+        steps: float16 [*stack, tiles, superblocks, R, 32 * G * p / 256, numbers], step and floor,
+            where the format is two-level.
+        format: what codes and numbers mean.
+        outputs, inputs: without padding.
+        activations: what products on a CPU do with the other factor: "int8" and "int16" round it to
+            so many bits in blocks of 32, "float" leaves float32's 24.
+    """
+
+    words: Any
+    scales: Any
+    steps: Any | None
+    format: QuantFormat = field(metadata={"static": True})
+    outputs: int = field(metadata={"static": True})
+    inputs: int = field(metadata={"static": True})
+    activations: Activations = field(default="int8", metadata={"static": True})
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Leading axes: experts."""
+        return tuple(self.words.shape[:-5])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, without padding."""
+        return (*self.stack, self.outputs, self.inputs)
+
+    @property
+    def rows(self) -> int:
+        """R: rows of a tile."""
+        return int(self.words.shape[-2])
+
+    @property
+    def columns(self) -> int:
+        """G: columns of a superblock."""
+        return int(self.words.shape[-1])
+
+    @property
+    def padded_inputs(self) -> int:
+        """Inputs with padding."""
+        return int(self.words.shape[-4]) * 32 * self.format.per_code * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        parts = (self.words, self.scales, self.steps)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    def __getitem__(self, index: Any) -> QuantizedTensor:
+        """A matrix of a stack; `...` is the tensor itself."""
+        if index is Ellipsis:
+            return self
+        if not self.stack:
+            raise IndexError("a single matrix has no stack to choose from; use take for rows")
+        return trees.map(lambda part: part[index], self)
+
+    def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
+        """The matrix in full: what every kernel is measured against.
+
+        Computed by NumPy, and without compiling anything, where the arrays are NumPy's.
+        """
+        return _dequantize(self, np if isinstance(self.words, np.ndarray) else jnp).astype(dtype)
+
+    def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
+        """Rows of the matrix in full, as an embedding needs them."""
+        flat = rows.reshape(-1)
+        tile, row = flat // self.rows, flat % self.rows
+        # Tiles of one row, cut out of [tiles, superblocks, bits, R, G] and [..., R, S, numbers].
+        words = self.words[tile, :, :, row][:, :, :, None]
+        scales = self.scales[tile, :, row][:, :, None]
+        steps = None if self.steps is None else self.steps[tile, :, row][:, :, None]
+        size = (flat.size, self.inputs)
+        taken = QuantizedTensor(words, scales, steps, self.format, *size).dequantize(dtype)
+        return taken.reshape(*rows.shape, self.inputs)
+
+
+def columns_of(format: QuantFormat) -> int:
+    """G on a CPU: 2, or as many columns as share the numbers of a two-level format.
+
+    Few, so that a vector holds as many rows as possible: with 2 instead of 32 products of 512 rows
+    take three quarters of the time.
+    """
+    return SUPER // 32 if format.two_level else 2
+
+
+def pad(inputs: int, format: QuantFormat) -> int:
+    """Inputs with padding: a multiple of the block, of a column's weights, and of 256 steps."""
+    unit = max(format.block, 32 * format.per_code, SUPER if format.two_level else 0)
+    return -(-inputs // unit) * unit
+
+
+def from_codes(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    format: QuantFormat,
+    *,
+    steps: np.ndarray | None = None,
+    columns: int | None = None,
+) -> QuantizedTensor:
+    """Packs codes and the numbers of their blocks.
+
+    Args:
+        codes: uint8, or uint16 where codes have 16 bits, [*stack, outputs, inputs], below
+            `format.levels`.
+        scales: [*stack, outputs, ceil(inputs / block), numbers].
+        steps: [*stack, outputs, ceil(inputs / 256), numbers], for two-level formats.
+        columns: G, where the layout is to be another than `columns_of` gives; inputs are padded to
+            fill superblocks.
+
+    Returns:
+        A tensor of NumPy arrays.
+    """
+    *stack, outputs, inputs = codes.shape
+    tensor = empty(codes.shape, format, columns)
+    g, p = tensor.columns, format.per_code
+    each = max(1, CHUNK // (tensor.rows * tensor.padded_inputs)) * tensor.rows
+    padding = format.zero if format.code_bits == 16 else 0
+    for index in np.ndindex(*stack):
+        for begin in range(0, outputs, each):
+            rows = slice(begin, min(begin + each, outputs))
+            part = np.full((rows.stop - begin, tensor.padded_inputs), padding, codes.dtype)
+            part[:, :inputs] = codes[(*index, rows)]
+            if p == 2:
+                halves = part.reshape(len(part), -1, 2, 32 * g)
+                part = halves[:, :, 0] * np.uint8(format.levels) + halves[:, :, 1]
+            words = np.moveaxis(pack(part.reshape(len(part), -1, 32), format.code_bits), -1, 0)
+            second = None if steps is None else steps[(*index, rows)]
+            fill(tensor[index or ...], begin, words, scales[(*index, rows)], second)
+    return tensor
+
+
+def empty(
+    shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
+) -> QuantizedTensor:
+    """A tensor of zeros in NumPy arrays, for `fill`.
+
+    They begin where XLA wants arrays to begin, so that `jax.device_put` to a CPU makes no copy:
+    nothing may be written to them from then on.
+    """
+    return trees.map(_zeros, abstract(shape, format, columns))
+
+
+class _Slabs:
+    """Zeros cut from large pieces of memory, which the kernel backs with huge pages.
+
+    A matrix of a small model is smaller than a huge page; in pages of 4 KiB its weights are read
+    slower, as the processor looks up every page and prefetches no further than to its end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slab = np.zeros(0, np.uint8)
+        self._begin = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8 [size], aligned; the slab lives as long as a part of it."""
+        if size > _SLAB:
+            return _whole_pages(size)
+        with self._lock:
+            if self._begin + size > self._slab.size:
+                self._slab, self._begin = _whole_pages(_SLAB), 0
+            begin = self._begin
+            self._begin += -(-size // ALIGNMENT) * ALIGNMENT
+            return self._slab[begin : begin + size]
+
+
+# All of a slab stays as long as a matrix in it, also where others, of which devices took their
+# parts, are gone. What of it nobody touches takes no memory.
+_SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
+_slabs = _Slabs()
+
+
+def in_large_pages(values: np.ndarray) -> np.ndarray:
+    """A copy in such memory: what is read again and again from memory, as weights are."""
+    room = _slabs.take(values.nbytes).view(values.dtype).reshape(values.shape)
+    room[...] = values
+    return room
+
+
+def _whole_pages(size: int) -> np.ndarray:
+    """Zeros that begin with a huge page; what stands before them is never touched."""
+    room = np.zeros(size + _HUGE_PAGE, np.uint8)
+    return room[-room.ctypes.data % _HUGE_PAGE :][:size]
+
+
+def _zeros(like: Abstract) -> np.ndarray:
+    room = _slabs.take(like.size * like.dtype.itemsize)
+    return room.view(like.dtype).reshape(like.shape)
+
+
+def fill(
+    tensor: QuantizedTensor,
+    begin: int,
+    words: np.ndarray,
+    scales: np.ndarray,
+    steps: np.ndarray | None = None,
+) -> None:
+    """Writes rows of a matrix that `empty` made.
+
+    Args:
+        begin: the first row, a multiple of R.
+        words: uint32 [bits, rows, columns], the words of each row's columns from the first on.
+        scales: [rows, blocks, numbers] from each row's first block on.
+        steps: [rows, blocks of 256, numbers], for two-level formats.
+    """
+    first = begin // tensor.rows
+    words, tiles = np.ascontiguousarray(words), tensor.words[first:]
+    if words.shape[-1] % 2 == tensor.columns % 2 == 0:  # in pairs: NumPy is slow with short axes
+        words, tiles = words.view(np.uint64), tiles.view(np.uint64)
+    _place(tiles.transpose(0, 3, 1, 4, 2), np.moveaxis(words, 0, -1))
+    for target, numbers in ((tensor.scales, scales), (tensor.steps, steps)):
+        if target is not None:
+            numbers = np.ascontiguousarray(numbers, target.dtype)
+            _place(_joined(target[first:]).swapaxes(1, 2), _joined(numbers))
+
+
+def _joined(numbers: np.ndarray) -> np.ndarray:
+    """The numbers of a block as one element: [..., numbers] -> [..., 1]."""
+    return numbers.view(f"u{numbers.shape[-1] * numbers.itemsize}")
+
+
+def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
+    """Copies [rows, each, n] to the first tiles of [tiles, R, superblocks, share, n]."""
+    height, superblocks, share = tiles.shape[1:4]
+    rows = rows[:, : superblocks * share]  # padding may differ from where they come from
+    if missing := superblocks * share - rows.shape[1]:
+        rows = np.pad(rows, [(0, 0), (0, missing), (0, 0)])
+    rows = rows.reshape(len(rows), superblocks, share, -1)
+    whole, rest = divmod(len(rows), height)
+    tiles[:whole] = rows[: whole * height].reshape(whole, height, *rows.shape[1:])
+    if rest:
+        tiles[whole, :rest] = rows[whole * height :]
+
+
+def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """What `from_codes` was given: codes, numbers, steps; inputs still padded."""
+    host = trees.map(np.asarray, tensor)
+    kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
+    codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
+    scales = _rows_first(host.scales)[..., : tensor.outputs, :, :]
+    steps = None if host.steps is None else _rows_first(host.steps)[..., : tensor.outputs, :, :]
+    return codes, scales, steps
+
+
+def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
+    """The same matrix in superblocks of another size, as a backend may want them."""
+    if tensor.columns == columns:
+        return tensor
+    codes, scales, steps = to_codes(tensor)
+    codes = codes[..., : tensor.inputs]
+    return from_codes(codes, scales, tensor.format, steps=steps, columns=columns)
+
+
+def abstract(
+    shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
+) -> QuantizedTensor:
+    """A tensor of `Abstract`s: what `from_codes` gives for this shape.
+
+    Raises:
+        ValueError: with so few columns, steps of a two-level format have no place.
+    """
+    *stack, outputs, inputs = shape
+    p, g = format.per_code, columns or columns_of(format)
+    width, r = 32 * p * g, max(1, LANES // g)
+    if format.two_level and width % SUPER:
+        raise ValueError(f"superblocks of {width} weights are not whole blocks of {SUPER}")
+    tiles, superblocks = -(-outputs // r), -(-pad(inputs, format) // width)
+    lead = (*stack, tiles, superblocks)
+    kind = np.int8 if format.two_level else np.float16
+    steps = Abstract((*lead, r, width // SUPER, format.numbers), np.float16)
+    share = max(1, format.block // width)  # superblocks of a block
+    blocks = (*stack, tiles, superblocks // share, r, max(1, width // format.block))
+    return QuantizedTensor(
+        Abstract((*lead, format.code_bits, r, g), np.uint32),
+        Abstract((*blocks, format.numbers), kind),
+        steps if format.two_level else None,
+        format,
+        outputs,
+        inputs,
+    )
+
+
+def block_numbers(tensor: QuantizedTensor, xp: ModuleType = jnp) -> tuple[Any, Any | None]:
+    """Scale and base (None: symmetric) of each block, float32 [*stack, outputs, blocks], padded."""
+    numbers = _rows_first(tensor.scales).astype(xp.float32)
+    if tensor.steps is not None:
+        times = SUPER // tensor.format.block
+        numbers = numbers * xp.repeat(_rows_first(tensor.steps).astype(xp.float32), times, axis=-2)
+    return numbers[..., 0], None if tensor.format.symmetric else numbers[..., 1]
+
+
+def _rows_first(part: Any) -> Any:
+    """[*stack, tiles, superblocks, R, S, numbers] -> [*stack, outputs, blocks, numbers]."""
+    *stack, tiles, superblocks, rows, s, numbers = part.shape
+    return part.swapaxes(-4, -3).reshape(*stack, tiles * rows, superblocks * s, numbers)
+
+
+def _codes(tensor: QuantizedTensor, xp: ModuleType) -> Any:
+    """Every weight's code q, padding included: [*stack, rows, inputs]."""
+    format = tensor.format
+    *stack, tiles, superblocks, bits, rows, columns = tensor.words.shape
+    codes = unpack(xp.moveaxis(tensor.words, -3, -1), bits, xp)  # [..., superblocks, R, G, 32]
+    if format.per_code == 2:
+        levels = xp.uint32(format.levels)
+        codes = xp.stack([codes // levels, codes % levels], axis=-3)
+    lead = len(stack)
+    codes = xp.moveaxis(codes, lead + 2, lead + 1)  # R before the superblocks
+    return codes.reshape(*stack, tiles * rows, superblocks * format.per_code * columns * 32)
+
+
+def _dequantize(tensor: QuantizedTensor, xp: ModuleType) -> Any:
+    format = tensor.format
+    codes = _codes(tensor, xp)
+    if format.codebook is not None:
+        q = xp.asarray(format.codebook, xp.float32)[codes]
+    else:
+        q = codes.astype(xp.float32) - xp.float32(format.zero if format.symmetric else 0)
+    scale, base = block_numbers(tensor, xp)
+    blocks = q.reshape(*q.shape[:-1], -1, format.block) * scale[..., None]
+    if base is not None:
+        blocks = blocks + base[..., None]
+    return blocks.reshape(q.shape)[..., : tensor.outputs, : tensor.inputs]

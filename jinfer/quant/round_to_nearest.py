@@ -1,0 +1,61 @@
+"""Rounding to the nearest code: the plain quantizer, which the others start from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jinfer.modelspec.quant_format import QuantFormat
+
+
+def in_blocks(values: np.ndarray, block: int) -> np.ndarray:
+    """[..., inputs] -> [..., blocks, block]; the last block is filled by repeating the last value.
+
+    So padding never widens a block's range.
+    """
+    missing = -values.shape[-1] % block
+    if missing:
+        width = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
+        values = np.pad(values, width, mode="edge")
+    return values.reshape(*values.shape[:-1], -1, block)
+
+
+def nearest_numbers(
+    blocks: np.ndarray, format: QuantFormat
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scale and base by each block's extremes, as float16: [..., blocks].
+
+    Symmetric: the value of greatest magnitude becomes the first level, whose sign it so sets; with
+    an odd number of levels the first or the last.
+    """
+    if format.symmetric:
+        at = np.abs(blocks).argmax(axis=-1)[..., None]
+        extreme = np.take_along_axis(blocks, at, axis=-1)[..., 0]
+        return _fp16(extreme / -format.zero), None
+    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
+    return _fp16((high - low) / (format.levels - 1)), _fp16(low)
+
+
+def nearest_codes(
+    blocks: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
+) -> np.ndarray:
+    """Codes of [..., blocks, block] values with the numbers as they are stored, uint8."""
+    step = scale.astype(np.float32)
+    inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)[..., None]
+    offset = np.float32(format.zero) if base is None else np.float32(0)
+    low = np.float32(0) if base is None else base.astype(np.float32)[..., None]
+    q = np.rint((blocks - low) * inverse + offset)
+    return np.clip(q, 0, format.levels - 1).astype(np.uint8)
+
+
+def decoded(
+    codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
+) -> np.ndarray:
+    """What [..., blocks, block] codes stand for, float32."""
+    q = codes.astype(np.float32) - np.float32(format.zero if base is None else 0)
+    values = q * scale.astype(np.float32)[..., None]
+    return values if base is None else values + base.astype(np.float32)[..., None]
+
+
+def _fp16(values: np.ndarray) -> np.ndarray:
+    limit = np.finfo(np.float16).max
+    return np.clip(values, -limit, limit).astype(np.float16)

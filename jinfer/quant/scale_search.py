@@ -1,0 +1,256 @@
+"""Scales and bases that minimize the squared error of each block.
+
+The extremes of a block are a bad guide at few bits: a somewhat narrower range clips them and serves
+all others. So ranges that end near the extremes are tried. For the codes that a range gives, the
+best scale and base are those of weighted least squares, in closed form; the range whose codes allow
+the least error is refined by rounding and fitting in turn. Where rounding to the nearest is better
+in the end, it stays.
+
+Error against rounding to the nearest on N(0, 1) with blocks of 32, affine: 2 bits -24%, 3 bits
+-14%, 3.5 bits -12%, 4 bits -11%. Ranges that reach equally far at both ends gain 2% less, and 5%
+less where the importance varies.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.round_to_nearest import in_blocks
+from jinfer.shapes import Float
+
+# How far a range reaches beyond the extremes, in steps; affine: at each end.
+_AFFINE = (-1.2, -0.7, -0.2, 0.3)
+_SYMMETRIC = tuple(float(x) for x in np.linspace(-1.2, 1.2, 13))
+_REFITS = 2
+_CHUNK = 1 << 18  # weights of a call: they stay in the L2 cache while all ranges are tried
+_FEWEST = 256  # blocks of a call
+_LEAST = 1e-4  # importance of a weight, of its block's mean
+
+
+def search(
+    values: np.ndarray, format: QuantFormat, importance: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Codes, scales and bases with a small sum of importance * (value - decoded value)**2.
+
+    May be called by several threads at a time.
+
+    Args:
+        values: float32 [..., inputs].
+        importance: of each input, not negative: [inputs]. None: all the same.
+
+    Returns:
+        uint8 [..., blocks, block], float16 [..., blocks] twice; no bases where the format is
+        symmetric.
+    """
+    block, inputs = format.block, values.shape[-1]
+    blocks = in_blocks(values, block)
+    flat = blocks.reshape(-1, block)
+    weights = None
+    if importance is not None or inputs % block:
+        weights = block_weights(np.ones(inputs) if importance is None else importance, block)
+    size = min(max(1, _CHUNK // block), max(_FEWEST, 1 << (len(flat) - 1).bit_length()))
+    codes = np.empty(flat.shape, np.uint8)
+    scale, base = np.empty(len(flat), np.float16), np.empty(len(flat), np.float16)
+    for begin in range(0, len(flat), size):
+        # The last chunk begins earlier, so that it is as long as the others.
+        start = max(0, min(begin, len(flat) - size))
+        part = slice(start, min(start + size, len(flat)))
+        x = flat[part]
+        w = None if weights is None else weights[np.arange(start, part.stop) % len(weights)]
+        if missing := size - len(x):
+            x = np.pad(x, ((0, missing), (0, 0)))
+            w = None if w is None else np.pad(w, ((0, missing), (0, 0)), constant_values=1)
+        found = _search(_lanes(x), None if w is None else _lanes(w), format)
+        count = part.stop - start
+        codes[part] = np.asarray(found.codes)[:count]
+        scale[part], base[part] = np.asarray(found.scale)[:count], np.asarray(found.base)[:count]
+    shape = blocks.shape[:-1]
+    bases = None if format.symmetric else base.reshape(shape)
+    return codes.reshape(blocks.shape), scale.reshape(shape), bases
+
+
+def block_weights(importance: np.ndarray, block: int) -> np.ndarray:
+    """The importance of each weight of a row, about 1, and 0 for padding: [blocks, block]."""
+    inputs = len(importance)
+    each = importance.astype(np.float32)
+    weights = np.pad(each, (0, -inputs % block)).reshape(-1, block)
+    mean = weights.mean(axis=1, keepdims=True)
+    weights = np.where(mean > 0, weights / np.where(mean > 0, mean, 1), 1)
+    weights = np.maximum(weights, np.float32(_LEAST))
+    weights.reshape(-1)[inputs:] = 0
+    return weights
+
+
+def _lanes(blocks: np.ndarray) -> np.ndarray:
+    """[n, block] -> [block, n]: sums over a block are sums of vectors then."""
+    return np.ascontiguousarray(blocks.T)
+
+
+class _Found(NamedTuple):
+    codes: Array  # uint8 [n, block]
+    scale: Array  # float16 [n]
+    base: Array  # float16 [n]
+
+
+type _PerBlock = Float[Array, " n"]
+type _PerWeight = Float[Array, "block n"]
+
+
+@partial(jax.jit, static_argnums=2)
+def numbers(
+    x: _PerWeight, w: Float[Array, "block some"] | None, format: QuantFormat
+) -> tuple[_PerBlock, _PerBlock]:
+    """The scales and bases, float16, with which blocks have a small error; bases 0 if symmetric."""
+    return _numbers(_blocks(x, w, format))
+
+
+def rounded(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
+    """Numbers of blocks as they will be decoded; scale and base in float32."""
+    offset = format.zero if format.symmetric else 0
+    q = jnp.clip(jnp.round((x - base) * _inverse(scale) + offset), 0, format.levels - 1) - offset
+    return q * scale + base
+
+
+@partial(jax.jit, static_argnums=2)
+def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _Found:
+    blocks = _blocks(x, w, format)
+    scale, base = _numbers(blocks)
+    q = blocks.codes(scale.astype(jnp.float32), base.astype(jnp.float32)) + blocks.offset
+    # The transposition must not become part of the loop that rounds.
+    q = lax.optimization_barrier(q.astype(jnp.uint8)).T
+    return _Found(q, scale, base)
+
+
+def _blocks(x: _PerWeight, w: Array | None, format: QuantFormat) -> _Affine | _Symmetric:
+    return _Symmetric(x, w, format) if format.symmetric else _Affine(x, w, format)
+
+
+def _numbers(blocks: _Affine | _Symmetric) -> tuple[_PerBlock, _PerBlock]:
+    ranges = jnp.asarray(blocks.ranges, jnp.float32)
+    zeros = jnp.zeros_like(blocks.x[0])
+
+    def attempt(i: Array, best: tuple[_PerBlock, ...]) -> tuple[_PerBlock, ...]:
+        gain, scale, base = blocks.fit(*blocks.numbers(ranges[i]))
+        better = gain > best[0]
+        new = (gain, scale, base)
+        return tuple(jnp.where(better, n, old) for n, old in zip(new, best, strict=True))
+
+    # A loop, because XLA takes seconds to compile it unrolled.
+    _, scale, base = lax.fori_loop(0, len(blocks.ranges), attempt, (zeros - 1, zeros, zeros))
+    for _ in range(_REFITS):
+        _, scale, base = blocks.fit(scale, base)
+    scale = _stored(scale)
+    base = _stored(blocks.base_for(scale, base))
+    nearest_scale, nearest_base = map(_stored, blocks.nearest())
+    error = blocks.error(scale, base)
+    better = error < blocks.error(nearest_scale, nearest_base)
+    scale = jnp.where(better, scale, nearest_scale)
+    base = jnp.where(better, base, nearest_base)
+    return scale.astype(jnp.float16), base.astype(jnp.float16)
+
+
+class _Blocks:
+    """Blocks [block, n] that are to be quantized; codes are float32, base is 0 if symmetric."""
+
+    ranges: tuple[tuple[float, ...], ...]
+    offset: float
+
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
+        self.x, self.w, self.format = x, w, format
+
+    def sum(self, numbers: _PerWeight) -> _PerBlock:
+        """Weighted, over each block."""
+        return jnp.sum(numbers if self.w is None else numbers * self.w, axis=0)
+
+    def codes(self, scale: _PerBlock, base: _PerBlock) -> _PerWeight:
+        """To the nearest; in symmetric formats less the code of 0."""
+        q = jnp.round((self.x - base[None]) * _inverse(scale)[None] + self.offset)
+        return jnp.clip(q, 0, self.format.levels - 1) - self.offset
+
+    def error(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
+        """Weighted sum of squared errors."""
+        left = self.codes(scale, base) * scale[None] + base[None] - self.x
+        return self.sum(left * left)
+
+
+class _Affine(_Blocks):
+    offset = 0.0
+
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
+        super().__init__(x, w, format)
+        self.low, self.high = jnp.min(x, axis=0), jnp.max(x, axis=0)
+        self.middle, self.width = 0.5 * (self.low + self.high), self.high - self.low
+        self.weight = self.sum(jnp.ones_like(x))
+        # Numbers around 0 lose less when their products are summed.
+        self.around = x - self.middle[None]
+        self.total = self.sum(self.around)
+        each = [steps / (format.levels - 1) for steps in _AFFINE]
+        self.ranges = tuple(product(each, each))
+
+    def nearest(self) -> tuple[_PerBlock, _PerBlock]:
+        return self.width / (self.format.levels - 1), self.low
+
+    def numbers(self, beyond: Array) -> tuple[_PerBlock, _PerBlock]:
+        width = self.width * (1 + beyond[0] + beyond[1])
+        return width / (self.format.levels - 1), self.low - self.width * beyond[0]
+
+    def fit(self, scale: _PerBlock, base: _PerBlock) -> tuple[_PerBlock, _PerBlock, _PerBlock]:
+        """The best numbers for the codes that these give, and how far they lower the error."""
+        middle = 0.5 * (self.format.levels - 1)
+        q = self.codes(scale, base) - middle
+        mean = self.sum(q) / self.weight
+        variance = self.sum(q * q) - mean * mean * self.weight
+        covariance = self.sum(q * self.around) - mean * self.total
+        scale = jnp.where(variance > 0, covariance / jnp.where(variance > 0, variance, 1), 0)
+        base = self.middle + self.total / self.weight - scale * (mean + middle)
+        return scale * covariance, scale, base
+
+    def base_for(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
+        """The best base for a scale that was rounded."""
+        return self.sum(self.x - scale[None] * self.codes(scale, base)) / self.weight
+
+
+class _Symmetric(_Blocks):
+    def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
+        super().__init__(x, w, format)
+        self.offset = float(format.zero)
+        low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)
+        self.extreme = jnp.where(high > -low, high, low)
+        ranges = [1 + steps / format.zero for steps in _SYMMETRIC]
+        if format.levels % 2 == 0:  # an odd number of levels is the same from both sides
+            ranges += [-each for each in ranges]
+        self.ranges = tuple((each,) for each in ranges)
+
+    def nearest(self) -> tuple[_PerBlock, _PerBlock]:
+        return self.extreme / -self.format.zero, jnp.zeros_like(self.extreme)
+
+    def numbers(self, share: Array) -> tuple[_PerBlock, _PerBlock]:
+        scale, base = self.nearest()
+        return scale * share[0], base
+
+    def fit(self, scale: _PerBlock, base: _PerBlock) -> tuple[_PerBlock, _PerBlock, _PerBlock]:
+        q = self.codes(scale, base)
+        squares, products = self.sum(q * q), self.sum(q * self.x)
+        scale = jnp.where(squares > 0, products / jnp.where(squares > 0, squares, 1), 0)
+        return scale * products, scale, base
+
+    def base_for(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
+        return base
+
+
+def _inverse(scale: _PerBlock) -> _PerBlock:
+    return jnp.where(scale != 0, 1 / jnp.where(scale != 0, scale, 1), 0)
+
+
+def _stored(number: _PerBlock) -> _PerBlock:
+    """As float16 holds it."""
+    limit = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(number, -limit, limit).astype(jnp.float16).astype(jnp.float32)

@@ -1,0 +1,52 @@
+"""Contrastive search (arXiv 2202.06417): likely, but not like what the text said before."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.sampling.param_ranges import MAX_CANDIDATES
+from jinfer.shapes import Float, Int
+
+
+def candidates(
+    logits: Float[Array, "rows vocab"], count: int = MAX_CANDIDATES
+) -> tuple[Int[Array, "rows count"], Float[Array, "rows count"]]:
+    """The likeliest tokens, and their probabilities among all, likeliest first."""
+    logits = logits.astype(jnp.float32)
+    # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
+    best, ids = lax.optimization_barrier(lax.top_k(logits, min(count, logits.shape[-1])))
+    return ids, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def contrastive(
+    probabilities: Float[Array, " k"],
+    hidden: Float[Array, "k hidden"],
+    history: Float[Array, "length hidden"],
+    length: Int[Array, ""],
+    alpha: Float[Array, ""],
+) -> Int[Array, ""]:
+    """Which candidate has the greatest (1 - alpha) p - alpha * its greatest likeness to the past.
+
+    Args:
+        probabilities: of the candidates; 0 where there is none.
+        hidden: last hidden states after each candidate.
+        history: last hidden states of the tokens so far; what follows the first `length` is
+            padding.
+        alpha: `penalty_alpha`.
+
+    Likeness is the cosine of two hidden states. The first of equals is taken.
+    """
+    likeness = jnp.matmul(
+        _directions(hidden), _directions(history).T, precision=lax.Precision.HIGHEST
+    )
+    past = jnp.arange(history.shape[0], dtype=jnp.int32) < length
+    worst = jnp.max(jnp.where(past, likeness, -jnp.inf), axis=-1, initial=-1.0)
+    scores = (1 - alpha) * probabilities - alpha * worst
+    return jnp.argmax(jnp.where(probabilities > 0, scores, -jnp.inf)).astype(jnp.int32)
+
+
+def _directions(x: Float[Array, "n hidden"]) -> Float[Array, "n hidden"]:
+    x = x.astype(jnp.float32)
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -1,0 +1,113 @@
+"""What a request's rules forbid as its next token, where the host has to know it.
+
+The sampler's own (`penalties.rules`) sees logits on the device. A grammar may leave one token,
+which nobody samples; and rules may leave none of what it allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from jinfer.records import dataclass
+from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
+from jinfer.sampling.sampling_metadata import Sampler
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.shapes import UInt
+
+
+@dataclass(frozen=True, eq=False)
+class Forbidden:
+    """The rules of one request.
+
+    Attributes:
+        never: a bit for each token that may never come.
+        ends: tokens that may not come before there are `least` of the answer.
+        words: sequences of tokens of which the last may not follow the others.
+        params: what they were made of.
+    """
+
+    never: UInt[np.ndarray, " words"]
+    ends: tuple[int, ...]
+    least: int
+    words: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        sampler: Sampler,
+        allowed: UInt[np.ndarray, " words"] | None,
+        never: Iterable[int] = (),
+    ) -> Forbidden:
+        """From a request's row of the sampler, in NumPy.
+
+        Args:
+            allowed: bits of `allowed_token_ids`; None: all.
+            never: tokens that the model's head never gives.
+        """
+        row: Any = sampler
+        words = len(allowed) if allowed is not None else 0
+        biased = row.bias_ids[0][np.isneginf(row.biases[0])].tolist()
+        banned = [*never, *(id for id in biased if id >= 0)]
+        words = max([words, *(id // 32 + 1 for id in banned)])
+        bits = np.zeros(words * 32, np.uint8)
+        bits[banned] = 1
+        packed = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+        if allowed is not None:
+            packed[: len(allowed)] |= ~allowed
+        bad = [tuple(id for id in ids if id >= 0) for ids in row.bad_words[0].tolist()]
+        ends = tuple(id for id in row.end_ids[0].tolist() if id >= 0)
+        return cls(packed, ends, params.min_tokens, tuple(filter(None, bad)), params)
+
+    def now(self, tokens: Sequence[int], drawn: int) -> list[int]:
+        """Tokens that may not come next, beside those that never may.
+
+        Args:
+            tokens: the prompt and the answer so far.
+            drawn: tokens of the answer.
+        """
+        recent = tuple(tokens[-MAX_BAD_LENGTH:])
+        completed = [word[-1] for word in self.words if _follows(recent, word[:-1])]
+        return [*completed, *(self.ends if drawn < self.least else ())]
+
+    def forbids(self, id: int, tokens: Sequence[int], drawn: int) -> bool:
+        """Whether this token may not come next."""
+        word = self.never[id // 32] if id // 32 < len(self.never) else 0
+        return bool(int(word) >> id % 32 & 1) or id in self.now(tokens, drawn)
+
+    def clear(self, mask: UInt[np.ndarray, " words"], tokens: Sequence[int], drawn: int) -> None:
+        """Takes what may not come next out of the tokens that may."""
+        mask[: len(self.never)] &= ~self.never[: len(mask)]
+        for id in self.now(tokens, drawn):
+            if id // 32 < len(mask):
+                mask[id // 32] &= ~np.uint32(1 << id % 32)
+
+    def names(self, given: Sequence[int], tokens: Sequence[int], drawn: int) -> list[str]:
+        """The parameters that forbid some of these ids; none: the model never gives them."""
+        ids = set(given)
+        allowed = self.params.allowed_token_ids
+        pairs = cast("tuple[tuple[int, float], ...]", self.params.logit_bias)
+        biased = {id for id, bias in pairs if np.isneginf(bias)}
+        now = set(self.now(tokens, self.least))
+        found = {
+            "banned_token_ids": ids & set(self.params.banned_token_ids),
+            "logit_bias": ids & biased,
+            "allowed_token_ids": ids - set(ids if allowed is None else allowed),
+            "bad_words": ids & now,
+            "min_tokens": ids & set(self.ends) if drawn < self.least else set(),
+        }
+        return [name for name, own in found.items() if own]
+
+
+def _follows(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return not end or tokens[-len(end) :] == end
+
+
+def token_ids(mask: UInt[np.ndarray, " words"]) -> list[int]:
+    """The ids whose bits are set."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
+    return [int(id) for id in np.flatnonzero(bits)]

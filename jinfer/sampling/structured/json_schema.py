@@ -1,0 +1,264 @@
+"""JSON schemas before llguidance sees them: what cannot be kept is refused with its place.
+
+Schemas are those of JSON Schema 2020-12 and of the older drafts where these agree. llguidance
+compiles most of them; this module finds what it would misread or only find out too late.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jinfer.sampling.request_errors import ConstraintError, short
+
+MAX_DEPTH = 100  # of lists and objects in each other; llguidance's own limit is a little higher
+MAX_PROPERTIES = 2_000  # of one object: the grammar of optional ones grows with their square
+MAX_MULTIPLE = 100_000  # the automaton has a state for each remainder
+MAX_BOUND = 2**63 - 1024  # the greatest float that is a 64-bit integer
+
+# After a brace, a comma or a colon: nothing, a space, or a line break and an indentation. A model
+# that may write any amount of white space sometimes writes nothing else.
+WHITESPACE = r" |\r?\n[ \t]{0,20}"
+
+_ONE = ("additionalProperties", "additionalItems", "items")  # keywords whose value is a schema
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+UNSUPPORTED = frozenset(
+    {
+        *("not", "if", "then", "else"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
+        *("contains", "minContains", "maxContains", "uniqueItems"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    }
+)
+_COUNTS = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+)
+_UPPER = ("maximum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
+_TYPES = frozenset(["null", "boolean", "object", "array", "number", "string", "integer"])
+
+
+def prepare_schema(given: Any) -> Any:
+    """A schema that llguidance reads as it is meant.
+
+    Args:
+        given: a schema, its JSON text, or True for any JSON object.
+
+    Returns:
+        a copy with numeric bounds that floats can hold, `uniqueItems: false` left out, and the
+        white space of `WHITESPACE` unless `x-guidance` in it says otherwise.
+
+    Raises:
+        ConstraintError: not a schema, or a keyword that is not supported; with its place.
+    """
+    schema = {"type": "object"} if given is True else copied(given)
+    if schema is True:
+        schema = {}
+    if schema is False:
+        raise ConstraintError("json_schema: false allows no answer at all")
+    if not isinstance(schema, dict):
+        raise ConstraintError(f"json_schema must be an object, not {short(json.dumps(schema))}")
+    for place, part in subschemas(schema):
+        _check(place, part)
+    options = schema.setdefault("x-guidance", {})
+    if isinstance(options, dict) and not options.keys() & {
+        "whitespace_flexible",
+        "whitespace_pattern",
+    }:
+        options["whitespace_pattern"] = WHITESPACE
+    if not _has_finite_answer(schema):
+        raise ConstraintError(
+            "json_schema: no answer ever ends: a required part contains itself through $ref"
+        )
+    return schema
+
+
+def subschemas(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, schema) of a schema and of all in it, each before its parts, in order."""
+    waiting = [(place, schema)]
+    while waiting:
+        place, part = waiting.pop()
+        yield place, part
+        if isinstance(part, dict):
+            waiting += reversed(list(_parts(place, part)))
+
+
+def at(place: str) -> str:
+    """A place in a schema for an error; nothing for the whole schema."""
+    return f" at {place}" if place else ""
+
+
+def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            for name, part in value.items():
+                yield f"{place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", part
+        elif key in _LISTS and isinstance(value, list):
+            for number, part in enumerate(value):
+                yield f"{place}/{key}/{number}", part
+        elif key in _ONE:
+            yield f"{place}/{key}", value
+
+
+def copied(given: Any) -> Any:
+    """A schema, or its JSON text, as values of its own. Raises `ConstraintError`."""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        copy = json.loads(text)
+    except RecursionError:
+        raise ConstraintError(_too_deep()) from None
+    except (TypeError, ValueError) as error:
+        raise ConstraintError(f"json_schema is not JSON: {short(str(error))}") from None
+    level, depth = [copy], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ConstraintError(_too_deep())
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        level = inner
+    return copy
+
+
+def _too_deep() -> str:
+    return f"json_schema: lists and objects are nested deeper than {MAX_DEPTH}"
+
+
+def _check(place: str, schema: Any) -> None:
+    """Refuses what is wrong in one schema, without its parts, and mends its bounds."""
+
+    def refuse(key: str, wrong: str) -> ConstraintError:
+        return ConstraintError(f"json_schema{at(place)}: {key} {wrong}")
+
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise ConstraintError(
+            f"json_schema{at(place)}: a schema must be an object, true or false, not"
+            f" {short(json.dumps(schema))}"
+        )
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    for key in schema:
+        if key in UNSUPPORTED:
+            raise refuse(key, "is not supported")
+    for key in _MAPS:
+        if not isinstance(schema.get(key, {}), dict):
+            raise refuse(key, "must be an object")
+    for key in ("enum", "required", "allOf", "anyOf", "oneOf", "prefixItems"):
+        if not isinstance(schema.get(key, []), list):
+            raise refuse(key, "must be a list")
+    if len(schema.get("properties", {})) > MAX_PROPERTIES:
+        raise refuse("properties", f"has more than {MAX_PROPERTIES} names")
+    for key in _COUNTS:
+        value = schema.get(key, 0)
+        if not _is_whole(value) or value < 0:
+            raise refuse(key, f"must be a whole number from 0, not {short(json.dumps(value))}")
+    if not all(isinstance(name, str) for name in schema.get("required", [])):
+        raise refuse("required", "must be a list of names")
+    if schema.get("enum") == []:
+        raise refuse("enum", "is empty, which allows no answer at all")
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name not in _TYPES:
+            raise refuse("type", f"cannot be {short(json.dumps(name))}; use one of {_type_names()}")
+    _check_reference(schema, refuse)
+    _mend_numbers(schema, refuse)
+
+
+def _check_reference(schema: dict[str, Any], refuse: Any) -> None:
+    target = schema.get("$ref", "#")
+    if not isinstance(target, str):
+        raise refuse("$ref", "must be a text")
+    if not target.startswith("#"):
+        raise refuse("$ref", f"must point into the schema itself (#/…), not to {short(target)!r}")
+
+
+def _mend_numbers(schema: dict[str, Any], refuse: Any) -> None:
+    for key in (*_LOWER, *_UPPER, "multipleOf"):
+        value = schema.get(key, 1)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise refuse(key, f"must be a number, not {short(json.dumps(value))}")
+    for key in _UPPER:
+        if key in schema:
+            if schema[key] < -MAX_BOUND:
+                raise refuse(key, f"must be at least {-MAX_BOUND}")
+            schema[key] = _at_most(min(schema[key], MAX_BOUND))
+    for key in _LOWER:
+        if key in schema:
+            if schema[key] > MAX_BOUND:
+                raise refuse(key, f"must be at most {MAX_BOUND}")
+            schema[key] = -_at_most(min(-schema[key], MAX_BOUND))
+    if "multipleOf" in schema and not 0 < schema["multipleOf"] <= MAX_MULTIPLE:
+        raise refuse("multipleOf", f"must be above 0, and at most {MAX_MULTIPLE}")
+
+
+def _at_most(value: int | float) -> int | float:
+    """The value, or the next below it that a float holds."""
+    if isinstance(value, int) and int(near := float(value)) != value:
+        return near if near < value else math.nextafter(near, -math.inf)
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and (
+        isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    )
+
+
+def _type_names() -> str:
+    return ", ".join(sorted(_TYPES))
+
+
+def _has_finite_answer(schema: dict[str, Any]) -> bool:
+    """Whether the required parts come to an end, taking every other keyword as satisfiable.
+
+    The least fixed point over the schemas that `$ref` names: each starts as endless, and is not
+    once its own required parts are not.
+    """
+    places = {f"#{place}": part for place, part in subschemas(schema)}
+    finite: set[str] = set()
+
+    def ends(part: Any) -> bool:
+        if not isinstance(part, dict):
+            return True
+        if "const" in part or "enum" in part:
+            return True
+        target = part.get("$ref")
+        if target in places and target not in finite:
+            return False
+        if not all(map(ends, part.get("allOf", []))):
+            return False
+        for key in ("anyOf", "oneOf"):
+            if part.get(key) and not any(map(ends, part[key])):
+                return False
+        types = part.get("type", "object" if "properties" in part else [])
+        if types in ("object", ["object"]):
+            named, rest = part.get("properties", {}), part.get("additionalProperties", True)
+            return all(ends(named.get(name, rest)) for name in part.get("required", []))
+        if types in ("array", ["array"]) and part.get("minItems", 0) > 0:
+            first = [*part.get("prefixItems", []), part.get("items", True)]
+            return all(map(ends, first[: int(part["minItems"])]))
+        return True
+
+    targets = {
+        part["$ref"] for part in places.values() if isinstance(part, dict) and "$ref" in part
+    }
+    waiting = {target: places[target] for target in targets if target in places}
+    while found := {target for target, part in waiting.items() if ends(part)}:
+        finite |= found
+        waiting = {target: part for target, part in waiting.items() if target not in finite}
+    return ends(schema)

@@ -1,0 +1,57 @@
+"""What to say of a parameter that there is not: the nearest, or what stands for it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jinfer.modelspec.spec_errors import nearest, show
+from jinfer.sampling.param_names import PARAMETERS
+
+_STRUCTURE = "json_schema, regex, choice or grammar says what the answer has to be"
+LORA = "there are no adapters (LoRA): merge them into the weights"
+LOGITS = (
+    "no function of yours sees the logits; logit_bias, banned_token_ids, allowed_token_ids, "
+    f"bad_words and the samplers change them, and {_STRUCTURE}"
+)
+_STOPS = "stop and stop_token_ids end an answer, and leaving the loop over stream(...) does"
+_PIECES = "stream(...) gives the pieces of an answer"
+
+# Names of other engines' parameters that have no like here: what there is instead.
+ABSENT: Mapping[str, str] = {
+    "logits_processor": LOGITS,
+    "logits_processors": LOGITS,
+    "logits_warper": LOGITS,
+    "stopping_criteria": _STOPS,
+    "stop_function": _STOPS,
+    "callback": _PIECES,
+    "callbacks": _PIECES,
+    "stream": _PIECES,
+    "streamer": _PIECES,
+    "lora": LORA,
+    "lora_request": LORA,
+    "adapter": LORA,
+    "do_sample": "temperature=0 is greedy, any other temperature draws",
+    "use_beam_search": 'strategy="beam" searches with beams',
+    "num_return_sequences": "n is the number of answers",
+    "response_format": _STRUCTURE,
+    "guided_json": _STRUCTURE,
+    "guided_regex": _STRUCTURE,
+    "guided_choice": _STRUCTURE,
+    "guided_grammar": _STRUCTURE,
+    "structured_outputs": _STRUCTURE,
+    "output_scores": "logprobs gives log-probabilities, and logits(...) the logits of a prompt",
+    "output_logits": "logprobs gives log-probabilities, and logits(...) the logits of a prompt",
+    "prompt_logprobs": "score(...) gives the log-probabilities of a prompt",
+    "echo": "score(...) gives the log-probabilities of a prompt",
+}
+
+
+def no_parameter(name: object, allowed: Iterable[str]) -> str:
+    """A sentence about a name that is none of a request's parameters."""
+    known = str(name)
+    if known in ABSENT:
+        return f"there is no parameter {show(name)}: {ABSENT[known]}"
+    if known in PARAMETERS:
+        own = PARAMETERS[known]
+        return f"there is no parameter {show(name)}; here it is {own}: SamplingParams({own}=...)"
+    return f"there is no parameter {show(name)}; {nearest(name, allowed)}"

@@ -1,0 +1,331 @@
+"""/v1/embeddings, and /v1/rerank, /score, /fill-mask beside it."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from jinfer.api.text_embeddings import SIMILARITIES, Tokens, limit, prompt_of
+from jinfer.api.text_embeddings import vectors as vectors_of
+from jinfer.engine.requests import RequestError
+from jinfer.opening.pooling_config import Vectors
+from jinfer.server.http_errors import ApiError, as_api_error, invalid, too_long, unsupported
+from jinfer.server.http_responses import Reply, listed
+from jinfer.server.model_manager import Hosted
+from jinfer.server.prompt_builder import is_one, prompts_of
+from jinfer.server.schemas.embeddings import (
+    ClassifyRequest,
+    Document,
+    EmbeddingRequest,
+    MaskRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jinfer.server.service import Call, Service
+
+
+async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
+    """The vectors of texts."""
+    body = call.body
+    call.note(user=body.user)
+    texts, param = _either(body, "input", "content")
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        vectors, tokens = await _embedded(
+            call.service,
+            hosted,
+            texts,
+            param,
+            body.truncate_prompt_tokens,
+            body.prompt_name,
+            pooling=body.pooling,
+            normalize=body.normalize,
+        )
+        call.note(prompt_tokens=tokens)
+        own = hosted.frontend.opened.pooling.normalize
+        unit = own if body.normalize is None else body.normalize
+        vectors = _shortened(vectors, body.dimensions, unit)
+        head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
+        coded = body.encoding_format == "base64"
+        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, coded)))
+
+
+def _either(body: BaseModel, *names: str) -> tuple[Any, str]:
+    """The one of some fields that is given, and its name. Raises `ApiError`."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise invalid(f"give one of {' and '.join(names)}", names[0])
+    return getattr(body, given[0]), given[0]
+
+
+def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
+    """Vectors as answers show them: numbers, or texts."""
+    for i, row in enumerate(vectors):
+        yield {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
+
+
+def _base64(row: np.ndarray) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _shortened(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
+    """The first numbers of each vector, brought to length 1 again where the whole had that."""
+    if dimensions is None:
+        return vectors
+    width = vectors.shape[1]
+    if dimensions > width:
+        raise invalid(f"the model's vectors have {width} numbers", "dimensions")
+    cut = np.ascontiguousarray(vectors[:, :dimensions])
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return cut / np.maximum(lengths, 1e-12) if unit else cut
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def _embedded(
+    service: Service,
+    hosted: Hosted,
+    texts: str | Sequence[Any],
+    param: str,
+    truncate: int | None = None,
+    prompt_name: str | None = None,
+    **how: Any,
+) -> tuple[Vectors, int]:
+    """Vectors of texts, a few at a time, and how many tokens these have."""
+    given = await service.beside(_tokens, service, hosted, texts, param, truncate, prompt_name)
+    # Texts of like length go together, so that little is computed for nothing.
+    order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
+    most = hosted.frontend.engine.scheduler.slots
+    rows: dict[int, np.ndarray] = {}
+    for begin in range(0, len(order), most):
+        group = [given[i] for i in order[begin : begin + most]]
+        found = await service.computed(vectors_of, hosted.frontend, group, **how)
+        rows.update(zip(order[begin : begin + most], found, strict=True))
+    return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
+
+
+def _tokens(
+    service: Service,
+    hosted: Hosted,
+    texts: str | Sequence[Any],
+    param: str,
+    truncate: int | None,
+    prompt_name: str | None,
+) -> list[Tokens]:
+    """Texts behind a prompt of the model's, as tokens; takes its time."""
+    frontend, pooling = hosted.frontend, hosted.frontend.opened.pooling
+    try:
+        prompt, skipped = prompt_of(frontend, prompt_name)
+    except RequestError as error:
+        raise as_api_error(error, param="prompt_name") from error
+    listed = [texts] if is_one(texts) else [*texts]
+    are_texts = [isinstance(one, str) for one in listed]
+    if prompt_name is not None and not all(are_texts):
+        raise invalid("it is for texts, not for token ids", "prompt_name")
+    worded = [pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
+    found = _ids(service, hosted, worded, param, truncate)
+    counts = [skipped if one else 0 for one in are_texts]
+    return [Tokens(ids, min(count, len(ids) - 1)) for ids, count in zip(found, counts, strict=True)]
+
+
+def _ids(
+    service: Service, hosted: Hosted, texts: str | Sequence[Any], param: str, truncate: int | None
+) -> list[list[int]]:
+    """The tokens of texts that the model can read; takes its time."""
+    frontend = hosted.frontend
+    if frontend.engine.model.has_cross_attention:
+        raise unsupported("an encoder-decoder gives no vectors of texts", "model")
+    listed = prompts_of(texts, frontend, service.settings.most_prompts, param=param)
+    longest = limit(frontend)
+    if truncate is not None:
+        if truncate < -1 or truncate == 0:
+            raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
+        most = longest if truncate == -1 else truncate
+        listed = [_cut(ids, most) for ids in listed]
+    for number, ids in enumerate(listed):
+        if not ids:
+            raise invalid(f"text {number} is empty; give at least one token", param)
+        if len(ids) > longest:
+            advice = "shorten it, or set truncate_prompt_tokens"
+            raise too_long(f"text {number}", len(ids), int(longest), advice, param)
+    return listed
+
+
+def _cut(ids: list[int], most: int) -> list[int]:
+    """The first tokens of a text, and its last one, which may stand for its end."""
+    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
+
+
+async def _fits(
+    service: Service,
+    hosted: Hosted,
+    first: Sequence[str],
+    second: Sequence[str],
+    params: tuple[str, str],
+    truncate: int | None,
+    prompts: tuple[str | None, str | None] = (None, None),
+) -> tuple[list[float], int]:
+    """How near the vectors of pairs of texts are, and how many tokens the texts have.
+
+    Args:
+        prompts: names of what stands before the first texts, and before the second ones.
+
+    Raises:
+        ApiError: the model was not made to compare texts.
+    """
+    pooling = hosted.frontend.opened.pooling
+    if hosted.llm.spec.generates and not pooling.declared:
+        raise unsupported(
+            f"the model {hosted.name} writes texts, and nothing says that its vectors can be "
+            f"compared; serve an embedder beside it and name that",
+            "model",
+        )
+    (left, some), (right, more) = [
+        await _embedded(service, hosted, [*texts], param, truncate, prompt)
+        for texts, param, prompt in zip((first, second), params, prompts, strict=True)
+    ]
+    return SIMILARITIES[pooling.similarity](left, right).tolist(), some + more
+
+
+def _named(hosted: Hosted, *names: str) -> str | None:
+    """The first of these prompts that the model has; None: its default one."""
+    return next((name for name in names if name in hosted.frontend.opened.pooling.prompts), None)
+
+
+async def rerank(call: Call[RerankRequest]) -> Reply:
+    """Documents by how well they fit a query."""
+    body = call.body
+    call.note(user=body.user)
+    documents, param = _either(body, "documents", "texts")
+    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    truncate = -1 if body.truncate else body.truncate_prompt_tokens
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        scores, tokens = await _fits(
+            call.service,
+            hosted,
+            [body.query],
+            texts,
+            ("query", param),
+            truncate,
+            (_named(hosted, "query"), _named(hosted, "document", "passage", "corpus")),
+        )
+        call.note(prompt_tokens=tokens)
+        order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+        if param == "texts":
+            return Reply(
+                [
+                    {
+                        "index": i,
+                        "score": scores[i],
+                        **({"text": texts[i]} if body.return_text else {}),
+                    }
+                    for i in order
+                ]
+            )
+        shown = body.return_documents is not False
+        results = [
+            {
+                "index": i,
+                "relevance_score": scores[i],
+                **({"document": {"text": texts[i]}} if shown else {}),
+            }
+            for i in order
+        ]
+        return Reply(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": hosted.name,
+                "usage": _usage(tokens),
+                "similarity": hosted.frontend.opened.pooling.similarity,
+                "results": results,
+            }
+        )
+
+
+async def score(call: Call[ScoreRequest]) -> Reply:
+    """How well pairs of texts fit."""
+    body = call.body
+    call.note(user=body.user)
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid(f"there are {len(first)} first texts and {len(second)} second ones", "text_1")
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        scores, tokens = await _fits(
+            call.service,
+            hosted,
+            first,
+            second,
+            ("text_1", "text_2"),
+            body.truncate_prompt_tokens,
+        )
+        call.note(prompt_tokens=tokens)
+        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        return Reply(
+            {
+                "id": f"score-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": hosted.name,
+                "data": data,
+                "usage": _usage(tokens),
+                "similarity": hosted.frontend.opened.pooling.similarity,
+            }
+        )
+
+
+async def classify(call: Call[ClassifyRequest]) -> Reply:
+    """Refused: no family has a head for classes."""
+    hosted = call.service.models.meant(call.body.model)
+    message = f"the model {hosted.name} has no head that puts texts into classes"
+    raise ApiError(501, message, param="model", code="not_supported")
+
+
+async def fill_mask(call: Call[MaskRequest]) -> Reply:
+    """The likeliest tokens at the masks of texts."""
+    body = call.body
+    call.note(user=body.user)
+    async with call.service.models.use(body.model) as hosted:
+        call.note(model=hosted.name)
+        ids = await call.service.beside(_ids, call.service, hosted, body.input, "input", None)
+        data = []
+        for index, text in enumerate(ids):
+            try:
+                masks = await call.service.computed(hosted.llm.fill_mask, text, top=body.top_k or 5)
+            except ValueError as error:
+                raise _no_mask(error, hosted) from error
+            listed = [
+                [
+                    {
+                        "token": one.text,
+                        "token_id": one.id,
+                        "logprob": one.logprob,
+                        "probability": math.exp(one.logprob),
+                    }
+                    for one in mask
+                ]
+                for mask in masks
+            ]
+            data.append({"index": index, "object": "fill_mask", "masks": listed})
+        tokens = sum(map(len, ids))
+        call.note(prompt_tokens=tokens)
+        return Reply(
+            {"object": "list", "model": hosted.name, "data": data, "usage": _usage(tokens)}
+        )
+
+
+def _no_mask(error: ValueError, hosted: Hosted) -> ApiError:
+    tokenizer = hosted.llm.tokenizer
+    known = tokenizer is not None and tokenizer.mask_id is not None
+    return as_api_error(error, param="input" if known else "model")

@@ -1,0 +1,136 @@
+"""Answers on their way to a client: JSON, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any
+
+import orjson
+from starlette.types import Send
+
+from jinfer.records import dataclass, field
+from jinfer.server.http_errors import ApiError, as_api_error, ended_by
+
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+def dumps(value: Any) -> bytes:
+    """JSON; numbers that are none become null."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
+    """JSON of an object with a long list under a name, an item at a time.
+
+    Other threads may run between two of them, which they could not while the whole is written.
+    """
+    text = b",".join([dumps(one) for one in items])
+    return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event of a stream."""
+    data = b"data: " + dumps(value) + b"\n\n"
+    return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer.
+
+    Attributes:
+        content: what becomes JSON; or bytes, as they are.
+    """
+
+    content: Any
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = JSON
+
+    async def send(self, send: Send, seconds: float) -> None:
+        """Sends it, within some time."""
+        data = self.content if isinstance(self.content, bytes) else dumps(self.content)
+        headers = {"content-type": self.media_type, "content-length": str(len(data))}
+        if self.status == 304:  # whose length would have to be that of what was not sent
+            del headers["content-length"]
+        start = _start(self.status, {**headers, **self.headers})
+        async with asyncio.timeout(seconds):
+            await send(start)
+            await send({"type": "http.response.body", "body": data})
+
+
+def refusal(error: ApiError) -> Reply:
+    """An error as an answer."""
+    return Reply(error.body(), error.status, error.headers)
+
+
+def told(error: ApiError) -> bytes:
+    """An error in the middle of a stream."""
+    return event(error.body())
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer in pieces.
+
+    Attributes:
+        pieces: bytes as they come. With the first ones the status is sent, even if they are none.
+        failed: what becomes of an error in the middle.
+    """
+
+    pieces: AsyncGenerator[bytes]
+    media_type: str = EVENTS
+    failed: Callable[[ApiError], bytes] = told
+
+    async def send(self, send: Send, seconds: float) -> BaseException | None:
+        """Sends it as it comes; an error before the first piece, empty or not, is raised.
+
+        Returns:
+            An error in the middle, which the client was told of.
+        """
+        begun = False
+        failure: Exception | None = None
+        headers = {
+            "content-type": self.media_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        async with contextlib.aclosing(self.pieces) as pieces:
+            try:
+                async for piece in pieces:
+                    async with asyncio.timeout(seconds):
+                        if not begun:
+                            begun = True
+                            await send(_start(200, headers))
+                        if piece:
+                            await send(_part(piece, more=True))
+            except TimeoutError:
+                raise
+            except asyncio.CancelledError as error:
+                failure = ended_by(error)
+                if not begun or failure is None:
+                    raise
+            except Exception as error:
+                if not begun:
+                    raise
+                failure = error
+            if failure is not None:
+                await send(_part(self.failed(as_api_error(failure)), more=True))
+        if not begun:
+            await send(_start(200, headers))
+        await send(_part(b"", more=False))
+        return failure
+
+
+def _part(data: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
+    pairs = [(name.lower().encode("latin-1"), v.encode("latin-1")) for name, v in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}

@@ -1,0 +1,133 @@
+"""Inferflow's own interface: POST to / with its fields, and its stream of JSON in chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from jinfer.opening.chat_prompt import Conversation
+from jinfer.records import dataclass, replace
+from jinfer.server.http_errors import ApiError, invalid, unsupported
+from jinfer.server.http_responses import Reply, Stream, dumps
+from jinfer.server.model_manager import Hosted
+from jinfer.server.request_params import INFERFLOW, asked
+from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.schemas.llamacpp_api import InferflowRequest
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.service import Call
+from jinfer.server.stream_frames import check_stream, refuse
+
+LINES = "application/x-ndjson"
+_OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
+_ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fields) - _OWN
+
+
+async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
+    """Answers a text."""
+    body = call.body
+    stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
+    check_stream(body, stream, None)
+    if (body.n or 1) > 1:
+        raise unsupported("one answer is given", "n")
+    if body.prompt_logprobs is not None:
+        raise unsupported("no log-probabilities are given here", "prompt_logprobs")
+    refuse(
+        body,
+        n_probs="no log-probabilities are given here",
+        return_token_ids="no ids are given here",
+        timings_per_token="no timings are given here",
+        return_progress="nothing is told of the prompt here",
+    )
+    user = (body.header or {}).get("user")
+    call.note(user=user if isinstance(user, str) else None)
+    if stream:
+        return Stream(_streamed(call), media_type=LINES, failed=_failed)
+    begun = time.perf_counter()
+    async with _running(call) as it:
+        ((one,),) = await it.run.completions()
+        return Reply(_piece(one.text, begun, "succ", end=True))
+
+
+def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[str, Any]:
+    seconds = round(time.perf_counter() - begun, 6)
+    shown = {"text": text, "ret_code": code, "error_text": "", "time_cost": seconds}
+    return {**shown, "is_end": 1} if end else shown
+
+
+def _failed(error: ApiError) -> bytes:
+    """An error in the middle of a stream."""
+    code = "error.busy" if error.status == 429 else "error"
+    shown = {"text": "", "ret_code": code, "error_text": error.message, "time_cost": 0.0}
+    return dumps({**shown, "is_end": 1}) + b"\n\n"
+
+
+@dataclass
+class _Inferflow:
+    """A text while it is answered."""
+
+    job: Job
+    run: Run
+
+
+@contextlib.asynccontextmanager
+async def _running(call: Call[InferflowRequest]) -> AsyncIterator[_Inferflow]:
+    service = call.service
+    async with service.models.use(call.body.model) as hosted:
+        call.note(model=hosted.name)
+        job = await service.prepared(call.body, _prepared, call, hosted)
+        run = service.run(hosted, [job])
+        try:
+            yield _Inferflow(job, run)
+        finally:
+            call.note(**run.summary())
+
+
+def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
+    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+    if body.random_seed == 0:  # its word for a new one
+        body = body.model_copy(update={"random_seed": None})
+    how = asked(body, frontend, INFERFLOW, None, _ROUTE)
+    conversation = _conversation(call, hosted)
+    if not conversation.has_template:
+        if body.system_prompt:
+            raise invalid("the model has no prompt format with a system prompt", "system_prompt")
+        ids = frontend.encode(body.text + (body.res_prefix or ""))
+        return prepare(frontend, ids, how, param="text", timeout=settings.timeout)
+    messages = [{"role": "user", "content": body.text}]
+    if body.system_prompt:
+        messages = [{"role": "system", "content": body.system_prompt}, *messages]
+    if body.res_prefix and conversation.prompt.template:
+        messages.append({"role": "assistant", "content": body.res_prefix})
+    ids = conversation.encode(frontend.tokenizer, messages)
+    if body.res_prefix and not conversation.prompt.template:
+        ids += frontend.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
+    return prepare(frontend, ids, how, param="text", timeout=settings.timeout)
+
+
+def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
+    """The model's prompt format, or the request's own."""
+    body, conversation = call.body, hosted.frontend.opened.conversation
+    cross = hosted.frontend.engine.model.has_cross_attention
+    own, other = "decoder_input_template", "encoder_input_template"
+    if cross:
+        own, other = other, own
+    if getattr(body, other) is not None:
+        raise unsupported("the model has no place for it", other)
+    template = getattr(body, own)
+    if template is None:
+        return conversation
+    if not call.service.settings.request_templates:
+        raise ApiError(403, "templates of requests are not allowed here", param=own)
+    return replace(conversation, prompt=replace(conversation.prompt, template=template), jinja=None)
+
+
+async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
+    """Pieces, each followed by an empty line; the last one says that it is."""
+    begun = time.perf_counter()
+    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+        async for batch in pieces:
+            text = "".join(chunk.text for _, chunk in batch or ())
+            yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
+        yield dumps(_piece("", begun, end=True)) + b"\n\n"

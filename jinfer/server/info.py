@@ -1,0 +1,99 @@
+"""What a service says of itself."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from jinfer.server.http_errors import ApiError
+from jinfer.server.http_responses import Reply
+from jinfer.server.metrics import CONTENT_TYPE
+from jinfer.server.model_manager import Hosted
+from jinfer.server.service import Call
+
+
+async def health(call: Call[Any]) -> Reply:
+    """Whether requests are answered: the model is there, and all processes of a job answer."""
+    message = call.service.models.complaint() if call.service.models.ready else "Loading model"
+    if not message:
+        return Reply({"status": "ok"})
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return Reply({"error": error}, 503)
+
+
+def own_version() -> str:
+    """The version that is installed."""
+    try:
+        return version("jinfer")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+async def show_version(call: Call[Any]) -> Reply:
+    """Which jinfer this is."""
+    return Reply({"version": own_version(), "jax": version("jax")})
+
+
+async def metrics(call: Call[Any]) -> Reply:
+    """Figures for Prometheus."""
+    return Reply(call.service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def models(call: Call[Any]) -> Reply:
+    """What is served."""
+    listed = [describe(one) for one in call.service.models.hosted]
+    return Reply({"object": "list", "data": listed})
+
+
+async def model(call: Call[Any]) -> Reply:
+    """One of the models."""
+    return Reply(describe(call.service.models.named(call.request.path_params["model"])))
+
+
+def describe(one: Hosted) -> dict[str, Any]:
+    """A model as lists show it; sizes are known while it is in memory."""
+    shown: dict[str, Any] = {
+        "id": one.name,
+        "object": "model",
+        "created": one.created,
+        "owned_by": "jinfer",
+        "root": one.source.path,
+        "status": {"value": one.state},
+    }
+    if one.state != "ready":
+        return shown
+    llm = one.llm
+    dims = llm.spec.dims
+    weights = llm.frontend.engine.weights
+    return {
+        **shown,
+        "max_model_len": llm.context,
+        "capabilities": capabilities(one),
+        "meta": {
+            "n_vocab": dims.get("vocab", 0),
+            "n_ctx_train": dims.get("context", llm.context),
+            "n_embd": dims.get("hidden", 0),
+            "n_params": one.parameters,
+            "size": sum(one.size * one.dtype.itemsize for one in weights),
+        },
+    }
+
+
+def capabilities(one: Hosted) -> list[str]:
+    """What a model can be asked for."""
+    spec = one.llm.spec
+    found = ["embeddings"]
+    if spec.generates:
+        found.append("completion")
+        if one.llm.can_chat:
+            found.append("chat")
+    tokenizer = one.llm.tokenizer
+    if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
+        found.append("fill-mask")
+    return found
+
+
+def needs(one: Hosted, what: str, how: str) -> None:
+    """Raises `ApiError` where a model cannot be asked for something."""
+    if what not in capabilities(one):
+        raise ApiError(400, f"the model {one.name} gives no {what}; {how}", param="model")

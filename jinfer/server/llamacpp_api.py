@@ -1,0 +1,304 @@
+"""llama.cpp's own /completion, and what its clients ask a server about itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, completion
+from jinfer.records import dataclass
+from jinfer.server import usage as figures
+from jinfer.server.http_errors import unsupported
+from jinfer.server.http_responses import Reply, Stream, event
+from jinfer.server.info import own_version
+from jinfer.server.model_manager import Hosted
+from jinfer.server.prompt_builder import is_one, prompts_of
+from jinfer.server.request_params import LLAMA_CPP, asked
+from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.service import Call
+from jinfer.server.stream_frames import check_stream, refuse, sent
+
+_ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(Sampling.model_fields)
+
+
+async def complete(call: Call[LlamaRequest]) -> Reply | Stream:
+    """Continues texts."""
+    body = call.body
+    check_stream(body, body.stream, None)
+    if body.prompt_logprobs is not None:
+        raise unsupported("they are given by /v1/completions", "prompt_logprobs")
+    refuse(body, return_token_ids="ids are given with return_tokens")
+    if body.stream:
+        return Stream(_streamed(call))
+    async with _running(call) as it:
+        groups = await it.run.completions()
+        answers = [it.whole(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
+        return Reply(answers[0] if it.alone else answers)
+
+
+def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
+    return [(i, one) for i, group in enumerate(groups) for one in group]
+
+
+@contextlib.asynccontextmanager
+async def _running(call: Call[LlamaRequest]) -> AsyncIterator[_Llama]:
+    service = call.service
+    async with service.models.use(call.body.model) as hosted:
+        call.note(model=hosted.name)
+        jobs = await service.prepared(call.body, _prepared, call, hosted)
+        run = service.run(hosted, jobs)
+        try:
+            yield _Llama(call, hosted, jobs, run)
+        finally:
+            call.note(**run.summary())
+
+
+def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
+    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+    how = asked(body, frontend, LLAMA_CPP, None, _ROUTE)
+    prompts = prompts_of(_plain(body.prompt), frontend, settings.most_prompts)
+    timeout = settings.timeout
+    if body.t_max_predict_ms:
+        own = body.t_max_predict_ms / 1000
+        timeout = own if timeout is None else min(own, timeout)
+    return [prepare(frontend, ids, how, param="prompt", timeout=timeout) for ids in prompts]
+
+
+def _plain(prompt: LlamaPrompt) -> str | list[Any]:
+    """A prompt as other routes have it."""
+    if isinstance(prompt, list):
+        return [one.prompt_string if isinstance(one, LlamaText) else one for one in prompt]
+    return prompt.prompt_string if isinstance(prompt, LlamaText) else prompt
+
+
+@dataclass
+class _Llama:
+    """Some texts while they are continued."""
+
+    call: Call[LlamaRequest]
+    hosted: Hosted
+    jobs: list[Job]
+    run: Run
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one answer, which is then no list."""
+        return is_one(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
+
+    def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
+        """A whole answer."""
+        shown = {
+            "index": index,
+            "content": answer.text,
+            "tokens": answer.token_ids if self.call.body.return_tokens else [],
+            **self._last(prompt, answer),
+        }
+        if self.call.body.n_probs:
+            shown["completion_probabilities"] = self.probabilities(answer.logprobs or ())
+        return self._chosen(shown)
+
+    def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
+        job, usage = self.jobs[prompt], answer.usage
+        kind, word = self._stopped(job, answer)
+        return {
+            "id_slot": -1,
+            "stop": True,
+            "model": self.hosted.name,
+            "tokens_predicted": len(answer.token_ids),
+            "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.cached_tokens,
+            "generation_settings": settings_of(job),
+            "prompt": "" if self.hosted.llm.tokenizer is None else self._text(job),
+            "has_new_line": "\n" in answer.text,
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": word,
+            "timings": figures.timings(usage),
+        }
+
+    def _text(self, job: Job) -> str:
+        return self.hosted.frontend.tokenizer.decode(job.ids, skip_special=False)
+
+    def _stopped(self, job: Job, answer: Completion) -> tuple[str, str]:
+        """Why an answer ended, and by which text."""
+        if answer.finish_reason == "length":
+            return "limit", ""
+        params = job.asked.params
+        ends = {*self.hosted.frontend.opened.end_ids, *params.stop_token_ids}
+        if answer.token_ids[-1] in ends or not params.stop:
+            return "eos", ""
+        tokenizer = self.hosted.frontend.tokenizer
+        text = tokenizer.decode(answer.token_ids)
+        found = [(text.find(stop, max(0, len(answer.text) - 1)), stop) for stop in params.stop]
+        words = [stop for at, stop in sorted(found) if at >= 0]
+        return ("word", words[0]) if words else ("eos", "")
+
+    def _chosen(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """The fields that were asked for."""
+        wanted = self.call.body.response_fields
+        if not wanted:
+            return shown
+        chosen: dict[str, Any] = {}
+        for path in wanted:
+            value: Any = shown
+            for step in path.split("/"):
+                value = value.get(step) if isinstance(value, dict) else None
+            if value is not None:
+                chosen[path.rpartition("/")[2]] = value
+        return chosen
+
+    def probabilities(self, entries: Any) -> list[dict[str, Any]]:
+        """Log-probabilities in llama.cpp's form."""
+        return [
+            {**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in entries
+        ]
+
+    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
+        data = self.hosted.frontend.tokenizer.spelled(one.id)
+        return {
+            "id": one.id,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+            "logprob": figures.finite(one.logprob),
+        }
+
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """A piece that is not the last."""
+        self.run.show(index, chunk)
+        so_far = self.run.so_far(index)
+        shown = {
+            "index": index,
+            "content": chunk.text,
+            "tokens": list(chunk.token_ids),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": so_far.completion_tokens,
+            "tokens_evaluated": so_far.prompt_tokens,
+        }
+        if self.call.body.n_probs:
+            shown["completion_probabilities"] = self.probabilities(chunk.logprobs)
+        return shown | self._timings(index)
+
+    def progress(self, *, first: bool) -> list[bytes]:
+        """How far the prompts are; as `Run.progress`."""
+        shown = {"content": "", "tokens": [], "stop": False}
+        return [
+            event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
+            for index, known in self.run.progress(first=first)
+        ]
+
+    def _timings(self, index: int) -> dict[str, Any]:
+        """Of what came so far, where they are asked for."""
+        if not self.call.body.timings_per_token:
+            return {}
+        return {"timings": figures.timings(self.run.so_far(index))}
+
+
+async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
+    """The events of a stream; the last one of an answer says how it went."""
+    async with _running(call) as it:
+        chunks: list[list[Chunk]] = [[] for _ in it.run.prepared]
+        owners = [number for number, job in enumerate(it.jobs) for _ in job.prepared]
+        ended: set[int] = set()
+        async with contextlib.aclosing(it.run.pieces()) as pieces:
+            async for batch in pieces:
+                events = it.progress(first=batch != []) if call.body.return_progress else []
+                for index, chunk in batch or ():
+                    chunks[index].append(chunk)
+                    events.append(event(it.piece(index, chunk)))
+                for index in it.run.usages.keys() - ended:
+                    ended.add(index)
+                    events.append(_end(it, index, owners[index], chunks[index]))
+                yield sent(events, batch)
+        yield b"".join(
+            _end(it, index, owners[index], chunks[index])
+            for index in sorted(it.run.usages.keys() - ended)
+        )
+
+
+def _end(it: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
+    """The last piece, whose text came before it."""
+    whole = it.whole(index, prompt, completion(chunks, it.run.usages[index]))
+    said: dict[str, Any] = {"content": "", "tokens": []}
+    whole.pop("completion_probabilities", None)
+    return event({name: said.get(name, value) for name, value in whole.items()})
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    """How an answer's tokens are chosen, in llama.cpp's words and in ours."""
+    params = asdict(job.asked.params)
+    return {
+        **{name: value for name, value in params.items() if value not in (None, ())},
+        "n_predict": params["max_tokens"] or -1,
+        "n_probs": params["logprobs"] or 0,
+        "repeat_penalty": params["repetition_penalty"],
+        "repeat_last_n": params["penalty_last_n"],
+    }
+
+
+async def props(call: Call[Any]) -> Reply:
+    """What a server says of a model."""
+    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+        frontend, opened = hosted.frontend, hosted.frontend.opened
+        tokenizer = opened.tokenizer
+        names = (
+            {}
+            if tokenizer is None
+            else {
+                "bos_token": "" if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id),
+                "eos_token": "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1]),
+            }
+        )
+        params = frontend.params() if opened.spec.generates else None
+        defaults = (
+            {}
+            if params is None
+            else {name: value for name, value in asdict(params).items() if value not in (None, ())}
+        )
+        return Reply(
+            {
+                "default_generation_settings": {"n_ctx": opened.context, "params": defaults},
+                "total_slots": frontend.engine.scheduler.slots,
+                "model_alias": hosted.name,
+                "model_path": hosted.source.path,
+                "chat_template": opened.conversation.prompt.template
+                or opened.conversation.jinja
+                or "",
+                **names,
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"jinfer {own_version()}",
+            }
+        )
+
+
+async def slots(call: Call[Any]) -> Reply:
+    """What each slot of a model does, without its words."""
+    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+        frontend = hosted.frontend
+        running = {sequence.slot: sequence for sequence in list(frontend.engine.scheduler.running)}
+        shown = []
+        for number in range(frontend.engine.scheduler.slots):
+            one = running.get(number)
+            state: dict[str, Any] = {
+                "id": number,
+                "n_ctx": frontend.opened.context,
+                "is_processing": one is not None,
+            }
+            if one is not None:
+                prompt = len(one.request.prompt)
+                state |= {
+                    "id_task": one.request.id,
+                    "n_prompt_tokens": prompt,
+                    "n_prompt_tokens_cache": one.cached or 0,
+                    "n_prompt_tokens_processed": min(one.computed, prompt),
+                    "next_token": {
+                        "n_decoded": max(0, len(one.tokens) - prompt),
+                        "n_remain": max(0, one.request.limit - len(one.tokens)),
+                    },
+                }
+            shown.append(state)
+        return Reply(shown)

@@ -1,0 +1,103 @@
+"""What every request passes on its way in and out: its id, the key, the log, the counts."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jinfer.server import auth, ignored_fields
+from jinfer.server.http_errors import ApiError
+from jinfer.server.http_responses import refusal
+from jinfer.server.metrics import Metrics
+from jinfer.server.server_settings import Settings
+from jinfer.server.traces import span
+
+_log = logging.getLogger("jinfer.access")
+_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+
+class Gate:
+    """Wraps the routes of a service."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        public: Iterable[tuple[str, str]],
+    ) -> None:
+        """The gate before an app.
+
+        Args:
+            public: methods and paths that need no key.
+        """
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._public = [(method, compile_path(path)[0]) for method, path in public]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"].endswith("/"):  # the same route, without a redirection
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        headers = Headers(scope=scope)
+        id = headers.get("x-request-id", "")
+        if not _ID.fullmatch(id):
+            id = uuid.uuid4().hex
+        open_to_all = self._is_public(scope["method"], scope["path"])
+        notes: dict[str, Any] = {"id": id}
+        scope["jinfer"] = notes
+        begun = time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                notes["status"] = message["status"]
+                message["headers"].append((b"x-request-id", id.encode()))
+                if names := notes.get("ignored"):
+                    told = ignored_fields.header(names).encode()
+                    message["headers"].append((ignored_fields.HEADER.encode(), told))
+            await send(message)
+
+        with span(f"{scope['method']} {scope['path']}", headers, notes):
+            try:
+                if not open_to_all:
+                    self._check(headers)
+            except ApiError as error:
+                notes["error"] = error.code
+                await refusal(error).send(noted, self.settings.send_seconds)
+            else:
+                await self.app(scope, receive, noted)
+        # Probes come every few seconds, and the page's files by the dozen.
+        usual = logging.DEBUG if open_to_all else logging.INFO
+        self._count(scope, notes, time.perf_counter() - begun, usual)
+
+    def _is_public(self, method: str, path: str) -> bool:
+        read = "GET" if method == "HEAD" else method
+        return any(read == one and pattern.match(path) for one, pattern in self._public)
+
+    def _check(self, headers: Headers) -> None:
+        given = headers.get("authorization", ""), headers.get("x-api-key", "")
+        auth.check(self.settings.keys, *given)
+
+    def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
+        status = notes.pop("status", 499 if notes.get("gone") else 500)
+        route = notes.pop("route", "none")
+        self.metrics.http.labels(route, str(status)).inc()
+        level = logging.WARNING if status >= 500 and usual != logging.DEBUG else usual
+        fields = {
+            "request_id": notes.pop("id"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **notes,
+        }
+        _log.log(level, "request", extra=fields)

@@ -1,0 +1,276 @@
+"""The models that are served: which are in memory, and which have to go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from jinfer.api.build_engine import all_shapes
+from jinfer.api.llm import LLM
+from jinfer.api.session import Frontend
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.distributed.process_group import current
+from jinfer.engine.engine_stats import Stats
+from jinfer.engine.thread_pools import start_threads
+from jinfer.records import dataclass, field
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.server.http_errors import ApiError, closing, loading, silent, unknown_model
+from jinfer.server.server_settings import Source
+from jinfer.weights.model_size import sizes_of
+
+_log = logging.getLogger("jinfer.server")
+_FIRST = 33  # tokens of a first prompt
+_WORKERS = 4
+State = Literal["absent", "loading", "ready", "failed"]
+
+
+@dataclass(eq=False)
+class Hosted:
+    """A model of the service.
+
+    Attributes:
+        source: what it is.
+        state: where it is.
+        users: requests that use it at the moment.
+        used: when one last did.
+        error: why it could not be loaded.
+        parameters: how many it has.
+        created: when the service began to offer it.
+    """
+
+    source: Source
+    state: State = "absent"
+    users: int = 0
+    used: float = 0.0
+    error: str = ""
+    parameters: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    _llm: LLM | None = None
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+        return self.source.name
+
+    @property
+    def llm(self) -> LLM:
+        """The model, which has to be in memory."""
+        assert self._llm is not None, f"{self.name} is not loaded"
+        return self._llm
+
+    @property
+    def frontend(self) -> Frontend:
+        """What its requests go through."""
+        return self.llm.frontend
+
+
+class Models:
+    """All models of a service.
+
+    Attributes:
+        hosted: in the order they were named; the first is the one that a request without a name
+            means.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        max_loaded: int | None = None,
+        strict: bool = False,
+        warm_up: bool = True,
+        unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            max_loaded: models in memory at a time; None: all.
+            strict: a model that is alone is not called by any other name.
+            warm_up: make all programs in the background, once a model is there.
+            unloaded: is told of a model that leaves memory, with its last figures.
+        """
+        self.hosted = [Hosted(source) for source in sources]
+        self._most = min(max_loaded or len(self.hosted), len(self.hosted))
+        self._any_name = not strict and len(self.hosted) == 1
+        self._warm_up = warm_up
+        self._unloaded = unloaded
+        self._started = self._closing = False
+        self._changed = asyncio.Condition()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        # What takes long, such as the tokens of a long text, is done beside the event loop.
+        self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
+        # Some grammars take seconds to compile, which keeps none but others with grammars.
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="compiler")
+        # Who waits for an engine would keep the workers from those who need none.
+        self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the models that are loaded at the start are there."""
+        return self._started
+
+    def complaint(self) -> str:
+        """Why no model answers although they are there: another process of the job; "": they do."""
+        group = current()
+        return "" if group is None else group.complaint()
+
+    async def start(self) -> None:
+        """Loads as many models as may be in memory.
+
+        Raises:
+            USER_ERRORS: one cannot be loaded.
+        """
+        # The event loop would wait for each while others compute.
+        start_threads(self.workers, _WORKERS)
+        for one in self.hosted[: self._most]:
+            async with self._changed:
+                one.state = "loading"
+            await self._load(one)
+            if one.state == "failed":
+                raise ApiError(503, one.error)
+        self._started = True
+
+    def admit_nobody(self) -> None:
+        """From now on every request is refused; those that run go on."""
+        self._closing = True
+        if (group := current()) is not None:
+            group.parting = True
+
+    async def close(self) -> None:
+        """Ends every model."""
+        loop = asyncio.get_running_loop()
+        for one in self.hosted:
+            if one.state == "ready":
+                await loop.run_in_executor(self._loader, one.llm.close)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        self.workers.shutdown(wait=False, cancel_futures=True)
+        self.waiters.shutdown(wait=False, cancel_futures=True)
+        self.compilers.shutdown(wait=False, cancel_futures=True)
+
+    def stats(self) -> dict[str, Stats]:
+        """The figures of each model in memory."""
+        return {one.name: one.llm.stats() for one in self.hosted if one.state == "ready"}
+
+    def named(self, name: str | None) -> Hosted:
+        """The model of a name; None: the first. Raises `ApiError` where there is none."""
+        if name is None:
+            return self.hosted[0]
+        for one in self.hosted:
+            if name in (one.name, one.source.path):
+                return one
+        raise unknown_model(name, [one.name for one in self.hosted])
+
+    def meant(self, name: str | None) -> Hosted:
+        """The model that a request means. Raises `ApiError` where there is none."""
+        return self.hosted[0] if self._any_name else self.named(name)
+
+    def stands_in_for(self, name: str) -> bool:
+        """Whether the one model that is served answers for another that a client thinks of."""
+        one = self.hosted[0]
+        return self._any_name and name not in (one.name, one.source.path)
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Hosted]:
+        """A model, which stays in memory meanwhile; loaded first where it is not.
+
+        Raises:
+            ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
+                service is closing, or another process of the job does not answer.
+        """
+        one = self.meant(name)
+        if self._closing:
+            raise closing()
+        if not self._started and one.state != "ready":
+            raise loading()
+        if reason := self.complaint():
+            raise silent(reason)
+        one.users += 1
+        try:
+            if one.state != "ready":
+                await self._fetch(one)
+            one.used = time.monotonic()
+            yield one
+        finally:
+            one.users -= 1
+            one.used = time.monotonic()
+            if len(self.hosted) > self._most:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _fetch(self, one: Hosted) -> None:
+        """Brings a model into memory, where another one may have to leave."""
+        async with self._changed:
+            while one.state in ("absent", "loading"):
+                loaded = [each for each in self.hosted if each.state in ("ready", "loading")]
+                if one.state == "absent" and len(loaded) < self._most:
+                    one.state = "loading"
+                    task = asyncio.ensure_future(self._load(one))
+                    task.add_done_callback(lambda done: done.exception())
+                elif one.state == "absent" and (idle := _idle(loaded)) is not None:
+                    idle.state = "absent"
+                    await self._drop(idle)
+                    continue
+                await self._changed.wait()
+            if one.state == "failed":
+                # Whoever asks next has another try: the file may have been mended.
+                one.state = "absent"
+                raise ApiError(503, f"{one.name} could not be loaded: {one.error}")
+
+    async def _load(self, one: Hosted) -> None:
+        """Loads a model beside the event loop."""
+        begun = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            one._llm = await loop.run_in_executor(self._loader, _opened, one.source)
+            one.parameters = sizes_of(one.llm.spec, one.frontend.engine.model).parameters
+            state: State = "ready"
+        except USER_ERRORS as error:
+            state, one.error = "failed", str(error)
+            _log.error("%s: %s", one.name, error)
+        except Exception as error:
+            state, one.error = "failed", f"{type(error).__name__}: {error}"
+            _log.exception("%s could not be loaded", one.name)
+        async with self._changed:
+            one.state = state
+            self._changed.notify_all()
+        if state == "ready":
+            seconds = round(time.perf_counter() - begun, 3)
+            _log.info("model loaded", extra={"model": one.name, "seconds": seconds})
+            if self._warm_up:
+                engine = one.frontend.engine
+                engine.programs.announce(all_shapes(engine))
+                self.workers.submit(_learn_words, one.llm)
+
+    async def _drop(self, one: Hosted) -> None:
+        llm, one._llm = one.llm, None
+        self._unloaded(one.name, llm.stats())
+        _log.info("model unloaded", extra={"model": one.name})
+        await asyncio.get_running_loop().run_in_executor(self._loader, llm.close)
+
+
+def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
+    """The model that nobody uses, and that nobody has used for longest."""
+    idle = [one for one in loaded if one.state == "ready" and not one.users]
+    return min(idle, key=lambda one: one.used, default=None)
+
+
+def _opened(source: Source) -> LLM:
+    # The programs of a first request are made while the weights are read.
+    llm = LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    if llm.spec.engine.warm_up:
+        _learn_words(llm)
+    return llm
+
+
+def _learn_words(llm: LLM) -> None:
+    """Does what the first constraint does for a vocabulary, while nobody else can compute."""
+    from jinfer.sampling.structured import compile_constraint  # not needed to be ready
+
+    if llm.tokenizer is not None and llm.spec.generates:
+        with contextlib.suppress(ConstraintError):
+            compile_constraint(llm.tokenizer, json_schema=True)

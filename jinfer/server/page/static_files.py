@@ -1,0 +1,93 @@
+"""The files of the page, which come with the package, and the headers that they are sent with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinfer.records import dataclass
+from jinfer.server.http_errors import ApiError
+from jinfer.server.http_responses import Reply
+from jinfer.server.service import Call
+
+_FOLDER = Path(__file__).with_name("assets")
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Nothing but the page's own files runs or is fetched, and no text becomes code: a model's words may
+# be anything.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS: Mapping[str, str] = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the page.
+
+    Attributes:
+        content: its bytes.
+        media_type: what it is.
+        tag: changes when its content does.
+    """
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+async def index(call: Call[Any]) -> Reply:
+    """The page itself."""
+    return _sent(call, "index.html")
+
+
+async def asset(call: Call[Any]) -> Reply:
+    """What it is made of."""
+    return _sent(call, call.request.path_params["file"])
+
+
+@cache
+def files() -> Mapping[str, File]:
+    """All files, by their names."""
+    return {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+
+
+def _read(path: Path) -> File:
+    content = path.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return File(content, _TYPES[path.suffix], tag)
+
+
+def _sent(call: Call[Any], name: str) -> Reply:
+    """A file, unless the browser has it already. Raises `ApiError` where there is none."""
+    file = files().get(name)
+    if file is None:
+        raise ApiError(404, f"the page has no file {name[:200]!r}")
+    headers = {**_HEADERS, "etag": file.tag}
+    if file.tag in call.request.headers.get("if-none-match", ""):
+        return Reply(b"", 304, headers, file.media_type)
+    return Reply(file.content, 200, headers, file.media_type)

@@ -1,0 +1,38 @@
+"""How likely the tokens of a prompt are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jinfer.api.session import Frontend
+from jinfer.engine.output.generation import TokenLogprob
+from jinfer.engine.runner.forward_passes import forward
+from jinfer.sampling.param_ranges import MAX_LOGPROBS
+from jinfer.server.http_errors import invalid, unsupported
+
+
+def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Every token of a prompt but the first, and the likeliest ones at its place; takes its time.
+
+    Raises:
+        ApiError: more of them than are computed, or the model's prompt is an encoder's.
+    """
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise invalid(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
+    if frontend.engine.model.has_cross_attention:
+        raise unsupported("an encoder's tokens have no probabilities", "echo")
+    if len(ids) < 2:
+        return []
+    chosen, likeliest, logprobs = frontend.thread.run(lambda engine: forward(engine, ids, "ranked"))
+    tokenizer = frontend.opened.tokenizer
+
+    def entry(id: int, logprob: float, others: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text = tokenizer.decode([id], skip_special=False) if tokenizer else ""
+        return TokenLogprob(id, text, logprob, others)
+
+    found = []
+    for place, id in enumerate(ids[1:]):
+        pairs = zip(likeliest[place, :top].tolist(), logprobs[place, :top].tolist(), strict=True)
+        others = tuple(entry(other, logprob) for other, logprob in pairs)
+        found.append(entry(id, float(chosen[place]), others))
+    return found

@@ -1,0 +1,163 @@
+"""What a client sends: read within bounds, and checked field by field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from codecs import BOM_UTF8
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from jinfer.modelspec.spec_errors import nearest
+from jinfer.server.http_errors import ApiError, invalid
+from jinfer.server.server_settings import Settings
+
+_SHOWN = 200  # characters of a client's own words in an error
+# Values in a body. What has more would be taken apart in one go that nothing else runs beside.
+MOST_VALUES = 1 << 18
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+async def read(request: Request, settings: Settings) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too long, or encoded, or does not come.
+        ClientDisconnect: the client has gone.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise _encoded(encoding)
+    too_long = ApiError(
+        413,
+        f"the body is longer than the {settings.max_body} bytes that are allowed",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > settings.max_body:
+        raise too_long
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > settings.max_body:
+                    raise too_long
+                parts.append(part)
+    except TimeoutError:
+        message = f"the body did not come within {settings.body_seconds:g} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise
+    data = b"".join(parts)
+    for begin, name in _PACKED.items():  # where the header was forgotten
+        if data.startswith(begin):
+            raise _encoded(name)
+    return data.removeprefix(BOM_UTF8)
+
+
+def _encoded(name: str) -> ApiError:
+    return ApiError(
+        415,
+        f"a body in the encoding {name[:40]!r} is not read here; send it without Content-Encoding",
+        code="unsupported_encoding",
+        headers={"accept-encoding": "identity", "connection": "close"},
+    )
+
+
+def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
+    """A body as its model. Raises `ApiError` that names the first field that is wrong."""
+    if data.count(b",") > MOST_VALUES:
+        _check_values(data)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise invalid(f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    if model.model_config.get("extra") == "forbid":
+        # One is enough to know; that all others are wrong too would take long to tell.
+        names = _names(model)
+        sent = (name for name, one in value.items() if one is not None)
+        if (unknown := next((name for name in sent if name not in names), None)) is not None:
+            raise _unknown(unknown, model)
+    return validated(value, model)
+
+
+def _check_values(data: bytes) -> None:
+    """Counts the values of a body between its texts, whose commas part nothing."""
+    count = end = 0
+    while count <= MOST_VALUES and (begin := data.find(b'"', end)) >= 0:
+        count += data.count(b",", end, begin)
+        text = _TEXT.match(data, begin)
+        # A text without an end is no JSON, as its reader will say.
+        end = len(data) if text is None else text.end()
+    if count + data.count(b",", end) > MOST_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than the {MOST_VALUES} values that are allowed",
+            code="body_too_large",
+        )
+
+
+def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
+    """Values as their model. Raises `ApiError` that names the first field that is wrong."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _wrong(error, value, model) from None
+
+
+def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
+    """The error of the first field that is wrong, of all its alternatives."""
+    found: dict[str, list[str]] = {}
+    kinds: dict[str, str] = {}
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        place = _place(one["loc"], value, one["type"] in ("missing", "extra_forbidden"))
+        kinds.setdefault(place, one["type"])
+        texts = found.setdefault(place, [])
+        if one["msg"] not in texts:
+            texts.append(one["msg"])
+    # Of a field with alternatives, the deepest place says most: the others are what it is not.
+    place = next(iter(found))
+    deeper = [other for other in found if other.startswith(f"{place}.")]
+    place = deeper[0] if deeper else place
+    if kinds[place] == "extra_forbidden":
+        return _unknown(place, model)
+    text = " or ".join(found[place])
+    return invalid(f"{place[:_SHOWN]}: {text[: 2 * _SHOWN]}", place[:_SHOWN], "invalid_type")
+
+
+def _unknown(place: str, model: type[BaseModel]) -> ApiError:
+    hint = "" if "." in place else f"; {nearest(place, _names(model))}"
+    return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
+
+
+@cache
+def _names(model: type[BaseModel]) -> Mapping[str, None]:
+    return {field.alias or name: None for name, field in model.model_fields.items()}
+
+
+def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
+    """The path to a field, without what names an alternative of its type.
+
+    Args:
+        named: whether its last step is a field that is not there, or should not be.
+    """
+    names: list[str] = []
+    for number, step in enumerate(path, 1):
+        listed = isinstance(value, list) and isinstance(step, int) and step < len(value)
+        if listed or (isinstance(value, dict) and step in value):
+            value = value[step]
+        elif not named or number < len(path):
+            continue
+        names.append(str(step))
+    return ".".join(names) or str(path[0] if path else "body")

@@ -1,0 +1,225 @@
+"""What a request asks, in the engine's words: one table for all routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinfer.api.session import Frontend
+from jinfer.records import dataclass, field
+from jinfer.sampling.param_keywords import over_defaults
+from jinfer.sampling.param_names import PARAMETERS, own_names
+from jinfer.sampling.param_ranges import RANGES
+from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.server.http_errors import invalid
+from jinfer.server.schemas.sampling_fields import ResponseFormat, Sampling, StructuredOutputs
+from jinfer.server.schemas.schema_base import whole
+
+# Fields that a request may have and that say nothing of how a token is chosen.
+_ELSEWHERE = frozenset(
+    {
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+        "priority",
+        "return_token_ids",
+        "cache_prompt",
+        "timings_per_token",
+        "return_progress",
+        "id_slot",
+        "verbose",
+        "logprobs",
+    }
+)
+
+# What holds where neither the request nor the model says anything: OpenAI's, and llama.cpp's.
+_ALL = {"max_tokens": None}
+CHAT: Mapping[str, Any] = {**_ALL, "temperature": 1.0}
+COMPLETIONS: Mapping[str, Any] = {"max_tokens": 16, "temperature": 1.0}
+INFERFLOW: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 1.0, "strategy": "std"}
+LLAMA_CPP: Mapping[str, Any] = {
+    **_ALL,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a request is to be run.
+
+    Attributes:
+        params: how its tokens are chosen.
+        nothing: no token is wanted; the prompt is computed all the same.
+        truncate: tokens of the prompt that are kept, its last ones; -1: as many as fit.
+        prompt_logprobs: of each token of the prompt, and of so many likeliest ones.
+        priority: lower ones go first.
+        reuse: whether the beginning of the prompt may come from the cache.
+        token_ids: whether the answer has ids beside its text.
+        timings, progress: whether each piece has figures; whether a long prompt's are told.
+        names: a parameter of the engine -> the field of the request that set it.
+    """
+
+    params: SamplingParams
+    nothing: bool = False
+    truncate: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    reuse: bool = True
+    token_ids: bool = False
+    timings: bool = False
+    progress: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def _unless(name: str, none: int) -> Callable[[Any], dict[str, Any]]:
+    """A number of which one stands for none."""
+    return lambda value: {name: None if value == none else value}
+
+
+def _response_format(value: ResponseFormat) -> dict[str, Any]:
+    if value.type == "text":
+        return {}
+    given = value.schema_
+    if value.json_schema is not None:
+        given = value.json_schema.schema_
+    if given is None and value.type == "json_schema":
+        raise invalid("a json_schema needs a schema", "response_format.json_schema.schema")
+    return {"json_schema": True if given is None else given}
+
+
+def _structured_outputs(value: StructuredOutputs) -> dict[str, Any]:
+    given = {
+        "json_schema": True if value.json_ is None and value.json_object else value.json_,
+        "regex": value.regex,
+        "choice": value.choice,
+        "grammar": value.grammar,
+    }
+    return {name: one for name, one in given.items() if one is not None}
+
+
+# Fields that are not simply a parameter, or another engine's name of one.
+_TABLE: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "max_tokens": _unless("max_tokens", -1),
+    "max_completion_tokens": _unless("max_tokens", -1),
+    "n_predict": _unless("max_tokens", -1),
+    "seed": _unless("seed", -1),
+    "top_k": lambda value: {"top_k": 0 if value == -1 else value},
+    "n_probs": lambda value: {"logprobs": value} if value else {},
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "use_beam_search": lambda value: {"strategy": "beam"} if value else {},
+    "include_stop_str_in_output": lambda value: {"include_stop": value},
+    "skip_special_tokens": lambda value: {"skip_special": value},
+}
+
+
+def asked(
+    body: Sampling,
+    frontend: Frontend,
+    base: Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    elsewhere: frozenset[str] = frozenset(),
+) -> Asked:
+    """Reads how a request wants its answer chosen.
+
+    Args:
+        base: what holds where neither the request nor the model says anything.
+        changes: parameters that the route sets itself; a request that sets them too is wrong.
+        elsewhere: fields of the route that are none of the engine's business.
+
+    Raises:
+        ApiError: a value that cannot be; it names the field.
+    """
+    values, names = _values(body, elsewhere, frontend)
+    for name, one in (changes or {}).items():
+        same = CONSTRAINTS if name in CONSTRAINTS else (name,)
+        other = next((other for other in same if other in values), None)
+        if other is not None:
+            raise invalid("it cannot be used where tools have to be called", names[other])
+        values[name] = one
+    nothing = values.get("max_tokens", 1) == 0
+    if nothing:
+        values["max_tokens"] = 1
+    defaults = own_names(frontend.opened.defaults)
+    below = dict(base)
+    if "strategy" in {**defaults, **values}:
+        # Its own numbers count, not those that a route has for its usual one.
+        below = {"max_tokens": base.get("max_tokens")}
+    try:
+        params = SamplingParams(**over_defaults({**below, **defaults}, values))
+    except (TypeError, ValueError) as error:
+        name = str(error).split(" ", 1)[0]
+        raise invalid(str(error), names.get(name, name)) from error
+    if params.strategy == "beam" and params.logprobs is not None:
+        raise invalid("a beam search gives no log-probabilities", names.get("strategy", "strategy"))
+    return Asked(
+        params,
+        nothing,
+        body.truncate_prompt_tokens,
+        body.prompt_logprobs,
+        body.priority or 0,
+        body.cache_prompt is not False,
+        bool(body.return_token_ids),
+        bool(body.timings_per_token),
+        bool(body.return_progress),
+        names,
+    )
+
+
+def _values(
+    body: Sampling, elsewhere: frozenset[str], frontend: Frontend
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parameters of the engine that a request sets, and the field that set each."""
+    values: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for sent, value in body.given().items():
+        if sent in _ELSEWHERE or sent in elsewhere:
+            continue
+        if sent == "logit_bias":
+            given = {sent: _biases(value, frontend)}
+        elif sent == "decoding_alg":
+            given = _wrapped(sent, own_names, {sent: value})
+        else:
+            plain = PARAMETERS.get(sent, sent)
+            given = _TABLE[sent](value) if sent in _TABLE else {plain: value}
+        for name, one in given.items():
+            if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
+                one = whole(one)
+            if name in values and values[name] != one:
+                raise invalid(f"{names[name]} and {sent} say different things", sent)
+            values[name], names[name] = one, sent
+    return values, names
+
+
+def _id(key: str) -> int | str:
+    """A key of JSON, which may be an id, or a text."""
+    return int(key) if key.isascii() and key.isdecimal() else key
+
+
+def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
+    """What a function makes of a field. Raises `ApiError` where it cannot."""
+    try:
+        return read(value)
+    except (TypeError, ValueError) as error:
+        raise invalid(str(error), name) from error
+
+
+def _biases(
+    value: Mapping[str, float | bool] | list[list[Any]], frontend: Frontend
+) -> tuple[tuple[Any, Any], ...]:
+    """Pairs of an id and its bias; llama.cpp has lists, texts for ids, and false for never."""
+    biases: list[tuple[Any, Any]] = []
+    pairs = [(_id(key), one) for key, one in value.items()] if isinstance(value, Mapping) else value
+    for pair in pairs:
+        if len(pair) != 2 or isinstance(pair[0], bool) or isinstance(pair[1], str):
+            raise invalid("logit_bias has pairs of a token and a number, or false", "logit_bias")
+        if pair[1] is True:
+            raise invalid("a bias is a number, or false", "logit_bias")
+        bias = float("-inf") if pair[1] is False else pair[1]
+        ids: list[Any] = [pair[0]]
+        if isinstance(pair[0], str):
+            ids = frontend.tokenizer.encode(pair[0], special=False, parse_special=True)
+        biases += [(id, bias) for id in ids]
+    return tuple(biases)

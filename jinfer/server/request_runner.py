@@ -1,0 +1,274 @@
+"""Requests on their way through an engine, as an event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from jinfer.api.session import Frontend, Prepared
+from jinfer.engine.output.collect import best
+from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.requests import DeadlineError, RequestError
+from jinfer.records import dataclass, field, replace
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.server.http_errors import as_api_error, invalid, too_long
+from jinfer.server.metrics import Watch
+from jinfer.server.request_params import Asked
+
+# Seconds after its deadline until an answer is given up here, where the engine, which may wait for
+# another process, has not given it up.
+_GRACE = 1.0
+_PROGRESS_SECONDS = 0.25  # between two words on how far a prompt is
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, and the requests that answer it.
+
+    Attributes:
+        ids: the prompt.
+        asked: how it is answered.
+        prepared: one for each answer.
+    """
+
+    ids: list[int]
+    asked: Asked
+    prepared: list[Prepared]
+
+
+def prepare(
+    frontend: Frontend,
+    ids: list[int],
+    asked: Asked,
+    *,
+    param: str,
+    timeout: float | None = None,
+    shown: tuple[int, ...] = (),
+) -> Job:
+    """A prompt made ready; to be called where it may take its time.
+
+    Args:
+        param: the field that the prompt is in.
+        timeout: seconds after which it is given up.
+        shown: special tokens that its text has all the same.
+
+    Raises:
+        ApiError: it cannot be run.
+    """
+    ids = shortened(ids, asked.truncate, frontend.opened.context - 1)
+    context = frontend.opened.context
+    if len(ids) >= context:
+        # One that fills it leaves no room for an answer.
+        advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
+        raise too_long("the prompt", len(ids), context, advice, param)
+    if not ids and not frontend.engine.model.has_cross_attention:
+        raise invalid("the prompt is empty; give at least one token", param)
+    try:
+        prepared = frontend.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
+    except (RequestError, ConstraintError) as error:
+        raise as_api_error(error, param=_field(error, asked) or param) from error
+    prepared = [
+        replace(one, request=replace(one.request, reuse=asked.reuse, shown=shown))
+        for one in prepared
+    ]
+    return Job(ids, asked, prepared)
+
+
+def _field(error: Exception, asked: Asked) -> str | None:
+    """The field of a request that an error is about, which begins with the engine's word for it."""
+    return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
+
+
+def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
+    """The last tokens of a prompt, as far as a request wants it cut. Raises `ApiError`."""
+    if most is None:
+        return ids
+    if most < -1 or most == 0:
+        raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
+    return ids[-(fits if most == -1 else most) :]
+
+
+@dataclass
+class Run:
+    """The answers to some prompts, while they come.
+
+    Attributes:
+        frontend: what runs them.
+        jobs: the prompts.
+        most: answers that are computed at a time.
+        ping: seconds after which an empty list says that nothing has come.
+        watch: keeps the figures.
+    """
+
+    frontend: Frontend
+    jobs: Sequence[Job]
+    watch: Watch
+    most: int
+    ping: float
+    usages: dict[int, Usage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prepared = [one for job in self.jobs for one in job.prepared]
+        self._asked = [job.asked for job in self.jobs for _ in job.prepared]
+        self._told: set[int] = set()
+        self._shown: Counter[int] = Counter()
+        if any(job.asked.progress for job in self.jobs):
+            self.ping = min(self.ping, _PROGRESS_SECONDS)
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
+        """Lists of (number of the answer, piece) as they come; `usages` are known at the end.
+
+        None comes once, when the engine has taken in what can be taken in: from then on an answer
+        may wait, but is not refused. An empty list says that nothing has come for some time. What
+        still runs when the iterator is closed is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        waiting = iter(enumerate(self.prepared))
+        running: set[int] = set()
+
+        def sink(index: int) -> Callable[[Any], None]:
+            def put(piece: Any) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
+
+            return put
+
+        def start() -> None:
+            while len(running) < self.most and (following := next(waiting, None)) is not None:
+                index, prepared = following
+                self.frontend.submit(prepared, sink(index))
+                self.watch.begin(index)
+                running.add(index)
+
+        try:
+            start()
+            self.frontend.thread.when_taken(partial(sink(-1), None))
+            while running:
+                batch: list[tuple[int, Chunk]] = []
+                failure: BaseException | None = None
+                taken = False
+                left = self._left(running)
+                if left < 0 and queue.empty():
+                    raise DeadlineError("the request's deadline has passed")
+                for index, piece in await _ready(queue, max(0.0, min(left, self.ping))):
+                    if piece is None:
+                        taken = True
+                        continue
+                    if isinstance(piece, BaseException):
+                        running.discard(index)
+                        failure = piece
+                        if isinstance(piece, ConstraintError):
+                            failure = as_api_error(piece, param=_field(piece, self._asked[index]))
+                        break
+                    # Where no token is wanted, the engine has chosen one all the same.
+                    nothing = self._asked[index].nothing
+                    if isinstance(piece, Usage):
+                        running.discard(index)
+                        self.usages[index] = _without_token(piece) if nothing else piece
+                        self.watch.end(index, self.usages[index])
+                    else:
+                        if nothing:
+                            piece = Chunk("", finish_reason=piece.finish_reason and "length")
+                        self.watch.piece(index, piece)
+                        batch.append((index, piece))
+                if taken and failure is None:
+                    yield None
+                if failure is not None:
+                    if batch:  # what came before it, however soon it followed
+                        yield batch
+                    raise failure
+                start()
+                if batch or (running and not taken):
+                    yield batch
+        finally:
+            for index in running:
+                self.watch.abort(index)
+                with contextlib.suppress(RequestError):  # the model was closed
+                    self.frontend.thread.cancel(self.prepared[index].request.id)
+
+    def _left(self, running: Iterable[int]) -> float:
+        """Seconds until the first of the answers that run is given up here."""
+        deadlines = (self.prepared[index].request.deadline for index in running)
+        end = min((one for one in deadlines if one is not None), default=math.inf)
+        return end + _GRACE - time.monotonic()
+
+    def show(self, index: int, chunk: Chunk) -> None:
+        """A piece is about to be shown, of several perhaps that came together."""
+        self._shown[index] += len(chunk.token_ids)
+
+    def so_far(self, index: int) -> Usage:
+        """Tokens and seconds of an answer that is on its way, as far as it was shown."""
+        prefill, decode = self.watch.seconds(index)
+        request = self.prepared[index].request
+        cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
+        usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
+        return _without_token(usage) if self._asked[index].nothing else usage
+
+    def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
+        """How far each prompt is that has no answer yet, in llama.cpp's words.
+
+        The first word on a prompt is what of it was cached.
+
+        Args:
+            first: only first words, also of prompts whose answers have begun.
+        """
+        found = []
+        for index, prepared in enumerate(self.prepared):
+            new = index not in self._told
+            if not new and (first or self.watch.counts.get(index)):
+                continue
+            known = self.frontend.thread.progress(prepared.request.id)
+            if known is None:
+                continue
+            self._told.add(index)
+            cached, done = known
+            total = len(prepared.request.prompt)
+            figures = {
+                "total": total,
+                "cache": cached,
+                "processed": cached if new else min(done, total),
+                "time_ms": round(self.watch.seconds(index)[0] * 1000),
+            }
+            found.append((index, figures))
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """What the log says of it."""
+        return {
+            "prompt_tokens": sum(len(job.ids) for job in self.jobs),
+            "completion_tokens": sum(self.watch.counts.values()),
+            "finish_reason": ",".join(dict.fromkeys(self.watch.reasons.values())),
+        }
+
+    async def completions(self) -> list[list[Completion]]:
+        """The whole answers to each prompt, the best ones where more were computed."""
+        chunks: list[list[Chunk]] = [[] for _ in self.prepared]
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for batch in pieces:
+                for index, chunk in batch or ():
+                    chunks[index].append(chunk)
+        whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
+        return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
+
+
+def _without_token(usage: Usage) -> Usage:
+    return replace(usage, completion_tokens=0, decode_seconds=0.0)
+
+
+async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:
+    """All that has come, once something has; nothing after some seconds without."""
+    try:
+        async with asyncio.timeout(ping):
+            found = [await queue.get()]
+    except TimeoutError:
+        return iter(())
+    while not queue.empty():
+        found.append(queue.get_nowait())
+    return iter(found)

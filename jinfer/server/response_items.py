@@ -1,0 +1,147 @@
+"""The output items of a response: messages, thoughts and calls, and the events of each."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal
+
+from jinfer.records import dataclass, field
+from jinfer.server.output_deltas import CallDelta, Delta
+
+Kind = Literal["message", "reasoning", "function_call"]
+_PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+@dataclass
+class _Open:
+    """The item that grows at the moment."""
+
+    kind: Kind
+    place: int
+    call: CallDelta = field(default_factory=lambda: CallDelta(-1))
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = f"{_PREFIX[self.kind]}_{uuid.uuid4().hex}"
+
+    def part(self, done: bool) -> dict[str, Any]:
+        """Its one part."""
+        text = self.text if done else ""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self.logprobs if done else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The item itself."""
+        head = {"id": self.id, "type": self.kind, "status": status}
+        done = status != "in_progress"
+        match self.kind:
+            case "message":
+                return {**head, "role": "assistant", "content": [self.part(True)] if done else []}
+            case "reasoning":
+                return {**head, "summary": [], "content": [self.part(True)] if done else []}
+        arguments = self.text if done else ""
+        return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": arguments}
+
+
+@dataclass
+class Items:
+    """What a response has so far.
+
+    Attributes:
+        done: items that are complete.
+        thought: pieces of text that were thoughts; as good as tokens.
+    """
+
+    done: list[dict[str, Any]] = field(default_factory=list)
+    thought: int = 0
+    _open: _Open | None = None
+
+    def push(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The events of a piece of the answer."""
+        current = self._open
+        going = [c for c in delta.calls if current is not None and c.index == current.call.index]
+        events = [event for call in going for event in self._called(call)]
+        if delta.reasoning:
+            self.thought += 1
+            events += self._grow("reasoning", delta.reasoning)
+        if delta.content or logprobs:
+            events += self._grow("message", delta.content, logprobs)
+        rest = [call for call in delta.calls if call not in going]
+        return [*events, *(event for call in rest for event in self._called(call))]
+
+    def _called(self, call: CallDelta) -> list[dict[str, Any]]:
+        """The events of a piece of a call."""
+        events = self._grow("function_call", call.arguments, call=call)
+        if call.end:
+            events += self._end("completed" if call.end == "done" else "incomplete")
+        return events
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """Ends the item that grows; an answer without any has an empty message."""
+        events: list[dict[str, Any]] = []
+        if self._open is None and not self.done:
+            events += self._begin("message", None)
+        return [*events, *self._end(status)]
+
+    def _grow(
+        self,
+        kind: Kind,
+        text: str,
+        logprobs: list[dict[str, Any]] | None = None,
+        call: CallDelta | None = None,
+    ) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        current = self._open
+        other = call is not None and current is not None and current.call.index != call.index
+        if current is None or current.kind != kind or other:
+            events += [*self._end("completed"), *self._begin(kind, call)]
+        current = self._open
+        assert current is not None, "one was begun"
+        current.text += text
+        current.logprobs += logprobs or []
+        if not text and not logprobs:
+            return events
+        place = {"item_id": current.id, "output_index": current.place, "delta": text}
+        match kind:
+            case "message":
+                said = {"content_index": 0, "logprobs": logprobs or []}
+                return [*events, {"type": "response.output_text.delta", **place, **said}]
+            case "reasoning":
+                kind_ = "response.reasoning_text.delta"
+                return [*events, {"type": kind_, **place, "content_index": 0}]
+        return [*events, {"type": "response.function_call_arguments.delta", **place}]
+
+    def _begin(self, kind: Kind, call: CallDelta | None) -> list[dict[str, Any]]:
+        self._open = one = _Open(kind, len(self.done), call or CallDelta(-1))
+        added = {"output_index": one.place, "item": one.item("in_progress")}
+        events = [{"type": "response.output_item.added", **added}]
+        if kind != "function_call":
+            place = {"item_id": one.id, "output_index": one.place, "content_index": 0}
+            part = {"type": "response.content_part.added", **place, "part": one.part(False)}
+            events.append(part)
+        return events
+
+    def _end(self, status: str) -> list[dict[str, Any]]:
+        one, self._open = self._open, None
+        if one is None:
+            return []
+        self.done.append(one.item(status))
+        place = {"item_id": one.id, "output_index": one.place}
+        part = {**place, "content_index": 0}
+        events: list[dict[str, Any]] = []
+        match one.kind:
+            case "message":
+                said: dict[str, Any] = {"text": one.text, "logprobs": one.logprobs}
+                events.append({"type": "response.output_text.done", **part, **said})
+            case "reasoning":
+                events.append({"type": "response.reasoning_text.done", **part, "text": one.text})
+            case "function_call":
+                said = {"arguments": one.text, "name": one.call.name}
+                events.append({"type": "response.function_call_arguments.done", **place, **said})
+        if one.kind != "function_call":
+            events.append({"type": "response.content_part.done", **part, "part": one.part(True)})
+        ended = {"output_index": one.place, "item": self.done[-1]}
+        return [*events, {"type": "response.output_item.done", **ended}]

@@ -1,0 +1,253 @@
+"""The process: its socket, its signals, how it begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from jinfer import progress
+from jinfer.opening.local_weights import check
+from jinfer.opening.sources import SourceError
+from jinfer.server import request_log
+from jinfer.server.app import build_app
+from jinfer.server.serve_flags import settings_of, sources_of
+from jinfer.server.service import Service
+
+_log = logging.getLogger("jinfer.server")
+_BACKLOG = 2048
+_TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
+_TELLING = 3  # seconds in which clients are told that their answers end
+_LOOK = 0.1  # seconds between two looks for another signal
+# Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
+# twenty for the event loop beside the engine and three workers.
+_TURN = 0.001
+
+
+def serve(found: Mapping[str, Any]) -> int:
+    """Runs the service until a signal ends it; returns the exit status.
+
+    Raises:
+        SourceError, SpecError: a flag that cannot be.
+    """
+    sys.setswitchinterval(_TURN)
+    sources, settings = sources_of(found), settings_of(found)
+    failures: list[BaseException] = []
+    services: list[Service] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    _check_tls(found)
+    for one in sources:  # before the first of them is loaded
+        check(one.path, one.overrides)
+    with _listener(found) as listener:
+        config = uvicorn.Config(
+            build_app(sources, settings, failed=failed, made=services.append),
+            access_log=False,
+            log_config=None,
+            http=_protocol(),
+            server_header=False,
+            timeout_graceful_shutdown=_last_end(found["stop_timeout"]),
+            ssl_certfile=found["ssl_certfile"],
+            ssl_keyfile=found["ssl_keyfile"],
+            ssl_ca_certs=found["ssl_ca_certs"],
+            ssl_cert_reqs=ssl.CERT_REQUIRED if found["ssl_ca_certs"] else ssl.CERT_NONE,
+            lifespan="on",
+        )
+        with _tls_errors(found):
+            config.load()
+        server = _Server(config, services[0], found["stop_timeout"])
+        plain = _is_plain(found["log_format"])
+        log = request_log.set_up(plain=plain, level=found["log_level"])
+        progress.show(False)  # what takes long is in the log
+        where = _where(listener, config.is_ssl)
+        _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
+        if plain and settings.page and not found["uds"]:
+            _log.info("to chat in a browser open %s/", _local(where))
+        if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
+            _log.warning("anybody who reaches the port may use it; set --api-key")
+        # uvicorn ends the process by the signal that stopped it, unless somebody handles that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        try:
+            server.run(sockets=[listener])
+            if not failures:
+                _log.info("ended")
+        finally:
+            log.stop()
+            progress.show(None)
+    if failures:
+        print(f"error: {failures[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Tells clients whose answers are not done in time, before it lets go of them.
+
+    A second signal ends that time at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, seconds: float | None) -> None:
+        super().__init__(config)
+        self._service, self._seconds = service, seconds
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal; uvicorn would go at the second SIGINT, without closing models."""
+        self._hurried = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers come to their end, for some time."""
+        self._service.models.admit_nobody()
+        ending = asyncio.ensure_future(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end(self) -> None:
+        end = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        while time.monotonic() < end and not self._hurried:
+            await asyncio.sleep(_LOOK)
+        self._service.end_answers()
+        while not self._hurried:
+            await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_LOOK)  # in which they are told
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _protocol() -> Any:
+    """How HTTP is spoken; without httptools uvicorn takes h11, which speaks HTTP/1.0 too."""
+    if find_spec("httptools") is None:
+        return "auto"
+    from jinfer.server.http_protocol import Protocol
+
+    return Protocol
+
+
+def _is_plain(form: str) -> bool:
+    """Whether the log is for a person."""
+    return form == "text" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
+
+
+def _local(where: str) -> str:
+    """An address as this machine's browser can open it."""
+    return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _last_end(seconds: float | None) -> int | None:
+    """When whoever has not read by then what it was told is cut off."""
+    return None if seconds is None else math.ceil(seconds) + _TELLING
+
+
+@contextlib.contextmanager
+def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
+    """A socket that listens. Raises `SourceError`."""
+    path = found["uds"]
+    where = path or f"{found['host']}:{found['port']}"
+    try:
+        listener = _unix(Path(path)) if path else _tcp(found["host"], found["port"])
+    except (OSError, OverflowError) as error:
+        raise SourceError(f"cannot listen at {where}: {error}") from None
+    own = _identity(Path(path)) if path else None
+    with listener:
+        yield listener
+    if path and own == _identity(Path(path)):  # not one that somebody has put there since
+        Path(path).unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file there is."""
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _unix(path: Path) -> socket.socket:
+    """A socket that this user and group may use; one that a former process left is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        try:
+            trial.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _where(listener: socket.socket, tls: bool) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http{'s' if tls else ''}://{shown}:{port}"
+
+
+def _check_tls(found: Mapping[str, Any]) -> None:
+    """Raises `SourceError` for files that are missing, or given without a certificate."""
+    for key in _TLS:
+        flag = f"--{key.replace('_', '-')}"
+        if found[key] is not None and found[_TLS[0]] is None:
+            raise SourceError(f"{flag} needs --ssl-certfile beside it")
+        if found[key] is not None and not Path(found[key]).is_file():
+            raise SourceError(f"{flag} {found[key]}: there is no such file")
+
+
+@contextlib.contextmanager
+def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
+    """Raises `SourceError` for certificates and keys that cannot be used."""
+    try:
+        yield
+    except OSError as error:  # of which SSL's are a kind
+        files = ", ".join(found[key] for key in _TLS if found[key])
+        raise SourceError(f"{files}: {error}") from None

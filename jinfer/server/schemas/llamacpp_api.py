@@ -1,0 +1,94 @@
+"""llama.cpp's own /completion."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, RootModel
+
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.schema_base import Answer, No, Strict, Timings, Zero, refused
+
+
+class LlamaText(Strict):
+    """A prompt that could have pictures in it for other models."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Field(max_length=0)] | None = None
+
+
+_Piece = str | int
+LlamaPrompt = str | LlamaText | list[_Piece] | list[str | LlamaText | list[_Piece]]
+
+
+class LlamaRequest(Sampling):
+    """What is asked of /completion; a list of texts and ids together is one prompt."""
+
+    prompt: LlamaPrompt
+    model: str | None = None
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
+    t_max_predict_ms: int | None = Field(None, description="0: any time")
+    n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
+    n_indent: Zero | None = None
+    n_discard: Zero | None = None
+    min_keep: Zero | None = None
+    post_sampling_probs: Annotated[
+        No | None, refused("probabilities are those before the samplers; leave it out")
+    ] = None
+
+
+class LlamaOne(Answer):
+    """A whole answer, or the last piece of a stream; `response_fields` may leave fields out."""
+
+    index: int = 0
+    content: str = ""
+    tokens: list[int] | None = None
+    id_slot: int = -1
+    stop: bool = True
+    model: str = ""
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    generation_settings: dict[str, Any] | None = None
+    has_new_line: bool = False
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word", "none"] = "none"
+    stopping_word: str = ""
+    timings: Timings | None = None
+
+
+class LlamaAnswer(RootModel[LlamaOne | list[LlamaOne]]):
+    """One answer, or a list of them where several were asked for."""
+
+
+class InferflowRequest(Sampling):
+    """What is asked of Inferflow's POST /."""
+
+    text: str
+    model: str | None = None
+    system_prompt: str | None = None
+    res_prefix: str | None = Field(None, description="what the answer begins with")
+    encoder_input_template: str | None = Field(
+        None, description="only where the operator allows it"
+    )
+    decoder_input_template: str | None = Field(
+        None, description="only where the operator allows it"
+    )
+    decoding_alg: str | dict[str, Any] | None = None
+    random_seed: int | None = Field(None, description="0: a new one")
+    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="true if not given")
+    max_output_len: int | None = None
+    max_new_tokens: int | None = None
+    header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
+
+
+class InferflowAnswer(Answer):
+    """A piece of an answer, or all of it."""
+
+    text: str
+    ret_code: str
+    error_text: str
+    time_cost: float
+    is_end: int | None = None

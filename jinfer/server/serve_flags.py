@@ -1,0 +1,341 @@
+"""Flags of the command line, each of which may come from the environment too."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from jinfer.cli.prog_name import program
+from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.terminal.foreign_flags import SERVING
+from jinfer.distributed.job_config import FLAGS as JOB
+from jinfer.modelspec.resolve_spec import merge
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.opening.sources import SourceError
+from jinfer.records import dataclass
+from jinfer.server.auth import read_keys
+from jinfer.server.server_settings import Settings, Source
+
+PREFIX = "JINFER_"
+_SHORT = (
+    *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
+    *("--warm-up", "--log-format", "--help"),
+)
+_ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: as on the command line; the first long one gives the environment's name.
+        help: one line.
+        kind: makes a value of a text; bool: it is on where it stands; list: any number of them.
+        default: where it is not given.
+        choices: what it may be.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    kind: Any = str
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name among the options."""
+        long = next(name for name in self.names if name.startswith("--"))
+        return long.removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return PREFIX + self.key.upper()
+
+
+def _seconds(text: str) -> float | None:
+    value = _number(float, text, "a number of seconds")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 on")
+    return value or None
+
+
+def _count(text: str, least: int = 1) -> int:
+    value = _number(int, text, "a whole number")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}")
+    return value
+
+
+def _size(text: str) -> int:
+    return _count(text, least=0)
+
+
+def _port(text: str) -> int:
+    value = _number(int, text, "a whole number")
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
+    return value
+
+
+def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+
+# llama-server's and vLLM's names stand beside ours.
+FLAGS: tuple[Flag, ...] = (
+    Flag(("--host",), "address to listen at", default="127.0.0.1"),
+    Flag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
+    Flag(("--uds",), "path of a unix socket to listen at instead"),
+    Flag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
+    Flag(("--model", "-m"), "a SOURCE, as llama-server names it"),
+    Flag(("--set",), "KEY=VALUE: any key of the specification, of all models", list),
+    Flag(
+        ("--ctx-size", "-c", "--max-model-len"),
+        "tokens that a sequence may have (engine.context)",
+        _count,
+    ),
+    Flag(
+        ("--parallel", "-np", "--max-num-seqs"),
+        "sequences that run at a time (engine.slots)",
+        _count,
+    ),
+    Flag(
+        ("--kv-cache", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
+        "what numbers of the cache are kept as (quantization.kv_cache)",
+    ),
+    Flag(("--dtype",), "of weights and computation"),
+    Flag(("--chat-template",), "a Jinja template, or a file with one"),
+    Flag(
+        ("--tool-call-parser",),
+        "how models write calls of tools (prompt.tool_calls): auto, hermes, qwen_coder, llama, "
+        "mistral, deepseek, dsml, granite, phi, command, harmony",
+    ),
+    Flag(
+        ("--reasoning-parser",),
+        "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, command, "
+        "seed",
+    ),
+    *(Flag((f"--{name}",), about) for name, about in JOB.items()),
+    Flag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
+    Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
+    Flag(
+        ("--warm-up",),
+        "make all programs: in the background, before the first request, or as they are needed",
+        default="background",
+        choices=("background", "before", "off"),
+    ),
+    Flag(("--api-key",), "a key that opens the service", list),
+    Flag(("--api-key-file",), "a file of keys, one a line"),
+    Flag(("--cors",), "an origin that browsers may call from; * for any", list),
+    Flag(("--page",), "a page at / to chat and to see what the engine does", bool, Settings.page),
+    Flag(("--max-body",), "bytes of a request, at most", _count, Settings.max_body),
+    Flag(("--max-prompts",), "prompts of one request, at most", _count, Settings.most_prompts),
+    Flag(("--body-timeout",), "seconds that a body may take to come", float, Settings.body_seconds),
+    Flag(
+        ("--send-timeout",),
+        "seconds that a client may take to read a piece",
+        float,
+        Settings.send_seconds,
+    ),
+    Flag(("--timeout",), "seconds that an answer may take; 0: any time", _seconds, None),
+    Flag(
+        ("--stop-timeout",),
+        "seconds that running answers may take after SIGTERM; 0: any time",
+        _seconds,
+        30.0,
+    ),
+    Flag(("--ping",), "seconds of silence until a stream has a comment", float, Settings.ping),
+    Flag(("--request-chat-templates",), "requests may bring chat templates along", bool),
+    Flag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
+    Flag(("--log-prompts",), "log what requests say, too", bool),
+    Flag(
+        ("--log-format",),
+        "lines of JSON, or for a person; auto: text on a terminal",
+        default="auto",
+        choices=("auto", "json", "text"),
+    ),
+    Flag(
+        ("--log-level",),
+        "what is logged",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Flag(("--ssl-certfile", "--ssl-cert-file"), "certificate, for TLS"),
+    Flag(("--ssl-keyfile", "--ssl-key-file"), "its key"),
+    Flag(("--ssl-ca-certs",), "certificates that clients have to be signed by"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line; what is not given stays out of its result."""
+    made = Parser(
+        prog=program("jinfer.serve"),
+        usage="%(prog)s [SOURCE...] [flags]",
+        description="Serves models over HTTP. Each flag may come from the environment: --port "
+        "from JINFER_PORT, --api-key from JINFER_API_KEY (several with commas), and so on; "
+        "JINFER_SOURCE has sources. The command line wins.",
+        argument_default=argparse.SUPPRESS,
+        short=_SHORT,
+        instead=SERVING,
+    )
+    made.add_argument(
+        "source",
+        nargs="*",
+        help="a spec (.toml), a checkpoint folder or file, package://..., hf://...; NAME=SOURCE "
+        "gives it a name",
+    )
+    for flag in FLAGS:
+        more: dict[str, Any] = {"help": flag.help, "dest": flag.key}
+        if flag.kind is bool:
+            more["action"] = argparse.BooleanOptionalAction
+        elif flag.kind is list:
+            more |= {"action": "append", "metavar": flag.key.upper()}
+        else:
+            kind = flag.kind
+            more |= {"type": kind, "choices": flag.choices, "metavar": flag.key.upper()}
+            if flag.choices:
+                more["metavar"] = "|".join(flag.choices)
+        made.add_argument(*flag.names, **more)
+    return made
+
+
+def options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the command line says, and where it says nothing the environment.
+
+    Raises:
+        SourceError: a variable that cannot be.
+    """
+    given = vars(parser().parse_args(arguments))
+    found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
+    for flag in FLAGS:
+        if flag.variable in environment:
+            found[flag.key] = _value(flag, environment[flag.variable])
+    if not given.get("source"):
+        listed = environment.get(f"{PREFIX}SOURCE", "")
+        given["source"] = [one for one in re.split(r"[\n,]", listed) if one.strip()]
+    return {**found, **given}
+
+
+def _value(flag: Flag, text: str) -> Any:
+    where = f"{flag.variable}={text!r}"
+    if flag.kind is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in words:
+            raise SourceError(f"{where}: write true or false")
+        return words[text.lower()]
+    if flag.kind is list:
+        return [one.strip() for one in text.split(",") if one.strip()]
+    if flag.choices and text not in flag.choices:
+        raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
+    try:
+        return flag.kind(text)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise SourceError(f"{where}: {error}") from None
+
+
+def settings_of(found: Mapping[str, Any]) -> Settings:
+    """The service's settings. Raises `SourceError` where keys cannot be read."""
+    keys = tuple(found["api_key"])
+    if found["api_key_file"]:
+        keys += read_keys(Path(found["api_key_file"]))
+    return Settings(
+        keys=keys,
+        max_body=found["max_body"],
+        body_seconds=found["body_timeout"],
+        send_seconds=found["send_timeout"],
+        timeout=found["timeout"],
+        ping=found["ping"],
+        most_prompts=found["max_prompts"],
+        log_prompts=bool(found["log_prompts"]),
+        request_templates=bool(found["request_chat_templates"]),
+        strict=bool(found["strict"]),
+        max_loaded=found["max_loaded"],
+        warm_up=found["warm_up"] == "background",
+        cors=tuple(found["cors"]),
+        page=found["page"],
+    )
+
+
+def sources_of(found: Mapping[str, Any]) -> list[Source]:
+    """The models to be served.
+
+    Raises:
+        SourceError: there is none, or two have one name.
+        SpecError: an override that is none.
+    """
+    named = [*([found["model"]] if found["model"] else []), *found["source"]]
+    if not named:
+        raise SourceError(
+            "there is no SOURCE; write a spec, a checkpoint, package://... or hf://..."
+        )
+    overrides = _overrides(found)
+    sources = [_source(text, overrides) for text in named]
+    if found["alias"]:
+        sources[0] = Source(found["alias"], sources[0].path, overrides)
+    names = [one.name for one in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise SourceError(f"two models are called {name}; name them: other={sources[0].path}")
+    return sources
+
+
+def _overrides(found: Mapping[str, Any]) -> dict[str, Any]:
+    overrides: dict[str, Any] = {"engine": {"queue": found["queue"]}}
+    for text in found["set"]:
+        overrides = merge(overrides, parse_override(text))
+    given: dict[str, tuple[str, str]] = {
+        "ctx_size": ("engine", "context"),
+        "parallel": ("engine", "slots"),
+        "kv_cache": ("quantization", "kv_cache"),
+        "tool_call_parser": ("prompt", "tool_calls"),
+        "reasoning_parser": ("prompt", "reasoning"),
+    }
+    for key, (table, name) in given.items():
+        if found[key] is not None:
+            overrides = merge(overrides, {table: {name: found[key]}})
+    if found["dtype"]:
+        overrides = merge(overrides, {"dtype": found["dtype"]})
+    if found["warm_up"] == "before":
+        overrides = merge(overrides, {"engine": {"warm_up": True}})
+    if found["chat_template"]:
+        overrides = merge(overrides, {"prompt": {"chat_template": _template(found)}})
+    return overrides
+
+
+def _template(found: Mapping[str, Any]) -> str:
+    """A template, or what is in the file that is named."""
+    text = found["chat_template"]
+    if "{" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"--chat-template {text[:200]}: {error}") from None
+
+
+def _source(text: str, overrides: Mapping[str, Any]) -> Source:
+    """A model by NAME=SOURCE, or by its source alone."""
+    named = _ALIAS.fullmatch(text)
+    if named is not None and not Path(text).exists():
+        return Source(named[1], named[2], overrides)
+    return Source(plain_name(text), text, overrides)
+
+
+def plain_name(source: str) -> str:
+    """What a source is called where nobody names it: its file without the ending, or its folder."""
+    if source.startswith("hf://"):
+        return source.removeprefix("hf://")
+    path = PurePath(source.partition("://")[2] or source)
+    name = Path(source).resolve().name if path.name in ("", "..", ".") else path.name
+    for ending in (".toml", ".gguf", ".bin", ".safetensors"):
+        name = name.removesuffix(ending)
+    return name

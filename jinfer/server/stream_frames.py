@@ -1,0 +1,85 @@
+"""What the streams of several routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinfer.engine.output.generation import Usage
+from jinfer.server import usage as figures
+from jinfer.server.http_errors import invalid, unsupported
+from jinfer.server.http_responses import PING, event
+from jinfer.server.request_runner import Job, Run
+from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.schema_base import StreamOptions
+
+
+def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | None) -> None:
+    """Raises `ApiError` where options of a stream are given without one, or cannot be."""
+    if stream:
+        if body.best_of is not None and body.best_of > (body.n or 1):
+            raise invalid("the best of several answers is known only at the end", "best_of")
+        return
+    if options is not None:
+        raise invalid("it needs stream: true", "stream_options")
+    for name in ("timings_per_token", "return_progress"):
+        if getattr(body, name):
+            raise invalid("it needs stream: true", name)
+
+
+def refuse(body: Sampling, **reasons: str) -> None:
+    """Raises `ApiError` where a field is set that a route has no use for, with the reason."""
+    for name, reason in reasons.items():
+        if getattr(body, name):
+            raise unsupported(reason, name)
+
+
+def framed(
+    id: str,
+    kind: str,
+    created: int,
+    model: str,
+    options: StreamOptions | None,
+    choices: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """A piece of a stream; with usage to come at its end, the key for it is in all of them."""
+    data = {
+        "id": id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+    }
+    return data | {"usage": None} if options is not None and options.include_usage else data
+
+
+def choice(
+    index: int, content: Mapping[str, Any], reason: str | None, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a piece has of one answer."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
+
+
+def so_far(job: Job, options: StreamOptions | None, usage: Usage) -> dict[str, Any]:
+    """The figures that each piece of an answer has, where they are asked for."""
+    found: dict[str, Any] = {}
+    if options is not None and options.continuous_usage_stats:
+        found["usage"] = figures.usage([job], {0: usage})
+    if job.asked.timings:
+        found["timings"] = figures.timings(usage)
+    return found
+
+
+def sent(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
+    """What a client gets of a batch of `Run.pieces`: a ping where nothing came for some time."""
+    return b"".join(events) or (PING if batch is not None and not batch else b"")
+
+
+def ended(
+    options: StreamOptions | None, frame: dict[str, Any], jobs: Sequence[Job], run: Run
+) -> bytes:
+    """The event after the last piece: the usage where it was asked for, and llama.cpp's timings."""
+    if options is None or not options.include_usage:
+        return b""
+    usage = figures.usage(jobs, run.usages)
+    return event({**frame, "usage": usage, "timings": figures.timings(run.usages[0])})

@@ -1,0 +1,158 @@
+"""/tokenize, /detokenize and /apply-template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from jinfer.api.session import Frontend
+from jinfer.server import usage
+from jinfer.server.http_errors import as_api_error, invalid
+from jinfer.server.http_responses import Reply
+from jinfer.server.ignored_fields import Ignore
+from jinfer.server.prompt_builder import chat_ids, chat_text
+from jinfer.server.schemas.chat import Rendering
+from jinfer.server.schemas.tokenize import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from jinfer.server.server_settings import Settings
+from jinfer.server.service import Call
+from jinfer.tokenizer import Tokenizer
+
+# What belongs to each of the ways to ask.
+_OF = {
+    "content": {"add_special", "parse_special", "with_pieces"},
+    "prompt": {"add_special_tokens", "return_token_strs"},
+    "messages": {
+        "add_special_tokens",
+        "return_token_strs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+        "documents",
+        "reasoning_effort",
+    },
+}
+
+
+async def tokenize(call: Call[TokenizeRequest]) -> Reply:
+    """The tokens of a text or a conversation."""
+    given = call.body.given()
+    named = [name for name in _OF if name in given]
+    if len(named) != 1:
+        raise invalid("give one of content, prompt and messages", "content")
+    (name,) = named
+    for other in given.keys() - _OF[name] - {name, "model"}:
+        raise invalid(f"it cannot be used with {name}", other)
+    async with call.service.models.use(call.body.model) as hosted:
+        settings = call.service.settings
+        work = partial(_TOKENS[name], call.body, hosted.frontend, settings, call.ignore)
+        return Reply(await call.service.beside(work))
+
+
+async def tokenizer_info(call: Call[Any]) -> Reply:
+    """What vLLM says of a tokenizer."""
+    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+        opened, tokenizer = hosted.frontend.opened, hosted.frontend.opened.tokenizer
+        if tokenizer is None:
+            raise invalid("the model has no tokenizer", "model")
+
+        def named(id: int | None) -> str | None:
+            return None if id is None else tokenizer.token(id)
+
+        return Reply(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "bos_token": named(tokenizer.bos_id),
+                "eos_token": named(next(iter(tokenizer.eos_ids), None)),
+                "pad_token": named(tokenizer.pad_id),
+                "unk_token": named(tokenizer.unk_id),
+                "chat_template": opened.conversation.jinja,
+            }
+        )
+
+
+def _content(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
+    """llama.cpp's way."""
+    tokenizer = frontend.tokenizer
+    parts = body.content if isinstance(body.content, list) else [body.content or ""]
+    ids: list[int] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, int):
+            ids += frontend.encode([part])
+        else:
+            ids += tokenizer.encode(
+                part,
+                special=bool(body.add_special) and i == 0,
+                parse_special=body.parse_special is not False,
+            )
+    if not body.with_pieces:
+        return {"tokens": ids}
+    return {"tokens": [{"id": id, "piece": _piece(tokenizer, id)} for id in ids]}
+
+
+def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
+    """A token's text; its bytes where these are no text."""
+    data = tokenizer.spelled(id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def _prompt(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
+    """vLLM's way."""
+    special = body.add_special_tokens is not False
+    ids = frontend.tokenizer.encode(body.prompt or "", special=special)
+    return _listed(body, frontend, ids)
+
+
+def _messages(
+    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+) -> dict[str, Any]:
+    """vLLM's way with a conversation."""
+    if body.add_special_tokens:
+        raise invalid("the chat template says what stands around a text", "add_special_tokens")
+    names = _OF["messages"] & Rendering.model_fields.keys() | {"messages"}
+    rendering = Rendering(**{name: getattr(body, name) for name in names})
+    return _listed(body, frontend, chat_ids(rendering, frontend, settings, ignore))
+
+
+def _listed(body: TokenizeRequest, frontend: Frontend, ids: Sequence[int]) -> dict[str, Any]:
+    strings = [usage.token_text(frontend.tokenizer, id) for id in ids]
+    return {
+        "count": len(ids),
+        "max_model_len": frontend.opened.context,
+        "tokens": ids,
+        "token_strs": strings if body.return_token_strs else None,
+    }
+
+
+_TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
+
+
+async def detokenize(call: Call[DetokenizeRequest]) -> Reply:
+    """The text of tokens."""
+    async with call.service.models.use(call.body.model) as hosted:
+        frontend = hosted.frontend
+        try:
+            ids = frontend.encode(call.body.tokens)
+        except ValueError as error:
+            raise as_api_error(error, param="tokens") from error
+        text = await call.service.beside(frontend.tokenizer.decode, ids, skip_special=False)
+        return Reply({"content": text, "prompt": text})
+
+
+async def apply_template(call: Call[TemplateRequest]) -> Reply:
+    """The prompt that a conversation becomes."""
+    async with call.service.models.use(call.body.model) as hosted:
+        settings = call.service.settings
+        given = call.body, hosted.frontend, settings, call.ignore
+        text = await call.service.beside(chat_text, *given)
+        return Reply({"prompt": text})

@@ -1,0 +1,127 @@
+"""The tools that an answer may call, and the grammar of an answer that calls some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinfer.records import dataclass
+from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sampling.structured import compile_constraint, relaxed, supported
+from jinfer.sampling.structured.schema_relaxation import Relaxed
+from jinfer.server.http_errors import ApiError, invalid
+from jinfer.server.ignored_fields import Ignore
+from jinfer.server.schemas.chat import NamedTool, Rendering, Tool
+from jinfer.server.tool_parsers.json_calls import Tools
+from jinfer.server.tool_parsers.lark_grammar import parameters
+from jinfer.tokenizer import Tokenizer
+
+_MOST_TRIALS = 32  # schemas of one request that are compiled to find what cannot be kept
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The tools of a request.
+
+    Attributes:
+        tools: name -> schema of the arguments, as it was sent.
+        places: name -> where in the request that schema is.
+        wanted: whether one of them has to be called.
+    """
+
+    tools: Tools
+    places: Mapping[str, str]
+    wanted: bool = False
+
+    def grammar(
+        self, tokenizer: Tokenizer, made: Callable[[Tools], str], ignore: Ignore
+    ) -> tuple[Tools, str]:
+        """A grammar with calls in it, which can be compiled; takes its time.
+
+        Args:
+            made: the grammar of an answer that may call some tools.
+            ignore: is told of keywords of schemas that are not kept to.
+
+        Returns:
+            The tools with the schemas that bind, and the grammar.
+
+        Raises:
+            ApiError: the schema of a tool is none, or cannot be kept to.
+            ConstraintError: something else in the grammar cannot be.
+        """
+
+        def compiled(tools: Tools) -> str:
+            grammar = made(tools)
+            compile_constraint(tokenizer, grammar=grammar)
+            return grammar
+
+        trials = iter(range(_MOST_TRIALS))
+
+        def wrong(schema: Any) -> ConstraintError | None:
+            try:
+                if next(trials, None) is not None:
+                    compile_constraint(tokenizer, json_schema=schema)
+            except ConstraintError as error:
+                return error
+            return None
+
+        try:
+            tools = self._less(supported, ignore)
+            return tools, compiled(tools)
+        except ConstraintError:
+            tools = self._less(
+                lambda schema: relaxed(schema, lambda one: wrong(one) is None), ignore
+            )
+        try:
+            return tools, compiled(tools)
+        except ConstraintError:
+            for name, schema in tools.items():
+                if (error := wrong(schema)) is not None:
+                    raise self._refusal(name, error) from error
+            raise
+
+    def _less(self, way: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
+        """The tools with schemas less what a way leaves out, which is told."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, schema in self.tools.items():
+            try:
+                found[name], left_out = way(parameters(schema))
+            except ConstraintError as error:
+                raise self._refusal(name, error) from error
+            for pointer in left_out:
+                place, _, key = pointer.rpartition("/")
+                why = f"json_schema at {place}: {key} is not supported"
+                ignore(self.places[name] + pointer, f"the tool {name}: {why}")
+        return found
+
+    def _refusal(self, name: str, error: ConstraintError) -> ApiError:
+        return invalid(f"the tool {name}: {error}", self.places[name])
+
+
+def offered(body: Rendering) -> Offered:
+    """The tools that an answer to a request may call.
+
+    Raises:
+        ApiError: two of one name, or none where one is wanted.
+    """
+    wanted = body.tool_choice
+    if wanted == "none":
+        return Offered({}, {})
+    tools: dict[str, Mapping[str, Any]] = {}
+    places: dict[str, str] = {}
+    for number, one in enumerate(body.tools or ()):
+        if not isinstance(one, Tool):
+            continue
+        name, place = one.function.name, f"tools.{number}.function"
+        if name in tools:
+            raise invalid(f"there are two tools called {name}", f"{place}.name")
+        tools[name] = one.function.parameters or {}
+        places[name] = f"{place}.parameters"
+    if isinstance(wanted, NamedTool):
+        name = wanted.function.name
+        if name not in tools:
+            raise invalid(f"there is no tool called {name[:80]}", "tool_choice")
+        return Offered({name: tools[name]}, places, wanted=True)
+    if wanted == "required" and not tools:
+        raise invalid("there are no tools to choose from", "tool_choice")
+    return Offered(tools, places, wanted == "required")

@@ -1,0 +1,66 @@
+"""DeepSeek V3, R1 and V3.1, whose marks are tokens of their own, with wide bars.
+
+    <|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>weather
+    ```json
+    {"city": "Paris"}
+    ```<|tool▁call▁end|><|tool▁calls▁end|>
+
+V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between begin and end of a call.
+"""
+
+from __future__ import annotations
+
+from jinfer.server.tool_parsers.call_format import Format, repeated
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, named
+from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+_WORDS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+_MARKS = tuple(f"<\uff5ctool▁{word}\uff5c>" for word in _WORDS)
+CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = _MARKS
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    yield from in_a_row(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
+
+
+def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads a call up to its end, which may be missing."""
+    head: list[str] = []
+    if (yield from reader.until(_MARKS, head.append, take=False)) != SEPARATOR:
+        return False
+    yield from reader.starts(SEPARATOR)
+    name = "".join(head).strip()
+    if name == "function" and name not in tools:
+        line: list[str] = []
+        if (yield from reader.until(("\n", *_MARKS), line.append, take=False)) is None:
+            return False
+        name = "".join(line).strip()
+    yield from reader.space()
+    fenced = yield from reader.starts("```json")
+    yield from reader.space()
+    if not (yield from named(reader, out, name, tools)):
+        return False
+    for end in ("```", CALL_END) if fenced else (CALL_END,):
+        reader.mark()
+        yield from reader.space()
+        yield from reader.starts(end)
+    return True
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    calls = []
+    for name, schema in tools.items():
+        head, tail = f"{CALL}{name}{SEPARATOR}", CALL_END
+        if "```json" in template:
+            head, tail = f"{CALL}function{SEPARATOR}{name}\n```json\n", f"\n```{CALL_END}"
+        args = lark.json(parameters(schema))
+        calls.append(f"{lark.text(head)} {args} {lark.text(tail)}")
+    call = lark.one_of("call", calls)
+    between = r'"\n"' if "```json" in template else ""
+    inner = repeated(call, between) if several else call
+    return f"{lark.text(CALLS)} {inner} {lark.text(CALLS_END)}"
+
+
+DEEPSEEK = Format("deepseek", _MARKS, _read, _grammar)

@@ -1,0 +1,98 @@
+"""DeepSeek V3.2: tags with a mark of their own, each of which says whether its value is a text.
+
+    <|DSML|function_calls>
+    <|DSML|invoke name="weather">
+    <|DSML|parameter name="city" string="true">Paris</|DSML|parameter>
+    <|DSML|parameter name="days" string="false">3</|DSML|parameter>
+    </|DSML|invoke>
+    </|DSML|function_calls>
+
+(with wide bars).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinfer.server.tool_parsers import incremental_json
+from jinfer.server.tool_parsers.call_format import Format, repeated
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, is_text
+from jinfer.server.tool_parsers.lark_grammar import Lark
+from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.xml_tags import Tags, arguments, grammar
+
+MARK = "\uff5cDSML\uff5c"
+OPEN, CLOSE = f"<{MARK}function_calls>", f"</{MARK}function_calls>"
+INVOKE, INVOKE_END = f'<{MARK}invoke name="', f"</{MARK}invoke>"
+PARAMETER, PARAMETER_END = f'<{MARK}parameter name="', f"</{MARK}parameter>"
+_TEXT, _OTHER = 'string="true"', 'string="false"'
+TAGS = Tags(
+    call=INVOKE,
+    named='">\n',
+    end=f"{INVOKE_END}\n",
+    parameter=PARAMETER,
+    as_text=f'" {_TEXT}>',
+    as_json=f'" {_OTHER}>',
+    line="",
+    parameter_end=PARAMETER_END,
+)
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    yield from in_a_row(reader, out, tools, (OPEN, INVOKE, CLOSE), _call)
+
+
+def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads a name, and parameters up to the call's end."""
+    name = yield from _name(reader)
+    if name is None or name not in tools or not (yield from reader.starts(">")):
+        return False
+    out.open(name)
+    return (yield from arguments(reader, out, tools[name], INVOKE_END, _key, _value))
+
+
+def _key(reader: Reader) -> Reading[str | None]:
+    return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
+
+
+def _name(reader: Reader) -> Reading[str | None]:
+    """Reads a name and the quote after it."""
+    parts: list[str] = []
+    mark = yield from reader.until(('"', "<", ">", "\n"), parts.append, take=False)
+    if mark != '"':
+        return None
+    reader.take(1)
+    return "".join(parts) or None
+
+
+def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
+    """Reads what is left of a parameter's tag, its value, and the closing tag."""
+    yield from reader.space()
+    text = yield from reader.starts(_TEXT)
+    if not text and not (yield from reader.starts(_OTHER)):
+        text = is_text(schema)
+    yield from reader.space()
+    if not (yield from reader.starts(">")):
+        return False
+    parts: list[str] = []
+    if text:
+        out.arguments('"')
+
+    def escaped(piece: str) -> None:
+        out.arguments(incremental_json.escaped(piece))
+
+    sink = escaped if text else parts.append
+    if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
+        return False
+    out.arguments('"' if text else incremental_json.plain("".join(parts)))
+    return True
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    call = grammar(lark, tools, TAGS)
+    inner = repeated(call) if several else call
+    return f"{lark.text(f'{OPEN}\n')} {inner} {lark.text(CLOSE)}"
+
+
+DSML = Format("dsml", (OPEN, CLOSE, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END), _read, _grammar)

@@ -1,0 +1,128 @@
+"""gpt-oss: messages in channels, a call being one to a function.
+
+    <|channel|>analysis<|message|>The user wants the weather.<|end|><|start|>assistant
+    <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+(in one line). The prompt ends in `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jinfer.server.tool_parsers.call_format import Format
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, named
+from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+_MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+_ENDS = (START, END, CALL, RETURN)
+_TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    said = later = False
+    headed = True  # the prompt has begun a message
+    while True:
+        reader.mark()
+        head = (yield from _head(reader)) if headed else None
+        if head is None:
+            out.rejected(reader, sure=later or not reader.rest())
+            mark = yield from reader.until(_ENDS, out.content, take=False)
+        else:
+            if said and _kind(head, tools) == "content":
+                out.content("\n\n")
+            said = said or _kind(head, tools) == "content"
+            mark = yield from _message(reader, out, head, tools)
+        if mark is None:
+            return
+        headed, later = False, True
+        if not (yield from reader.starts(START)):
+            reader.take(len(mark))
+            reader.mark()
+            yield from reader.space()
+            headed = yield from reader.starts(START)
+        else:
+            headed = True
+
+
+def _head(reader: Reader) -> Reading[str | None]:
+    """Reads what stands before a message; None: there is none."""
+    head: list[str] = []
+    yield from reader.space()
+    role = yield from reader.starts("assistant")
+    yield from reader.space()
+    first = yield from reader.char()
+    if first not in ("<", "t") or not (role or (yield from _begins(reader))):
+        return None
+    mark = yield from reader.until((MESSAGE, *_ENDS), head.append, take=False)
+    if mark != MESSAGE:
+        return None
+    reader.take(len(MESSAGE))
+    return "".join(head)
+
+
+def _begins(reader: Reader) -> Reading[bool]:
+    """Whether a channel or a recipient comes next."""
+    while True:
+        rest = reader.rest()
+        if rest.startswith((CHANNEL, MESSAGE, "to=")):
+            return True
+        if reader.ended or not any(mark.startswith(rest) for mark in (CHANNEL, MESSAGE, "to=")):
+            for mark in (CHANNEL, MESSAGE, "to="):  # the beginning of one is not shown
+                yield from reader.starts(mark)
+            return False
+        yield
+
+
+def _kind(head: str, tools: Tools) -> str:
+    """What a message is: "reasoning", "content", the name of a tool, or "" for neither."""
+    to = _TO.search(head)
+    if to is not None:
+        name = to[1].removeprefix("functions.")
+        return name if name in tools else ""
+    channel = _CHANNEL.search(head)
+    return "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+
+
+def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Reading[str | None]:
+    """Reads a message up to its end, which it gives."""
+    kind = _kind(head, tools)
+    if kind == "reasoning":
+        mark = yield from reader.until(_ENDS, out.reasoning, take=False)
+        out.thought()
+        return mark
+    if kind != "content":
+        yield from reader.space()
+        if kind and (yield from named(reader, out, kind, tools)):
+            reader.mark()
+            yield from reader.space()
+        else:
+            out.rejected(reader)
+    return (yield from reader.until(_ENDS, out.content, take=False))
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    # A turn ends with a call, so that there is one.
+    calls = (
+        lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
+        + f" {lark.json(parameters(schema))}"
+        for name, schema in tools.items()
+    )
+    return f"{_thought(lark)}? {lark.one_of('call', calls)}"
+
+
+def _thought(lark: Lark) -> str:
+    thought = f"{lark.text(f'{CHANNEL}analysis{MESSAGE}')} {lark.upto(END)}"
+    return lark.rule("thought", f"{thought} {lark.text(f'{START}assistant')}")
+
+
+def _answer(lark: Lark, content: str) -> str:
+    return f"{_thought(lark)}? {lark.text(f'{CHANNEL}final{MESSAGE}')} {content}"
+
+
+HARMONY = Format("harmony", _MARKS, _read, _grammar, answer=_answer)

@@ -1,0 +1,145 @@
+"""JSON as it comes, character by character."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+
+_CLOSES = {"{": "}", "[": "]"}
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
+_LONGEST_ESCAPE = 12  # characters of a pair of surrogates
+_BETWEEN = frozenset(",:{}[]\"' \t\r\n")
+
+
+def loads(text: str) -> Any:
+    """What a JSON text says. Raises `ValueError`: it is none."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(loads(text), dict)
+    except ValueError:
+        return False
+
+
+def plain(text: str) -> str:
+    """A value that need not be a text, as JSON; what is none is a text all the same."""
+    text = text.strip()
+    text = _WORDS.get(text, text)
+    try:
+        loads(text)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def escaped(text: str) -> str:
+    """A text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def begun(text: str) -> str:
+    """What the beginning of a string says, as far as it is certain."""
+    for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
+        try:
+            said = loads(f'{text[:end]}"')
+        except ValueError:  # in the middle of an escape
+            continue
+        if not any("\ud800" <= sign <= "\udfff" for sign in said):
+            return said
+    return ""
+
+
+def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | None]:
+    """Reads a string, and gives what it says; None: there is none.
+
+    Args:
+        sink: is given its text, quotes and escapes included, as it comes.
+    """
+    if (yield from reader.char()) != '"':
+        return None
+    text = yield from value(reader, sink)
+    if text is None:
+        return None
+    said = loads(text)
+    # Half a pair of surrogates is no character: it could not be sent.
+    return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
+
+
+def value(reader: Reader, sink: Sink) -> Reading[str | None]:
+    """Reads a value.
+
+    Control characters in strings, which JSON forbids and models write, are escaped.
+
+    Args:
+        sink: is given its text as it comes.
+
+    Returns:
+        Its text; None: it is none, or not whole.
+    """
+    first = yield from reader.char()
+    text = yield from (_enclosed(reader, sink) if first in (*_CLOSES, '"') else _word(reader, sink))
+    try:
+        loads(text or "")
+    except ValueError:
+        return None
+    return text
+
+
+def _enclosed(reader: Reader, sink: Sink) -> Reading[str | None]:
+    """Reads what begins with a bracket or a quote, to the one that closes it."""
+    parts: list[str] = []
+    open_: list[str] = []
+    quoted = escaping = False
+    while True:
+        piece: list[str] = []
+        rest = reader.rest()
+        closed = wrong = False
+        for sign in rest:
+            written = sign
+            if quoted:
+                if escaping:
+                    escaping = False
+                elif sign == "\\":
+                    escaping = True
+                elif sign == '"':
+                    quoted = False
+                elif sign < " ":
+                    written = escaped(sign)
+            elif sign == '"':
+                quoted = True
+            elif sign in _CLOSES:
+                open_.append(_CLOSES[sign])
+            elif sign in "}]":
+                wrong = not open_ or open_.pop() != sign
+            piece.append(written)
+            closed = not quoted and not open_
+            if closed or wrong:
+                break
+        reader.take(len(piece))
+        parts.append("".join(piece))
+        if parts[-1]:
+            sink(parts[-1])
+        if closed or wrong or reader.ended:
+            return "".join(parts) if closed and not wrong else None
+        yield
+
+
+def _word(reader: Reader, sink: Sink) -> Reading[str]:
+    """Reads a number, or a word such as null."""
+    word = ""
+    while (sign := (yield from reader.char())) and sign not in _BETWEEN:
+        word += reader.take(1)
+    sink(word)
+    return word

@@ -1,0 +1,191 @@
+"""Calls that are written as JSON objects with a name and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinfer.server.tool_parsers import incremental_json
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("id", "type", "index", "tool_call_id")
+
+
+def is_text(schema: Any) -> bool:
+    """Whether values of a schema are texts, whatever they look like."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum") or [schema.get("const")]
+    return schema.get("type") == "string" or all(isinstance(value, str) for value in values)
+
+
+def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
+    """Reads the arguments of a call: an object, the text of one in a string, or null.
+
+    Returns:
+        Whether they are.
+    """
+    first = yield from reader.char()
+    if first == "{":
+        return (yield from incremental_json.value(reader, sink)) is not None
+    if first == '"':
+        parts: list[str] = []
+        said = yield from incremental_json.string(reader, parts.append)
+        if said is None and reader.cut:
+            sink(incremental_json.begun("".join(parts)))
+    else:
+        said = "" if (yield from incremental_json.value(reader, lambda _: None)) == "null" else None
+    if said is None or (said.strip() and not incremental_json.is_object(said)):
+        return False
+    sink(said.strip() or "{}")
+    return True
+
+
+def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]:
+    """Reads the arguments of the call of this tool. Returns whether it is one."""
+    if name not in tools:
+        return False
+    out.open(name)
+    if (yield from arguments(reader, out.arguments)):
+        out.done()
+        return True
+    out.failed(reader)
+    return False
+
+
+def json_calls(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads one call or several: objects, or a list of them; marks the place after each.
+
+    Returns:
+        Whether all of them were.
+    """
+    listed = yield from reader.starts("[")
+    yield from reader.space()
+    while True:
+        if not (yield from json_call(reader, out, tools)):
+            return False
+        reader.mark()
+        yield from reader.space()
+        if listed:
+            if (yield from reader.starts("]")):
+                return True
+            yield from reader.starts(",")
+            yield from reader.space()
+        if (yield from reader.char()) != "{":
+            return True
+
+
+def in_a_row(
+    reader: Reader,
+    out: Output,
+    tools: Tools,
+    marks: tuple[str, str, str],
+    call: Callable[[Reader, Output, Tools], Reading[bool]],
+) -> Reading[None]:
+    """Reads an answer to its end, with calls one after the other in a list.
+
+    Args:
+        marks: what begins the list, which may be missing, what begins a call, what ends the list.
+        call: reads a call from after its beginning, and marks the place after what is sure.
+    """
+    opens, begins, closes = marks
+    while (mark := (yield from reader.until((opens, begins), out.content))) is not None:
+        reader.mark(mark)
+        yield from reader.space()
+        going = mark == begins or (yield from reader.starts(begins))
+        if not going:
+            out.rejected(reader)
+            continue
+        while going:
+            if not (yield from call(reader, out, tools)):
+                out.rejected(reader)
+                break
+            yield from reader.space()
+            reader.mark()
+            going = yield from reader.starts(begins)
+        else:
+            yield from reader.starts(closes)
+
+
+def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Reading[bool]:
+    """Reads an object that is a call. What is missing after its arguments is not missed.
+
+    Args:
+        sure: it is meant to be a call, which may have other members too.
+
+    Returns:
+        Whether it is one.
+    """
+    call = _Call(reader, out, tools, sure)
+    if not (yield from reader.starts("{")):
+        return False
+    while True:
+        yield from reader.space()
+        if not (yield from call.member()):
+            break
+        yield from reader.space()
+        if not (yield from reader.starts(",")):
+            closed = yield from reader.starts("}")
+            return call.end(whole=closed or not reader.cut)
+    return call.end(whole=False)
+
+
+class _Call:
+    """A call while its object is read."""
+
+    def __init__(self, reader: Reader, out: Output, tools: Tools, sure: bool) -> None:
+        self._reader, self._out, self._tools, self._sure = reader, out, tools, sure
+        self._name: str | None = None
+        self._early: list[str] = []  # arguments before the name
+        self._opened = self._argued = False
+
+    def member(self) -> Reading[bool]:
+        """Reads a key and its value."""
+        reader = self._reader
+        key = yield from incremental_json.string(reader)
+        yield from reader.space()
+        if key is None or not (yield from reader.starts(":")):
+            return False
+        yield from reader.space()
+        if key in _NAMES and self._name is None:
+            parts: list[str] = []
+            self._name = yield from incremental_json.string(reader, parts.append)
+            if self._name is None and reader.cut:
+                begun = incremental_json.begun("".join(parts))
+                if begun and any(tool.startswith(begun) for tool in self._tools):
+                    reader.drop()  # of no use to anybody
+            return self._name in self._tools
+        if key in _ARGUMENTS and not self._argued:
+            if self._name is not None:
+                self._opened = True
+                self._out.open(self._name)
+            sink = self._early.append if self._name is None else self._out.arguments
+            self._argued = yield from arguments(reader, sink)
+            return self._argued
+        if not self._sure and key not in _OTHERS:
+            return False
+        return (yield from incremental_json.value(reader, lambda _: None)) is not None
+
+    def end(self, *, whole: bool) -> bool:
+        """The object has ended, as it should or not."""
+        if self._opened and not self._argued:
+            self._out.failed(self._reader)
+            return False
+        cut = self._reader.cut and not (whole or self._argued)
+        if self._name is None or self._name not in self._tools:
+            return False
+        if not (whole or self._argued or cut):
+            return False
+        if not self._opened:
+            self._out.open(self._name)
+            self._out.arguments("".join(self._early) or ("" if cut else "{}"))
+        if cut:
+            self._out.failed(self._reader)
+            return False
+        self._out.done()
+        return True

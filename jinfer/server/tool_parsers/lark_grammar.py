@@ -1,0 +1,70 @@
+"""Pieces of grammars that calls have to keep to, in Lark as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jinfer.sampling.structured.json_schema import prepare_schema
+from jinfer.tokenizer import Tokenizer
+
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+class Lark:
+    """A grammar that grows.
+
+    Attributes:
+        tokenizer: whose own tokens the names of tokens in texts are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._rules: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __str__(self) -> str:
+        return "\n".join(f"{head}: {body}" for head, body in self._rules.items())
+
+    def rule(self, name: str, body: str, attributes: str = "") -> str:
+        """Adds a rule under this name, or one like it; gives the name."""
+        known = self._counts[name]
+        self._counts[name] += 1
+        name = f"{name}_{known}" if known else name
+        self._rules[name + attributes] = body
+        return name
+
+    def text(self, text: str) -> str:
+        """Exactly this text; a token's name in it is that token, as models write it."""
+        parts = self.tokenizer.split_special(text)
+        return " ".join(
+            f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        )
+
+    def json(self, schema: Any) -> str:
+        """A value of this JSON schema."""
+        return self.rule("json", f"%json {json.dumps(prepare_schema(schema))}")
+
+    def upto(self, mark: str) -> str:
+        """Any text up to a mark, and the mark."""
+        parts = self.tokenizer.split_special(mark)
+        if len(parts) == 1 and isinstance(parts[0], int) and self.tokenizer.is_control(parts[0]):
+            any_text = self.rule("TEXT", r"/(.|\n)*/")
+            return f"{any_text} <[{parts[0]}]>"
+        pattern = "".join(rf"\x{{{ord(c):x}}}" for c in mark)
+        return self.rule("upto", rf"/(.|\n)*{pattern}/", "[lazy]")
+
+    def one_of(self, name: str, bodies: Iterable[str]) -> str:
+        """Any of these."""
+        return self.rule(name, " | ".join(self.rule(name, body) for body in bodies))
+
+
+def parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The schema of a tool's arguments: an object, with no other members than those it names."""
+    given = {**(schema or _NOTHING), "type": "object"}
+    if "properties" in given and not {"additionalProperties", "patternProperties"} & set(given):
+        given["additionalProperties"] = False
+    return given

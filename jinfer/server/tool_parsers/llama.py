@@ -1,0 +1,46 @@
+"""Llama 3: an answer that is nothing but a JSON object, or follows a token.
+
+{"name": "weather", "parameters": {"city": "Paris"}}
+<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": …}
+"""
+
+from __future__ import annotations
+
+from jinfer.server.tool_parsers.call_format import Format, json_object
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, json_call
+from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+TAG = "<|python_tag|>"
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    reader.mark()
+    marked = False
+    while True:
+        yield from reader.space()
+        marked = marked or (yield from reader.starts(TAG))
+        yield from reader.space()
+        while (yield from json_call(reader, out, tools, sure=marked)):
+            reader.mark()
+            yield from reader.space()
+            yield from reader.starts(";")
+            yield from reader.space()
+        out.rejected(reader, sure=marked)
+        if (yield from reader.until((TAG,), out.content)) is None:
+            return
+        reader.mark(TAG)
+        marked = True
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    # Its templates refuse a turn with several calls, so that an answer has one.
+    calls = (
+        json_object(lark, name, "parameters", lark.json(parameters(schema)))
+        for name, schema in tools.items()
+    )
+    return lark.one_of("call", calls)
+
+
+LLAMA = Format("llama", (TAG,), _read, _grammar)

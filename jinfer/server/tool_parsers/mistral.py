@@ -1,0 +1,59 @@
+"""Mistral: a list in its older models, names and arguments in its newer ones.
+
+[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]
+[TOOL_CALLS]weather[ARGS]{"city": "Paris"}
+[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, json_calls, named
+from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+CALLS, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    while (yield from reader.until((CALLS,), out.content)) is not None:
+        reader.mark(CALLS)
+        yield from reader.space()
+        listed = (yield from reader.char()) in ("[", "{")
+        if not (yield from (json_calls if listed else _named)(reader, out, tools)):
+            out.rejected(reader)
+
+
+def _named(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads a name and its arguments."""
+    name: list[str] = []
+    mark = yield from reader.until((ID, ARGS, CALLS, "{"), name.append, take=False)
+    if mark == ID:
+        mark = yield from reader.until((ARGS, CALLS, "{"), lambda _: None, take=False)
+    if mark in (None, CALLS):
+        return False
+    yield from reader.starts(ARGS)
+    yield from reader.space()
+    return (yield from named(reader, out, "".join(name).strip(), tools))
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    schemas = {name: lark.json(parameters(schema)) for name, schema in tools.items()}
+    if ARGS in template:
+        calls = (lark.text(f"{CALLS}{name}{ARGS}") + f" {args}" for name, args in schemas.items())
+        call = lark.one_of("call", calls)
+        return repeated(call) if several else call
+    listed = (json_object(lark, name, "arguments", args) for name, args in schemas.items())
+    call = lark.one_of("call", listed)
+    return f'{lark.text(f"{CALLS} [")} {repeated(call, '", "') if several else call} "]"'
+
+
+def _new_id() -> str:
+    """Its templates refuse ids of another length."""
+    return uuid.uuid4().hex[:9]
+
+
+MISTRAL = Format("mistral", (CALLS, ID, ARGS), _read, _grammar, _new_id)

@@ -1,0 +1,113 @@
+"""Qwen3-Coder: arguments in tags, whose types the tool's schema tells.
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jinfer.server.tool_parsers import incremental_json
+from jinfer.server.tool_parsers.call_format import Format, repeated
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+from jinfer.server.tool_parsers.json_calls import Tools, is_text, json_calls
+from jinfer.server.tool_parsers.lark_grammar import Lark
+from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.xml_tags import Tags, arguments, grammar
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+TAGS = Tags(
+    call=f"{OPEN}\n{FUNCTION}",
+    named=">\n",
+    end=f"{FUNCTION_END}\n{CLOSE}",
+    parameter=PARAMETER,
+    as_text=">\n",
+    as_json=">\n",
+    line="\n",
+    parameter_end=PARAMETER_END,
+)
+_MARKS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
+
+
+def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+    # It forgets the outer tag now and then.
+    while (mark := (yield from reader.until((OPEN, FUNCTION), out.content))) is not None:
+        reader.mark(mark)
+        yield from reader.space()
+        going = mark == FUNCTION or (yield from reader.starts(FUNCTION))
+        if not (yield from (_call if going else json_calls)(reader, out, tools)):
+            out.rejected(reader)
+            continue
+        yield from reader.space()
+        yield from reader.starts(CLOSE)
+
+
+def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+    """Reads a name, and parameters up to the function's end."""
+    name = yield from _name(reader)
+    if name is None or name not in tools:
+        return False
+    out.open(name)
+    return (yield from arguments(reader, out, tools[name], FUNCTION_END, _key, _value))
+
+
+def _key(reader: Reader) -> Reading[str | None]:
+    return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
+
+
+def _name(reader: Reader) -> Reading[str | None]:
+    """Reads a name up to the end of its tag."""
+    parts: list[str] = []
+    if (yield from reader.until((">", "<", "\n"), parts.append, take=False)) != ">":
+        return None
+    reader.take(1)
+    return "".join(parts).strip()
+
+
+def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
+    """Reads a value and its closing tag."""
+    parts: list[str] = []
+    line = _Line(lambda piece: out.arguments(incremental_json.escaped(piece)))
+    text = is_text(schema)
+    if text:
+        out.arguments('"')
+    sink = line.push if text else parts.append
+    if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
+        return False
+    out.arguments('"' if text else incremental_json.plain("".join(parts)))
+    return True
+
+
+class _Line:
+    """A text less the line break before it, and that after it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._kept = ""
+        self._begun = False
+
+    def push(self, text: str) -> None:
+        """More of it."""
+        if not self._begun:
+            self._begun = True
+            text = text.removeprefix("\n")
+        text = self._kept + text
+        shown = text.removesuffix("\n")
+        self._kept = text[len(shown) :]
+        self._sink(shown)
+
+
+def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+    call = grammar(lark, tools, TAGS)
+    return repeated(call, r'"\n"') if several else call
+
+
+QWEN_CODER = Format("qwen_coder", _MARKS, _read, _grammar)

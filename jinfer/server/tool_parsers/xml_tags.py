@@ -1,0 +1,107 @@
+"""Calls whose arguments are in tags, which say or let the tool's schema say what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinfer.records import dataclass
+from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.json_calls import Tools, is_text
+from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
+from jinfer.server.tool_parsers.parsed_deltas import Output
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a call is written.
+
+    Attributes:
+        call, named: before and after the tool's name.
+        end: after the last argument.
+        parameter: before an argument's name.
+        as_text, as_json: after it, before a value of either kind.
+        line: between a value and its end.
+        parameter_end: after a value; a line break follows.
+    """
+
+    call: str
+    named: str
+    end: str
+    parameter: str
+    as_text: str
+    as_json: str
+    line: str
+    parameter_end: str
+
+
+def arguments(
+    reader: Reader,
+    out: Output,
+    schema: Mapping[str, Any],
+    end: str,
+    key: Callable[[Reader], Reading[str | None]],
+    value: Callable[[Reader, Output, Any], Reading[bool]],
+) -> Reading[bool]:
+    """Reads what follows a call's name, up to its end.
+
+    Args:
+        schema: of the tool's parameters.
+        end: what ends a call.
+        key: reads an argument's tag; its name, or None where there is none.
+        value: writes the value that follows, as JSON, and reads its end; is given its schema.
+
+    Returns:
+        Whether the call is whole. If it is not, and was not cut, it is taken back.
+    """
+    properties = schema.get("properties")
+    schemas = properties if isinstance(properties, Mapping) else {}
+    known: set[str] = set()
+    while True:
+        yield from reader.space()
+        if (yield from reader.starts(end)):
+            out.arguments("}" if known else "{}")
+            out.done()
+            reader.mark()
+            return True
+        name = yield from key(reader)
+        if name is None or name in known:
+            break
+        out.arguments(f"{', ' if known else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        known.add(name)
+        if not (yield from value(reader, out, schemas.get(name))):
+            break
+    out.failed(reader)
+    return False
+
+
+def grammar(lark: Lark, tools: Tools, tags: Tags) -> str:
+    """Adds what is a call of one of the tools to a grammar; gives its name."""
+    calls = []
+    for name, schema in tools.items():
+        given = parameters(schema)
+        shared: dict[str, Any] = {
+            key: given[key] for key in ("$defs", "definitions") if key in given
+        }
+        parts = []
+        for key, one in given.get("properties", {}).items():
+            part = _parameter(lark, key, one, shared, tags)
+            parts.append(part if key in given.get("required", ()) else f"({part})?")
+        head = lark.text(f"{tags.call}{name}{tags.named}")
+        calls.append(" ".join([head, *parts, lark.text(tags.end)]))
+    return lark.one_of("call", calls)
+
+
+def _parameter(lark: Lark, key: str, schema: Any, shared: Mapping[str, Any], tags: Tags) -> str:
+    end = f"{tags.line}{tags.parameter_end}\n"
+    if not is_text(schema):
+        inner = {**schema, **shared} if isinstance(schema, Mapping) else schema
+        begin = lark.text(f"{tags.parameter}{key}{tags.as_json}")
+        return f"{begin} {lark.json(inner)} {lark.text(end)}"
+    begin = lark.text(f"{tags.parameter}{key}{tags.as_text}")
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if values:
+        choice = lark.one_of("choice", (lark.text(value) or '""' for value in values))
+        return f"{begin} {choice} {lark.text(end)}"
+    return f'{begin} {lark.upto(tags.parameter_end)} "\\n"'

@@ -1,0 +1,123 @@
+"""Usage, timings and log-probabilities in the forms that clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinfer.engine.output.generation import TokenLogprob, Usage
+from jinfer.server.request_runner import Job
+from jinfer.tokenizer import Tokenizer
+
+
+def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
+    """Tokens of all answers; a prompt with several of them counts once."""
+    prompt = sum(len(job.ids) for job in jobs)
+    cached, number = 0, 0
+    for job in jobs:
+        first = usages.get(number)
+        cached += first.cached_tokens if first is not None else 0
+        number += len(job.prepared)
+    new = sum(one.completion_tokens for one in usages.values())
+    found = tokens(prompt, new, cached)
+    if drafted := sum(one.drafted_tokens for one in usages.values()):
+        accepted = sum(one.accepted_tokens for one in usages.values())
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return found
+
+
+def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
+    """Tokens of a request."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def timings(of: Usage) -> dict[str, Any]:
+    """llama.cpp's figures of one answer."""
+    computed = of.prompt_tokens - of.cached_tokens
+    prefill = max(0.0, of.prefill_seconds - of.queue_seconds)
+    return {
+        "cache_n": of.cached_tokens,
+        **_rates("prompt", computed, prefill),
+        # The time begins with the first token, which belongs to the prompt's.
+        **_rates("predicted", of.completion_tokens, of.decode_seconds, first=1),
+    }
+
+
+def _rates(name: str, count: int, seconds: float, first: int = 0) -> dict[str, Any]:
+    timed = max(0, count - first)
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / max(1, timed),
+        f"{name}_per_second": timed / seconds if seconds > 0 else 0.0,
+    }
+
+
+def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
+    """A token's own text, with the space before it, which `decode` may leave out.
+
+    Args:
+        as_id: its id in vLLM's words instead, which tells tokens apart whose texts are alike.
+    """
+    if as_id:
+        return f"token_id:{id}"
+    return "" if tokenizer is None else tokenizer.spelled(id).decode("utf-8", "replace")
+
+
+def token_key(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
+    """A token's text, or its bytes where it is a part of a character: no two are alike."""
+    if as_id:
+        return token_text(tokenizer, id, as_id)
+    if tokenizer is None:
+        return str(id)
+    data = tokenizer.spelled(id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _entry(tokenizer: Tokenizer | None, one: TokenLogprob, as_ids: bool) -> dict[str, Any]:
+    data = b"" if tokenizer is None else tokenizer.spelled(one.id)
+    return {
+        "token": token_text(tokenizer, one.id, as_ids),
+        "logprob": finite(one.logprob),
+        "bytes": list(data),
+        "token_id": one.id,
+    }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's word for what cannot be is -9999."""
+    return max(logprob, -9999.0)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob], as_ids: bool | None = False
+) -> list[dict[str, Any]]:
+    """The tokens of an answer as chat completions show them, by text or by id."""
+    named = bool(as_ids)
+    return [
+        {
+            **_entry(tokenizer, one, named),
+            "top_logprobs": [_entry(tokenizer, other, named) for other in one.top],
+        }
+        for one in entries
+    ]
+
+
+def ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+    """vLLM's form: by id, each with its rank among those that are listed."""
+    found = {
+        str(other.id): {"logprob": finite(other.logprob), "rank": rank}
+        for rank, other in enumerate(one.top, 1)
+    }
+    return {str(one.id): {"logprob": finite(one.logprob)}, **found}

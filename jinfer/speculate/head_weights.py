@@ -1,0 +1,135 @@
+"""Heads that draft for a model: what it has to keep for them, and what they have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.engine.engine import Engine
+from jinfer.modelspec.draft_head import layers_of, tapped
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quantization_table import RuleSpec
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.open_model import Opened
+from jinfer.records import dataclass, replace
+from jinfer.speculate.other_device import PlacedPrograms
+from jinfer.weights.plan_weights import Weights, find_weights
+from jinfer.weights.qk_equalization import equalized
+from jinfer.weights.tensor_mapping import by_name
+
+
+def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
+    """The model, which keeps what a head takes of it. Raises `SpecError` where it cannot."""
+    follows, decoder = head.spec.follows, opened.spec.decoder
+    assert follows is not None, "it is a head"
+    assert decoder is not None, "it is a decoder"
+    if opened.spec.type != "decoder-only":
+        reason = f"{source} is a head, and the model is {opened.spec.type}; a head follows decoders"
+        raise SpecError(opened.spec.path, "speculation.draft", reason)
+    layers = layers_of(follows, len(decoder.layers))
+    if layers is None:
+        wanted = ", ".join(map(str, follows.layers))
+        reason = f"{source} follows layers {wanted}, but the model has {len(decoder.layers)}"
+        raise SpecError(opened.spec.path, "speculation.draft", reason)
+    hidden = opened.spec.dims.get("hidden", 0)
+    if len(layers) * hidden != follows.width:
+        reason = (
+            f"{source} is given {follows.width} numbers of a token, but {len(layers)} layers of "
+            f"the model give {len(layers) * hidden}; take a head that was made for it"
+        )
+        raise SpecError(opened.spec.path, "speculation.draft", reason)
+    return replace(opened, spec=tapped(opened.spec, layers))
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of a head, some of which are the model's own.
+
+    Attributes:
+        model: the head, its parameters as they will be stored.
+        own, shared: the two parts, by what the files have.
+    """
+
+    model: AbstractModel
+    own: Weights
+    shared: Weights
+
+    def load(self, engine: Engine, programs: Any, progress: bool) -> tuple[Any, ...]:
+        """All of them; those of a model that is whole on the same device are its arrays."""
+        if isinstance(programs, PlacedPrograms):
+            place, names = programs.place, dict.fromkeys(self.shared.model.names)
+            loaded = self.own.place(place, progress, dict.fromkeys(self.own.model.names))
+            known: tuple[Any, ...] = self.shared.place(place, progress, names)
+        else:
+            loaded = self.own.load(progress)
+            every = dict(zip(engine.model.names, engine.parameters, strict=True))
+            known = tuple(every[name] for name in self.shared.model.names)
+        named = dict(zip(self.own.model.names, loaded, strict=True))
+        named |= dict(zip(self.shared.model.names, known, strict=True))
+        return tuple(named[name] for name in self.model.names)
+
+
+def head_weights(engine: Engine, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
+    """Finds the weights of a head.
+
+    Args:
+        same: it is of the model's own checkpoint, so what both have is the model's.
+
+    Raises:
+        LoadError, CheckpointError: what it lacks.
+    """
+    model = build(head.spec, jnp.dtype(head.dtype))
+    shapes = {n: p.shape for n, p in zip(engine.model.names, engine.model.parameters, strict=True)}
+    stacks = tuple(f"{stack.name}." for stack in head.spec.stacks)
+    files = by_name(head.checkpoint, head.spec.tensors)
+
+    def is_shared(name: str, parameter: Any) -> bool:
+        if name.startswith(stacks) or shapes.get(name) != parameter.shape:
+            return False
+        place = head.spec.tensors.place(name)
+        there = place is not None and any(n in files for p in place.choices() for n in p.names)
+        return same or not there
+
+    of_model = {n for n, p in zip(model.names, model.parameters, strict=True) if is_shared(n, p)}
+    own_part = _only(model, (n for n in model.names if n not in of_model))
+    own = find_weights(own_part, _ruled(head.spec, own_part), head.checkpoint, head.activations)
+    own = equalized(own, head.kv_cache)
+    whole = build(opened.spec, jnp.dtype(opened.dtype))
+    part = _only(whole, of_model)
+    # What the rest of the checkpoint has is no concern of these.
+    tensors = replace(opened.spec.tensors, ignore=("*",))
+    spec = replace(_ruled(opened.spec, part), tensors=tensors)
+    shared = find_weights(part, spec, opened.checkpoint, opened.activations)
+    stored = {
+        name: parameter
+        for weights in (own, shared)
+        for name, parameter in zip(weights.model.names, weights.model.parameters, strict=True)
+    }
+    full = replace(model, parameters=tuple(stored[name] for name in model.names))
+    return HeadWeights(full, own, shared)
+
+
+def _ruled(spec: ModelSpec, part: AbstractModel) -> ModelSpec:
+    """The specification with those rules of quantization alone that are about a part's weights."""
+
+    def is_about(rule: RuleSpec) -> bool:
+        names = [*part.names, *(name.removesuffix(".weight") for name in part.names)]
+        return any(fnmatchcase(name, rule.match) for name in names)
+
+    rules = tuple(rule for rule in spec.quantization.rules if is_about(rule))
+    return replace(spec, quantization=replace(spec.quantization, rules=rules))
+
+
+def _only(model: AbstractModel, names: Iterable[str]) -> AbstractModel:
+    """The model with some of its parameters."""
+    wanted = set(names)
+    places = [place for place, name in enumerate(model.names) if name in wanted]
+    parts: dict[str, Any] = {
+        key: tuple(getattr(model, key)[place] for place in places)
+        for key in ("names", "parameters", "axes", "roles")
+    }
+    return replace(model, **parts)

@@ -1,0 +1,66 @@
+"""Programs of a model that is whole on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jinfer.engine.runner.compiled_programs import Program, Programs, Shape
+from jinfer.engine.runner.device_state import State
+from jinfer.engine.runner.mmap_limit import check_maps
+from jinfer.engine.runner.program_cache import compiled
+from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.backend import target
+from jinfer.parallel.shard_params import as_here
+from jinfer.records import dataclass
+
+
+@dataclass(kw_only=True)
+class PlacedPrograms(Programs):
+    """Programs for one device, whichever it is.
+
+    Attributes:
+        device: where they run.
+    """
+
+    device: jax.Device
+
+    @property
+    def told(self) -> Mapping[str, slice]:
+        """As `Programs.told`, for the device."""
+        with target(self.device.platform):
+            return super().told
+
+    def empty_cache(self) -> Cache:
+        """As `Programs.empty_cache`, on the device."""
+        like, there = self.cache, SingleDeviceSharding(self.device)
+
+        def made() -> Cache:
+            return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), like)
+
+        return jax.jit(made, out_shardings=there)()
+
+    def empty_state(self) -> State:
+        """As `Programs.empty_state`, on the device."""
+        return jax.device_put(super().empty_state(), self.device)
+
+    def _compile(self, shape: Shape) -> Program:
+        check_maps()
+        with self._tracing, target(self.device.platform):
+            function, donated, arguments = self._function(shape)
+            there = SingleDeviceSharding(self.device)
+            placed = jax.tree.map(
+                lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=there), arguments
+            )
+            lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
+        return compiled(lowered)
+
+    def place(self, names: Sequence[str], values: Any) -> Any:
+        """A parameter, in NumPy's arrays, on the device."""
+        with target(self.device.platform):
+            values = as_here(values)
+        return jax.block_until_ready(jax.device_put(values, self.device))

@@ -1,0 +1,165 @@
+"""Chat templates in Jinja, as checkpoints bring them: messages to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinfer.guard.download_check import read_downloaded
+from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.template import template_limits
+from jinfer.template.render import compile_source, render
+from jinfer.template.sandboxed_render import compile_there, render_there
+from jinfer.template.template_errors import TemplateError
+
+_MAX_SOURCE = 1_000_000  # characters
+_MAX_COMPILED_HERE = 1 << 15  # characters; the longest known has half of that
+_MAX_FILE = 16 << 20  # bytes; tokenizer_config.json lists added tokens too
+_DEFAULT = "default"
+
+
+class ChatTemplate:
+    """A compiled chat template; may be rendered by several threads at once."""
+
+    def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
+        """Compiles a template, unless it has been compiled before.
+
+        Args:
+            source: Jinja; see `jinfer.template.jinja_sandbox` for what is bounded.
+            variables: what every rendering knows, such as bos_token and eos_token.
+
+        Raises:
+            TemplateError: a syntax error, with its line.
+        """
+        if len(source) > _MAX_SOURCE:
+            raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
+        self.source = source
+        self.variables = dict(variables or {})
+        self._ready = _ready(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt for a conversation.
+
+        Args:
+            messages: mappings with "role", "content" and whatever else the template reads.
+            tools: JSON schemas of functions.
+            documents: for templates of retrieval.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            extra: further variables, before those of the constructor.
+
+        Raises:
+            TemplateError: the template refuses the conversation, fails on it, or goes past the
+                limits of `jinfer.template.template_limits` (a second, 16 million characters).
+        """
+        names = {
+            **self.variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+        return self._ready.render(names)
+
+
+class _Ready:
+    """A template by its source. It is rendered here, until it does what only its own process may:
+    from then on, there."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._here = compile_source(source) if len(source) <= _MAX_COMPILED_HERE else None
+        if self._here is None:
+            compile_there(source)
+
+    def render(self, names: Mapping[str, Any]) -> str:
+        here = self._here
+        if here is not None:
+            try:
+                return render(here, names, template_limits.MAX_SECONDS, confined=False)
+            except template_limits.Heavy:
+                self._here = None
+        return render_there(self._source, names, template_limits.MAX_SECONDS)
+
+
+_ready = lru_cache(maxsize=32)(_Ready)  # a conversation has a template anew for each answer
+
+
+def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
+    """The chat template of a checkpoint; None where it has none.
+
+    Args:
+        source: a folder (chat_template.jinja, chat_template.json, tokenizer_config.json, and
+            additional_chat_templates/*.jinja, in this order) or the metadata of a GGUF file.
+        name: one of several named templates ("tool_use", "rag"); the default one if not given.
+
+    Raises:
+        TemplateError: a file that cannot be read.
+    """
+    found = _in_folder(source) if isinstance(source, Path) else _in_gguf(source)
+    return found.get(name or _DEFAULT)
+
+
+def _in_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+    key = "tokenizer.chat_template"
+    named = {k.removeprefix(key + "."): v for k, v in metadata.items() if k.startswith(key + ".")}
+    found = {**named, _DEFAULT: metadata.get(key, named.get(_DEFAULT))}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _in_folder(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / file
+        if is_there(path):
+            found.update(_named(path, _object(path).get("chat_template")))
+    if is_there(folder / "chat_template.jinja"):
+        found[_DEFAULT] = _text(folder / "chat_template.jinja")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _text(path)
+    return found
+
+
+def _named(path: Path, value: Any) -> Iterable[tuple[str, str]]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [(_DEFAULT, value)]
+    try:
+        pairs = [(entry["name"], entry["template"]) for entry in value]
+    except (TypeError, KeyError):
+        pairs = [(None, None)]
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
+        raise TemplateError(
+            f"{path}: chat_template must be a string or a list of objects with name and template"
+        )
+    return pairs
+
+
+def _object(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"{path}: not readable as JSON: {error}"[:300]) from None
+    if not isinstance(value, dict):
+        raise TemplateError(f"{path}: must be a JSON object")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_downloaded(path, _MAX_FILE).decode("utf-8-sig")
+    except (FileRefused, ValueError) as error:
+        raise TemplateError(f"{path}: {error}"[:300]) from None

@@ -1,0 +1,280 @@
+"""What a single call of a string method, filter or operator may grow to, known before it runs.
+
+Loops are stopped by the clock; these calls are one step each, and some of them multiply. Those that
+templates use every day are linear in what they are given; all others are `heavy`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jinfer.template.template_errors import TemplateError
+from jinfer.template.template_limits import (
+    MAX_BITS,
+    MAX_SIZE,
+    allow,
+    check,
+    collect,
+    heavy,
+    measure,
+)
+
+_WIDE_BRACE = re.compile(r"[:.][^{}]*\d{4}|\{[^{}]*\{")  # {:9999}, {:{width}}
+_WIDTHS = re.compile(r"[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")  # after % and, in brackets, a name
+_MAX_DIGITS = 3  # of a width
+_MAX_ROUND = 308  # decimals of a number
+_MAX_STRIPPED = 64  # different characters that `strip` looks for
+_MAX_COUNT = 10_000  # of slices, batches, and the like
+_MAX_INDENT = 16
+_MAX_LETTERS = 10_000  # of a text whose letters are taken as items
+_MAX_NAME = 256  # characters of an attribute that each item is asked for
+_CONSUMERS = (  # filters that keep all that an iterator gives
+    *("list", "join", "sort", "unique", "groupby", "batch", "slice", "sum", "reverse", "last"),
+    *("min", "max"),
+)
+_EACH = {  # filters that do something with each item, in C, where no clock is looked at
+    *("groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"),
+    *("sort", "sum", "unique"),
+}
+
+_CHEAP_FILTERS = {
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby"),
+    *("indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min"),
+    *("reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort"),
+    *("string", "tojson", "trim", "unique", "upper"),
+}
+_CHEAP_METHODS = {
+    *("capitalize", "copy", "count", "endswith", "find", "get", "index", "isalnum", "isalpha"),
+    *("isdecimal", "isdigit", "islower", "isnumeric", "isspace", "isupper", "items", "join"),
+    *("keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rstrip"),
+    *("split", "splitlines", "startswith", "strip", "title", "upper", "values"),
+}
+_STRIPPING = ("strip", "lstrip", "rstrip", "trim")
+
+Arguments = tuple[Any, ...]
+
+
+def iterators(args: Arguments) -> Arguments:
+    """The arguments with lists for iterators, for a callee that keeps what they give."""
+    return tuple(collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
+
+
+def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    """Checks a method call on a plain value; gives the arguments to call it with.
+
+    Raises:
+        TemplateError: the result would be too large, or the method is of no use in a template.
+    """
+    if isinstance(owner, bytes | bytearray | memoryview) or name == "to_bytes":
+        raise TemplateError(f"the template calls {name} of bytes, which is not allowed")
+    guard = _METHODS.get(name) if isinstance(owner, str) else None
+    args = guard(owner, args, kwargs) if guard else args
+    if name not in _CHEAP_METHODS:
+        heavy()
+    elif name in _STRIPPING:
+        _strip(args)
+    return args
+
+
+def _strip(args: Arguments) -> None:
+    """Each character is looked for among those that are stripped."""
+    if any(isinstance(arg, str) and len(arg) > _MAX_STRIPPED for arg in args):
+        heavy()
+
+
+def _format(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    if _WIDE_BRACE.search(owner):
+        raise TemplateError("the template formats with a width of thousands or a computed one")
+    allow(len(owner) + owner.count("{") * (measure(args) + measure(kwargs) + _MAX_COUNT))
+    return args
+
+
+def _replace(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+        allow(len(owner) + owner.count(args[0]) * len(args[1]))
+    return args
+
+
+def _join(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    if len(args) != 1:
+        return args
+    items = collect(args[0])
+    allow(measure(items) + len(owner) * len(items))
+    return (items,)
+
+
+def _width(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int):
+            allow((len(owner) + 1) * value if value > _MAX_COUNT else value)
+            allow(owner.count("\t") * value)
+    return args
+
+
+def _translate(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    allow(len(owner) * measure(args))
+    return args
+
+
+_METHODS: dict[str, Callable[[str, Arguments, Mapping[str, Any]], Arguments]] = {
+    "format": _format,
+    "format_map": _format,
+    "replace": _replace,
+    "join": _join,
+    "center": _width,
+    "ljust": _width,
+    "rjust": _width,
+    "zfill": _width,
+    "expandtabs": _width,
+    "translate": _translate,
+}
+
+
+def operator(symbol: str, left: Any, right: Any) -> None:
+    """Checks `left <symbol> right`. Raises: TemplateError: the result would be too large."""
+    check()
+    if symbol in ("**", "//", "/"):
+        heavy()
+    if isinstance(left, int) and isinstance(right, int):
+        bits, other = left.bit_length(), right.bit_length()
+        size = bits * right if symbol == "**" else bits + other
+        if size > MAX_BITS:
+            raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
+    elif symbol == "*":
+        for value, count in ((left, right), (right, left)):
+            if isinstance(value, str | bytes | list | tuple) and isinstance(count, int):
+                allow(measure(value) * count)
+    elif symbol == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
+        allow(len(left) + len(right))
+    elif symbol == "%" and isinstance(left, str):
+        percent(left, right)
+
+
+def percent(text: str, values: Any) -> None:
+    """Checks `text % values`."""
+    at = text.find("%")
+    while at >= 0:
+        found = _WIDTHS.match(text, _after_name(text, at + 1))
+        assert found is not None  # it may match nothing at all
+        for width in found.groups():
+            if width == "*" or (width and len(width) > _MAX_DIGITS):
+                reason = "the template formats with a width of thousands or a computed one"
+                raise TemplateError(reason)
+        # Two signs are one of the text; of anything else, the sign itself was looked at.
+        at = text.find("%", max(found.end() + text.startswith("%", found.end()), at + 1))
+    allow(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
+    heavy()
+
+
+def _after_name(text: str, at: int) -> int:
+    """Where a conversion goes on after a name in brackets, which may have brackets in it."""
+    if not text.startswith("(", at):
+        return at
+    depth = 0
+    for place in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    """Checks a filter's call, its value first; gives the arguments to call it with.
+
+    Raises:
+        TemplateError: the result would be too large.
+    """
+    check()
+    if name not in _CHEAP_FILTERS:
+        heavy()
+    value, rest = args[0], args[1:]
+    if name in _EACH:
+        _each(value, (*rest, *kwargs.values()))
+    if name in _CONSUMERS and isinstance(value, Iterator):
+        value = collect(value)
+        args = (value, *rest)
+    if name == "join":
+        return _joined(value, rest, kwargs)
+    if name == "replace":
+        old, new = (*rest, *kwargs.values(), "", "")[:2]
+        _replace(str(value), (str(old), str(new)), {})
+    elif name == "format":
+        percent(str(value), (*rest, *kwargs.values()))
+    elif name in ("center", "indent"):
+        text = str(value)
+        for width in (*rest, *kwargs.values()):
+            size = len(width) if isinstance(width, str) else int(width)
+            allow(len(text) + (text.count("\n") + 1) * size)
+    elif name in ("batch", "slice"):
+        _count(rest, kwargs)
+    elif name == "sum":
+        start = kwargs.get("start", rest[1] if len(rest) > 1 else 0)
+        if not isinstance(start, int | float):
+            raise TemplateError("the template sums what is not numbers")
+    elif name == "string":
+        measure(value)
+    elif name == "trim":
+        _strip((*rest, *kwargs.values()))
+    elif name == "round":
+        _round((*rest, *kwargs.values()))
+    return args
+
+
+def _each(value: Any, rest: Arguments) -> None:
+    """A text is a list of letters, too, and may be far longer than any list here."""
+    if isinstance(value, str) and len(value) > _MAX_LETTERS:
+        heavy()
+    if any(isinstance(arg, str) and len(arg) > _MAX_NAME for arg in rest):
+        heavy()
+
+
+def _round(rest: Arguments) -> None:
+    for value in rest:
+        if isinstance(value, int) and abs(value) > _MAX_ROUND:
+            raise TemplateError(f"the template rounds to more than {_MAX_ROUND} decimals")
+
+
+def _joined(value: Any, rest: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+    if isinstance(value, Iterable):
+        value = collect(value)
+        between = str((*rest, kwargs.get("d", ""))[0])
+        allow(measure(value) + len(between) * len(value))
+    return (value, *rest)
+
+
+def _count(rest: Arguments, kwargs: Mapping[str, Any]) -> None:
+    for count in (*rest, *kwargs.values()):
+        if isinstance(count, int) and count > _MAX_COUNT:
+            raise TemplateError(f"the template asks for more than {_MAX_COUNT} parts")
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as chat templates expect it: no HTML escapes, letters of every script as they are."""
+    measure(value)
+    if indent is not None and not (isinstance(indent, int) and indent <= _MAX_INDENT):
+        raise TemplateError(f"the template indents JSON by more than {_MAX_INDENT}")
+    if separators is not None and max(map(len, separators)) > _MAX_INDENT:
+        raise TemplateError(f"the template separates JSON by more than {_MAX_INDENT} characters")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if indent is None:
+        return encoder.encode(value)
+    chunks: list[str] = []
+    size = 0
+    for chunk in encoder.iterencode(value):  # in pieces: deep values indent far
+        size += len(chunk)
+        if size > MAX_SIZE:
+            allow(size)
+        chunks.append(chunk)
+    check()
+    return "".join(chunks)

@@ -1,0 +1,208 @@
+"""Jinja for templates that are not trusted: a sandbox that also bounds time and memory.
+
+Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It
+does not stop one that loops or grows without end. Here every loop, macro and call looks at the
+clock, all that is written is counted, and whatever could grow in one step is checked before.
+"""
+
+# ruff: noqa: N802, N815 - Jinja finds the methods of a visitor by the names of its nodes
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from types import BuiltinMethodType, CodeType
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from jinfer.template import growth_guards
+from jinfer.template.template_errors import TemplateError
+from jinfer.template.template_limits import MAX_BITS, allow, check, made, measure, write
+
+# Of no use in a prompt, and not bounded by what they are given.
+_REMOVED_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint", "striptags")
+_REMOVED_GLOBALS = ("lipsum",)
+# Whose methods are looked at before they are called.
+_VALUES = (str, bytes, bytearray, memoryview, int, float, list, tuple, dict, set, frozenset)
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the model's words for training; here its
+    body is all there is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and the type are Jinja's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The environment of chat templates. Rendering must happen inside `limits.limited()`."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        # Constant folding would run filters while compiling, with no clock.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_written,
+            extensions=["jinja2.ext.loopcontrols", Generation],
+        )
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
+        for name in _REMOVED_GLOBALS:
+            del self.globals[name]
+        self.filters["tojson"] = growth_guards.to_json
+        self.filters = {name: _guarded(name, run) for name, run in self.filters.items()}
+        self.filters.update({_TICK: _tick, _SIZED: _sized, _CONCAT: _concat})
+        tests: dict[str, Any] = self.tests
+        self.tests = {name: _ticking(run) for name, run in tests.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        return _Instrument().visit(tree)
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's words about 1[2], which nobody here wrote
+            return super()._compile(source, filename)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        growth_guards.operator(operator, left, right)
+        return _sized(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        check()
+        if isinstance(__obj, BuiltinMethodType | type):
+            args = growth_guards.iterators(args)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, _VALUES):
+            args = growth_guards.method(owner, __obj.__name__, args, kwargs)
+        return _sized(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @wraps(wrapped)
+        def call(*args: Any, **kwargs: Any) -> str:
+            return wrapped(*growth_guards.method(value.__self__, "format", args, kwargs), **kwargs)
+
+        return call
+
+
+def _sized(value: Any) -> Any:
+    """The value, counted, unless it is too large."""
+    if isinstance(value, str):
+        allow(len(value))
+        made(len(value))
+    elif isinstance(value, list | tuple | dict | set):
+        made(measure(value))
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
+    return value
+
+
+def _tick(value: Any) -> Any:
+    check()
+    return value
+
+
+def _concat(values: tuple[Any, ...]) -> str:
+    size = measure(values)
+    made(size)
+    return "".join(map(str, values))
+
+
+@pass_context  # which also tells Jinja not to call it while compiling
+def _written(context: Context, value: Any) -> str:
+    """What every `{{ }}` and every literal text goes through."""
+    if not isinstance(value, str):
+        measure(value)
+        value = str(value)
+    write(len(value))
+    return value
+
+
+def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    skipped = 1 if hasattr(run, "jinja_pass_arg") else 0
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        checked = growth_guards.filter_call(name, args[skipped:], kwargs)
+        return _sized(run(*args[:skipped], *checked, **kwargs))
+
+    return call
+
+
+def _ticking(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A test that looks at the clock: filters ask it of every item of a list."""
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check()
+        return run(*args, **kwargs)
+
+    return call
+
+
+_TICK, _SIZED, _CONCAT = " tick", " sized", " concat"  # no template can write these names
+
+
+class _Instrument(NodeTransformer):
+    """Puts the checks into a template's syntax tree."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, _clock(node.lineno))
+        if node.test is not None:
+            looked = _filter(_TICK, nodes.Const(True, lineno=node.lineno))
+            node.test = nodes.And(looked, node.test, lineno=node.lineno)
+        return node
+
+    def _visit_body(self, node: nodes.Macro | nodes.CallBlock | nodes.Block) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, _clock(node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block = _visit_body
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.Const(node.data, lineno=node.lineno)  # so that it is counted
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(_CONCAT, nodes.Tuple(node.nodes, "load", lineno=node.lineno))
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(_SIZED, node) if node.ctx == "load" else node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(_SIZED, node)
+
+    visit_Dict = visit_List
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(_SIZED, node) if isinstance(node.arg, nodes.Slice) else node
+
+
+def _filter(name: str, value: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+def _clock(line: int) -> nodes.ExprStmt:
+    return nodes.ExprStmt(_filter(_TICK, nodes.Const(None, lineno=line)), lineno=line)

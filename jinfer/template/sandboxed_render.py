@@ -1,0 +1,74 @@
+"""Templates in a process of their own: what cannot be bounded from inside is stopped from outside.
+
+Both ends of the conversation are here: `compile_there` and `render_there` ask, `answer` answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from jinfer.guard.sandboxed_process import Child, ChildError
+from jinfer.template.render import compile_source, render
+from jinfer.template.template_errors import TemplateError
+from jinfer.template.template_limits import MAX_SIZE
+
+_MEMORY = 448 << 20  # bytes of address space, the interpreter's 40 MB included
+_COMPILE_SECONDS = 4.0
+_CHARACTERS_PER_SECOND = 50_000  # or more
+
+_compiled = lru_cache(maxsize=8)(compile_source)
+_child = Child(__name__, memory=_MEMORY, answer_bytes=12 * MAX_SIZE)
+
+
+def compile_there(source: str) -> None:
+    """Compiles a template, in order to know that it can be. Raises: TemplateError."""
+    _ask({"source": source}, _COMPILE_SECONDS, "to be compiled")
+
+
+def render_there(source: str, names: Mapping[str, Any], seconds: float) -> str:
+    """As `compiled.render`. Values are given as JSON has them. Raises: TemplateError."""
+    question = {"source": source, "names": names, "seconds": seconds}
+    # A process that has just begun compiles it first.
+    compiling = min(_COMPILE_SECONDS, len(source) / _CHARACTERS_PER_SECOND)
+    return str(_ask(question, seconds + compiling, "to be rendered"))
+
+
+def _ask(question: Mapping[str, Any], seconds: float, what: str) -> Any:
+    try:
+        plain = _plain(question)
+    except RecursionError:
+        raise TemplateError("chat template: the messages are nested too deeply") from None
+    try:
+        said = _child.ask(plain, seconds)
+    except ChildError as error:
+        raise TemplateError(f"chat template: {error}, {what}") from None
+    if "refused" in said:
+        raise TemplateError(said["refused"])
+    return said["text"]
+
+
+def _plain(value: Any) -> Any:
+    """A value with JSON's types alone."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Iterable):
+        return [_plain(each) for each in value]
+    raise TemplateError(
+        f"chat template: it runs in a process of its own, which cannot be given a "
+        f"{type(value).__name__}"
+    )
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, str]:
+    """What the process of its own does with a question."""
+    try:
+        template = _compiled(question["source"])
+        if "names" not in question:
+            return {"text": ""}
+        return {"text": render(template, question["names"], question["seconds"], confined=True)}
+    except TemplateError as error:
+        return {"refused": str(error)}

@@ -1,0 +1,319 @@
+"""The tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
+
+The keys and the defaults where one is missing are those of the GGUF format's document and of
+llama.cpp, which writes and reads most of these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from jinfer.tokenizer.gguf_special_tokens import (
+    END_KEYS,
+    control_ids,
+    end_names,
+    goes_on,
+    stripping,
+)
+from jinfer.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer, frame_like_bert, word_piece
+from jinfer.tokenizer.piece_bytes import SPACE_MARK
+from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
+from jinfer.tokenizer.sentencepiece_model import PieceType, SentencePieceModel, build
+from jinfer.tokenizer.tokenizer_base import SpecialTokens, Tokenizer, TokenizerError
+from jinfer.tokenizer.tokenizer_config import MAX_TOKENS, shown
+
+_KEY = "tokenizer.ggml."
+_NONE = ("none", "no_vocab")
+_KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
+_TYPES = {0, *map(int, PieceType)}  # 0: undefined, in some files
+
+
+def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
+    """The tokenizer of a GGUF file; None where it has none (model "none" or no key at all).
+
+    Args:
+        metadata: the file's keys and plain values.
+        source: the file, for error messages.
+
+    Raises:
+        TokenizerError: a missing or wrong key, a model or pre-tokenizer that is not known.
+    """
+    kind = metadata.get(_KEY + "model")
+    if kind is None or kind in _NONE:
+        return None
+    vocabulary = _Vocabulary(metadata, source)
+    match kind:
+        case "gpt2" | "gemma4":
+            return _byte_pairs(vocabulary, kind)
+        case "llama":
+            return _sentence_pieces(vocabulary, SentencePieceModel.BPE)
+        case "t5":
+            return _sentence_pieces(vocabulary, SentencePieceModel.UNIGRAM)
+        case "bert":
+            return _word_pieces(vocabulary)
+    raise TokenizerError(
+        f"{source}: {_KEY}model is {shown(kind)}, which is not known; known: {', '.join(_KNOWN)}"
+    )
+
+
+class _Vocabulary:
+    """The metadata with its types checked: a wrong one is a `TokenizerError` that names the key."""
+
+    def __init__(self, metadata: Mapping[str, Any], source: Path) -> None:
+        self.metadata = metadata
+        self.source = source
+        self.tokens: list[str] = self.array("tokens", str, None)
+        if not 0 < len(self.tokens) <= MAX_TOKENS:
+            raise self.error("tokens", f"has {len(self.tokens)} tokens")
+        normal = [int(PieceType.NORMAL)] * len(self.tokens)
+        types = self.array("token_type", int, normal)
+        if len(types) != len(self.tokens):
+            raise self.error(
+                "token_type", f"has {len(types)} entries for {len(self.tokens)} tokens"
+            )
+        if wrong := set(types) - _TYPES:
+            raise self.error("token_type", f"has {min(wrong)}, which is no type of a token")
+        self.types: list[int] = list(types)
+        for id in control_ids(metadata, self.tokens, types):
+            self.types[id] = int(PieceType.CONTROL)
+        self._kinds = np.array(self.types, np.int8)
+        self.damaged: dict[int, bytes] = {}
+        if not _is_utf8("".join(self.tokens)):
+            self.damaged = {
+                id: name.encode("utf-8", "surrogateescape")
+                for id, name in enumerate(self.tokens)
+                if not _is_utf8(name)
+            }
+
+    def names(self) -> list[str]:
+        """The tokens for a library of Unicode: those that are not UTF-8 are given other names."""
+        names = list(self.tokens)
+        for id in self.damaged:
+            names[id] = f"\ue000{id}\ue001"
+        return names
+
+    def error(self, key: str, reason: str) -> TokenizerError:
+        return TokenizerError(f"{self.source}: {_KEY}{key} {reason}")
+
+    def array(self, key: str, kind: type, default: list[Any] | None) -> list[Any]:
+        value = self.metadata.get(_KEY + key, default)
+        if value is None:
+            raise self.error(key, "is missing")
+        if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
+            raise self.error(key, f"must be a list of {kind.__name__}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(_KEY + key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be a bool, not {shown(value)}")
+        return value
+
+    def id(self, *names: str) -> int | None:
+        """The first of the keys `<name>_token_id` that is there."""
+        for name in names:
+            value = self.metadata.get(f"{_KEY}{name}_token_id")
+            if value is None:
+                continue
+            if type(value) is not int or not 0 <= value < len(self.tokens):
+                raise self.error(
+                    f"{name}_token_id", f"is {shown(value)}, not an id below {len(self.tokens)}"
+                )
+            return value
+        return None
+
+    def of_type(self, *kinds: PieceType) -> dict[str, int]:
+        """Name -> id of the tokens of these types, without empty names and what is not UTF-8."""
+        ids: list[int] = np.flatnonzero(np.isin(self._kinds, kinds)).tolist()
+        return {self.tokens[id]: id for id in ids if self.tokens[id] and id not in self.damaged}
+
+    def ends(self) -> tuple[int, ...]:
+        control = self.of_type(PieceType.CONTROL)
+        ids = [self.id(key) for key in END_KEYS]
+        ids += [control[name] for name in end_names(self.metadata, control)]
+        goes_on_after = control.get(goes_on(control) or "")
+        return tuple(dict.fromkeys(id for id in ids if id not in (None, goes_on_after)))
+
+    def special(
+        self, prefix: tuple[int | None, ...], suffix: tuple[int | None, ...]
+    ) -> SpecialTokens:
+        control = self.of_type(PieceType.CONTROL)
+        parsed = self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN)
+        lstrip, rstrip = stripping(self.metadata, {*control, *parsed})
+        return SpecialTokens(
+            bos=self.id("bos"),
+            eos=self.ends(),
+            pad=self.id("padding"),
+            unk=self.id("unknown"),
+            mask=self.id("mask"),
+            control=control,
+            parsed=parsed,
+            lstrip=lstrip,
+            rstrip=rstrip,
+            prefix=tuple(id for id in prefix if id is not None),
+            suffix=tuple(id for id in suffix if id is not None),
+        )
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialTokens:
+    """BOS before and EOS after, as the flags say, else as the arguments do."""
+    bos = vocabulary.id("bos") if vocabulary.flag("add_bos_token", add_bos) else None
+    eos = vocabulary.id("eos") if vocabulary.flag("add_eos_token", add_eos) else None
+    return vocabulary.special((bos,), (eos,))
+
+
+def _byte_pairs(vocabulary: _Vocabulary, kind: str) -> Tokenizer:
+    rule = _rule(vocabulary, "gemma4" if kind == "gemma4" else "default")
+    merges = _merges(vocabulary)
+    # The first one of a name, where several tokens have it.
+    reverse = vocabulary.names()[::-1]
+    names = dict(zip(reverse, range(len(reverse) - 1, -1, -1), strict=True))
+    bpe = _bpe(names, merges, rule)
+    backend = tokenizers.Tokenizer(bpe)
+    if rule.byte_level:
+        backend.normalizer = normalizers.NFC() if rule.nfc else None
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.normalizer = normalizers.Replace(" ", SPACE_MARK)
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    backend.pre_tokenizer = splitter(rule, vocabulary.flag("add_space_prefix", False))
+    return _finish(vocabulary, backend, _frame(vocabulary, rule.add_bos, False))
+
+
+def _bpe(names: dict[str, int], merges: list[tuple[str, str]], rule: PreTokenizer) -> models.BPE:
+    plain = not rule.byte_level
+
+    def make(merges: list[tuple[str, str]]) -> models.BPE:
+        return models.BPE(
+            vocab=names,
+            merges=merges,
+            ignore_merges=rule.ignore_merges,
+            byte_fallback=plain,
+            fuse_unk=plain,
+        )
+
+    try:
+        return make(merges)
+    except Exception:  # the library raises plain `Exception`
+        # Merges of what is not in the vocabulary cannot apply; llama.cpp leaves them aside too.
+        return make([(a, b) for a, b in merges if a in names and b in names and a + b in names])
+
+
+def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
+    name = vocabulary.metadata.get(_KEY + "pre", default)
+    rule = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if rule is None:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise vocabulary.error("pre", f"is {shown(name)}, which is not known; known: {known}")
+    return rule
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    merges = vocabulary.array("merges", str, None)
+    parts = [merge.partition(" ") for merge in merges]
+    if not all(map(all, parts)):
+        wrong = next(merge for merge, part in zip(merges, parts, strict=True) if not all(part))
+        raise vocabulary.error("merges", f"has {wrong[:80]!r}, which is not two tokens")
+    return [(left, right) for left, _, right in parts]
+
+
+def _finish(
+    vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, special: SpecialTokens
+) -> Tokenizer:
+    defined = vocabulary.of_type(PieceType.USER_DEFINED)
+    backend.add_special_tokens([_added(name, special, True) for name in special.control])
+    backend.add_tokens([_added(name, special, False) for name in defined])
+    size = len(vocabulary.tokens)
+    return HuggingFaceTokenizer(vocabulary.source, backend, special, size, vocabulary.damaged)
+
+
+def _added(name: str, tokens: SpecialTokens, special: bool) -> tokenizers.AddedToken:
+    lstrip, rstrip = name in tokens.lstrip, name in tokens.rstrip
+    return tokenizers.AddedToken(
+        name, lstrip=lstrip, rstrip=rstrip, normalized=False, special=special
+    )
+
+
+def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
+    """GGUF marks the beginning of a word with ▁; WordPiece marks its continuation with ##."""
+    unk = vocabulary.id("unknown")
+    if unk is None:
+        raise vocabulary.error("unknown_token_id", "is missing, which WordPiece needs")
+    names = [_unmarked(name) for name in vocabulary.names()]
+    lowercase = vocabulary.flag("normalizer.lowercase", True)
+    backend = word_piece(
+        vocabulary.source,
+        {name: id for id, name in reversed(list(enumerate(names)))},
+        names[unk],
+        normalizers.BertNormalizer(
+            lowercase=lowercase,
+            strip_accents=vocabulary.flag("normalizer.strip_accents", lowercase),
+        ),
+    )
+    cls = vocabulary.id("cls", "bos")
+    sep = vocabulary.id("seperator", "separator", "eos")  # the first spelling is the usual one
+    frame_like_bert(backend, cls, sep)
+    return _finish(vocabulary, backend, vocabulary.special((cls,), (sep,)))
+
+
+def _unmarked(name: str) -> str:
+    if name.startswith(SPACE_MARK):
+        return name[1:]
+    return name if name.startswith("[") and name.endswith("]") else "##" + name
+
+
+def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
+    unigram = algorithm == SentencePieceModel.UNIGRAM
+    scores = vocabulary.array("scores", float, None)
+    if len(scores) != len(vocabulary.tokens):
+        raise vocabulary.error(
+            "scores", f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens"
+        )
+    if not all(map(isfinite, scores)):
+        raise vocabulary.error("scores", "has one that is not a number")
+    charsmap = vocabulary.metadata.get(_KEY + "precompiled_charsmap", [])
+    try:
+        charsmap = bytes(byte % 256 for byte in charsmap)  # stored as signed or unsigned bytes
+    except (TypeError, ValueError):
+        raise vocabulary.error("precompiled_charsmap", "must be a list of bytes") from None
+    model = SentencePieceModel(
+        algorithm=algorithm,
+        pieces=vocabulary.tokens,
+        scores=scores,
+        types=vocabulary.types,
+        unk=vocabulary.id("unknown"),
+        charsmap=charsmap,
+        add_dummy_prefix=vocabulary.flag("add_space_prefix", True),
+        remove_extra_whitespaces=vocabulary.flag("remove_extra_whitespaces", unigram),
+    )
+    from jinfer.tokenizer.sentencepiece_tokenizer import (
+        SentencePieceTokenizer,  # others need no such library
+    )
+
+    frame = _frame(vocabulary, not unigram, unigram)
+    # With a mark in them, they stand for spaces of a text, where sentencepiece finds them itself.
+    defined = vocabulary.of_type(PieceType.USER_DEFINED)
+    added = {name: id for name, id in defined.items() if SPACE_MARK not in name}
+    special = replace(frame, parsed={**vocabulary.of_type(PieceType.UNKNOWN), **added})
+    processor = build(model, vocabulary.source)
+    return SentencePieceTokenizer(
+        vocabulary.source, processor, special, vocabulary.tokens, always=added
+    )

@@ -1,0 +1,326 @@
+"""What every tokenizer gives: text to ids and back, special tokens, incremental decoding."""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from jinfer.guard import sanitize
+from jinfer.records import dataclass, field
+from jinfer.tokenizer import piece_bytes
+from jinfer.tokenizer.detokenizer import Detokenizer
+from jinfer.tokenizer.piece_bytes import Surface
+
+# Tokens that are looked for in a text; models of speech have one for each of 65,536 sounds.
+MAX_FOUND = 100_000
+# Letters for private use, in an order that nobody can guess: no text of a stranger has them.
+MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+
+    def __init__(self, text: str) -> None:
+        """A text of more than 1000 characters is cut: a file may call its tokens anything."""
+        super().__init__(sanitize.shown(text, 1000))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, as one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def library_errors(path: Path, what: str) -> Iterator[None]:
+    """Raises `TokenizerError` for whatever a library raises inside, which may be of any kind.
+
+    The Rust of `tokenizers` panics where it is surprised, and that is no `Exception`.
+    """
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{path}: {what}: {one_line(error)}") from None
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the path before a `TokenizerError` that names no file of its folder."""
+    try:
+        yield
+    except TokenizerError as error:
+        if str(error).startswith((str(path), f"{path.parent}/")):
+            raise
+        raise TokenizerError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens of a vocabulary that are not text.
+
+    Attributes:
+        bos, pad, unk, mask: their ids, None where the model has none.
+        user, assistant: tokens that begin a turn, from generation_config.json (Baichuan).
+        eos: every id that ends a text.
+        control: name -> id of the tokens that `encode` finds in a text when it may, and that
+            `decode` leaves out.
+        parsed: further names that are found in a text, but are text themselves when decoded.
+        lstrip, rstrip: names, found in a text, that take the white space before or after them away.
+        prefix, suffix: ids that `encode` puts around a text.
+        languages: a language's name -> id of its token. The default language's token is in
+            `prefix` or `suffix`; `encode(..., language=...)` puts another one in its place.
+    """
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    unk: int | None = None
+    mask: int | None = None
+    user: int | None = None
+    assistant: int | None = None
+    control: Mapping[str, int] = field(default_factory=dict)
+    parsed: Mapping[str, int] = field(default_factory=dict)
+    lstrip: frozenset[str] = frozenset()
+    rstrip: frozenset[str] = frozenset()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    languages: Mapping[str, int] = field(default_factory=dict)
+
+
+def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern that finds the longest of the names; None without names."""
+    longest_first = sorted((name for name in names if name), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _with_mark(found: re.Match[str]) -> str:
+    name = found[0]
+    return f"{name[0]}{MARK}{name[1:]}" if len(name) > 1 else name
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: number of ids, special ones included. A model's table may have more rows.
+        special: the special tokens.
+        bos_id, eos_ids, pad_id, unk_id, mask_id: ids out of `special`.
+    """
+
+    def __init__(self, vocab_size: int, special: SpecialTokens, surface: Surface) -> None:
+        self.vocab_size = vocab_size
+        self.special = special
+        self.bos_id = special.bos
+        self.eos_ids = special.eos
+        self.pad_id = special.pad
+        self.unk_id = special.unk
+        self.mask_id = special.mask
+        self.strip_space = surface.strip_space
+        self._surface = surface
+        self._bytes: dict[int, bytes] = {}
+        self._control_ids = frozenset(special.control.values())
+        found = {**special.parsed, **special.control}
+        if len(found) > MAX_FOUND:
+            reason = f"has {len(found)} special tokens; at most {MAX_FOUND} are looked for"
+            raise TokenizerError(f"the vocabulary {reason}")
+        # "sop" is a control token of ChatGLM: such a name that may be a word is never looked for.
+        words = {name for name, id in found.items() if name in special.control or id == special.unk}
+        self._found = {n: id for n, id in found.items() if not (n.isalnum() and n in words)}
+        self._pattern = pattern_of(self._found)
+        self._control = pattern_of(special.control)
+
+    @abstractmethod
+    def token(self, id: int) -> str:
+        """The name of a token as the vocabulary writes it; "" for an id it does not have."""
+
+    @abstractmethod
+    def id(self, token: str) -> int | None:
+        """The id of a token's name, None where there is none."""
+
+    @abstractmethod
+    def _encode(self, text: str, parse_special: bool) -> list[int]: ...
+
+    def encode(
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        parse_special: bool = True,
+        language: str | None = None,
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: lone surrogates in it are read as U+FFFD.
+            special: put what the model wants (BOS, EOS, [CLS] and [SEP], a language) around it.
+            parse_special: special tokens written in the text become their ids; without, they are
+                text like any other, which is what text from a stranger should be.
+            language: the language of the text, for a model that marks it (M2M100: "en", NLLB:
+                "eng_Latn"); its token replaces the default language's.
+
+        Raises:
+            TokenizerError: a language that the model does not have.
+        """
+        prefix, suffix = self.special.prefix, self.special.suffix
+        if language is not None:
+            chosen = self.language_id(language)
+            prefix, suffix = self._in_language(prefix, chosen), self._in_language(suffix, chosen)
+        ids = self._encode(valid_text(text), parse_special)
+        return [*prefix, *ids, *suffix] if special else ids
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """Ids of a text given in parts: ids stay, texts are plain text, nothing is put around."""
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
+        return ids
+
+    def hide_control(self, text: str) -> str:
+        """The text with `MARK` inside every control token's name, so that it names none."""
+        text, before = text.replace(MARK, ""), ""
+        while self._control and text != before:  # what is left may name another one
+            before = text
+            text = self._control.sub(_with_mark, text)
+        return text
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text whose special tokens count, but for those that `hide_control` hid.
+
+        These become the text that they are. Nothing is put around it.
+        """
+        parts = self.split_special(valid_text(text))
+        return self.encode_parts([p if isinstance(p, int) else p.replace(MARK, "") for p in parts])
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.
+
+        Raises:
+            TokenizerError: this kind of tokenizer has no pairs.
+        """
+        raise TokenizerError(f"a {type(self).__name__} has no form for a pair of texts")
+
+    def language_id(self, language: str) -> int:
+        """The id of a language's token; what a translation into it starts with."""
+        found = self.special.languages.get(language)
+        if found is None:
+            known = ", ".join(sorted(self.special.languages)) or "none"
+            raise TokenizerError(f"language {language!r} is unknown; the tokenizer has: {known}")
+        return found
+
+    def _in_language(self, ids: tuple[int, ...], chosen: int) -> tuple[int, ...]:
+        languages = set(self.special.languages.values())
+        return tuple(chosen if id in languages else id for id in ids)
+
+    def split_special(self, text: str) -> list[str | int]:
+        """The text cut at the special tokens written in it: ids, and the texts between them."""
+        return self._split(text, self._pattern)
+
+    def _split(self, text: str, pattern: re.Pattern[str] | None) -> list[str | int]:
+        """The text cut at the special tokens that a pattern finds."""
+        parts: list[str | int] = []
+        place, bare = 0, False  # bare: white space at the place is not a part of the text
+        for match in pattern.finditer(text) if pattern is not None else ():
+            name = match[0]
+            parts.append(self._between(text[place : match.start()], bare, name))
+            parts.append(self._found[name])
+            place, bare = match.end(), name in self.special.rstrip
+        parts.append(self._between(text[place:], bare, ""))
+        return [part for part in parts if part != ""]
+
+    def _between(self, text: str, bare: bool, following: str) -> str:
+        text = text.lstrip() if bare else text
+        return text.rstrip() if following in self.special.lstrip else text
+
+    def is_control(self, id: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return id in self._control_ids
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of UTF-8 a token adds to a text: a part of a character, or many characters.
+
+        Empty for control tokens and for ids the vocabulary does not have. The space that starts
+        a text is not taken away here (see `strip_space`).
+        """
+        return b"" if id in self._control_ids else self.spelled(id)
+
+    def spelled(self, id: int) -> bytes:
+        """Like `token_bytes`, but control tokens are spelled out."""
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._spell(id)
+        return found
+
+    def _spell(self, id: int) -> bytes:
+        name = self.token(id)
+        if id in self._control_ids:
+            return piece_bytes.plain(name)
+        return self._surface.to_bytes(name) if name else b""
+
+    def shown(self, id: int) -> str:
+        """A token as a text of its own; as the vocabulary writes it where it is no whole text."""
+        try:
+            return self.spelled(id).decode("utf-8") or self.token(id)
+        except UnicodeDecodeError:
+            return self.token(id)
+
+    def __repr__(self) -> str:
+        named = {"bos": self.bos_id, "pad": self.pad_id, "unk": self.unk_id, "mask": self.mask_id}
+        words = [f"{name} {id} {self.token(id)!r}" for name, id in named.items() if id is not None]
+        ends = ", ".join(f"{id} {self.token(id)!r}" for id in self.eos_ids[:4])
+        more = f" and {len(self.eos_ids) - 4} more" if len(self.eos_ids) > 4 else ""
+        words += [f"eos {ends}{more}"] if ends else []
+        special = f"{len(self.special.control)} special"
+        return f"{type(self).__name__}({self.vocab_size} tokens, {special}, {', '.join(words)})"
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids: their joined bytes, with U+FFFD for what is not UTF-8.
+
+        Args:
+            ids: ids the vocabulary does not have add nothing.
+            skip_special: leave control tokens out; else they are spelled out.
+        """
+        of = self.token_bytes if skip_special else self.spelled
+        data = b"".join([of(id) for id in ids])
+        if self.strip_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+        shown: Collection[int] = (),
+    ) -> Detokenizer:
+        """An incremental decoder of the tokens that follow `prompt_ids`.
+
+        Args:
+            skip_special: leave control tokens out.
+            shown: control tokens that are spelled out all the same.
+        """
+
+        def unless_shown(id: int) -> bytes:
+            return self.spelled(id) if id in shown else self.token_bytes(id)
+
+        of = self.spelled if not skip_special else unless_shown if shown else self.token_bytes
+        return Detokenizer(of, self.strip_space, prompt_ids)
+
+
+def valid_text(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, which no UTF-8 can hold."""
+    if not isinstance(text, str):
+        raise TokenizerError(f"a text must be a str, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

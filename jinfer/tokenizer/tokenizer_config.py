@@ -1,0 +1,275 @@
+"""The small JSON files beside a tokenizer: special tokens, flags, ids that end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinfer.guard.download_check import read_downloaded
+from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.records import dataclass, field
+from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
+
+MAX_TOKENS = 10_000_000  # ids of a vocabulary are below it
+MAX_BYTES = 256 << 20  # of a tokenizer's file; the largest known has 40 MB
+MAX_JSON_BYTES = 64 << 20
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_USUAL_NAMES = {  # where no configuration says what a token is for
+    "unk_token": ("<unk>", "[UNK]"),
+    "pad_token": ("<pad>", "[PAD]"),
+    "mask_token": ("<mask>", "[MASK]"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+}
+
+
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+    """What is in a file of at most `most` bytes. Raises: TokenizerError."""
+    try:
+        return read_downloaded(path, most)
+    except FileRefused as error:
+        raise TokenizerError(f"{path}: {error}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, without their ends. Raises: TokenizerError: it is not UTF-8."""
+    data = read_file(path)
+    try:
+        return [line.rstrip("\r") for line in data.decode("utf-8-sig").split("\n")]
+    except ValueError as error:
+        raise TokenizerError(f"{path}: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file. Raises: TokenizerError."""
+    data = read_file(path, MAX_JSON_BYTES)
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not readable as JSON: {one_line(error)}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where the file is missing. Raises: TokenizerError."""
+    if not is_there(path):
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """A JSON object of token -> id. Raises: TokenizerError."""
+    vocabulary = read_object(path)
+    for token, id in vocabulary.items():
+        if type(id) is not int or not 0 <= id < MAX_TOKENS:
+            raise TokenizerError(
+                f"{path}: token {token[:50]!r} must have an id, not {shown(id)}; "
+                f"ids are whole numbers below {MAX_TOKENS}"
+            )
+    return vocabulary
+
+
+def shown(value: object) -> str:
+    """A value of a file in an error."""
+    try:
+        return repr(value)[:200]
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        return f"this {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token beside the vocabulary, as added_tokens_decoder describes it."""
+
+    content: str
+    id: int | None = None
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What the JSON files of a checkpoint folder say about its tokenizer.
+
+    Attributes:
+        path: tokenizer_config.json, for error messages.
+        values: tokenizer_config.json over special_tokens_map.json.
+        added: tokens of added_tokens_decoder, added_tokens.json and additional_special_tokens.
+        generation: generation_config.json.
+        model: config.json.
+    """
+
+    path: Path = Path("tokenizer_config.json")
+    values: Mapping[str, Any] = field(default_factory=dict)
+    added: tuple[AddedToken, ...] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The tokenizer class, without "Fast" at its end; "" where none is given."""
+        return (self.text("tokenizer_class") or "").removesuffix("Fast")
+
+    def text(self, key: str) -> str | None:
+        """A string, or the `content` of a token written as an object. Raises: TokenizerError."""
+        value = self.values.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"{self.path}: {key} must be a string, not {shown(value)}")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True, false, or None where it is missing or null. Raises: TokenizerError."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise TokenizerError(f"{self.path}: {key} must be true or false, not {shown(value)}")
+        return value
+
+    def number(self, key: str, default: int) -> int:
+        """A whole number of at most 10,000. Raises: TokenizerError."""
+        value = self.values.get(key, default)
+        if type(value) is not int or not 0 <= value <= 10_000:
+            raise TokenizerError(
+                f"{self.path}: {key} must be a whole number up to 10000, not {shown(value)}"
+            )
+        return value
+
+    def names(self) -> list[str]:
+        """additional_special_tokens in their order."""
+        return [
+            _added(self.path, entry).content for entry in _list(self, "additional_special_tokens")
+        ]
+
+
+def read_config(folder: Path) -> TokenizerConfig:
+    """Reads what there is of the JSON files in a folder. Raises: TokenizerError."""
+    path = folder / "tokenizer_config.json"
+    values = {**read_object(folder / "special_tokens_map.json"), **read_object(path)}
+    config = TokenizerConfig(
+        path=path,
+        values=values,
+        generation=read_object(folder / "generation_config.json"),
+        model=read_object(folder / "config.json"),
+    )
+    file = folder / "added_tokens.json"
+    added = {token.content: token for token in _named(config)}
+    for name, id in read_vocabulary(file).items():
+        added[name] = AddedToken(name, id, special=name in added)
+    added.update({token.content: token for token in _decoder(config)})
+    return TokenizerConfig(path, values, tuple(added.values()), config.generation, config.model)
+
+
+def _list(config: TokenizerConfig, key: str) -> list[Any]:
+    value = config.values.get(key) or []
+    if isinstance(value, Mapping):  # transformers 5 writes an object of extra special tokens
+        value = list(value.values())
+    if not isinstance(value, list):
+        raise TokenizerError(f"{config.path}: {key} must be a list, not {shown(value)}")
+    return value
+
+
+def _named(config: TokenizerConfig) -> Iterator[AddedToken]:
+    for key in NAMED:
+        if config.values.get(key) is not None:
+            yield _added(config.path, config.values[key])
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        for entry in _list(config, key):
+            yield _added(config.path, entry)
+
+
+def _decoder(config: TokenizerConfig) -> Iterator[AddedToken]:
+    entries = config.values.get("added_tokens_decoder") or {}
+    if not isinstance(entries, Mapping):
+        raise TokenizerError(f"{config.path}: added_tokens_decoder must be an object")
+    for id, entry in entries.items():
+        if not (id.isascii() and id.isdecimal() and len(id) < 10 and int(id) < MAX_TOKENS):
+            raise TokenizerError(f"{config.path}: added_tokens_decoder has {id[:50]!r} for an id")
+        yield _added(config.path, entry, int(id), special=False)
+
+
+def _added(path: Path, entry: Any, id: int | None = None, special: bool = True) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, id, special)
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        raise TokenizerError(
+            f"{path}: a token must be a string or have a content, not {shown(entry)}"
+        )
+    flags = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word")}
+    return AddedToken(entry["content"], id, bool(entry.get("special", special)), **flags)
+
+
+def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> SpecialTokens:
+    """bos, eos, pad, unk and mask, from the configuration or by their usual names.
+
+    Every id of generation_config.json's eos_token_id ends a text, and so does eos_token;
+    config.json's list counts where that file gives none, as transformers makes one of it.
+    """
+
+    def named(key: str) -> int | None:
+        name = config.text(key)
+        if name is not None:
+            return find(name)
+        return next((id for n in _USUAL_NAMES.get(key, ()) if (id := find(n)) is not None), None)
+
+    eos = [named("eos_token"), *_ids(config, config.generation, "generation_config.json")]
+    if not any(id is not None for id in eos):
+        eos = list(_ids(config, _text_model(config.model), "config.json"))
+    elif config.generation.get("eos_token_id") is None:
+        own = _text_model(config.model).get("eos_token_id")
+        eos += [id for id in (own if isinstance(own, list) else [own]) if _is_id(id)]
+    return SpecialTokens(
+        bos=named("bos_token"),
+        eos=tuple(dict.fromkeys(id for id in eos if id is not None)),
+        pad=named("pad_token"),
+        unk=named("unk_token"),
+        mask=named("mask_token"),
+        user=_id(config, "user_token_id"),
+        assistant=_id(config, "assistant_token_id"),
+    )
+
+
+def _text_model(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the model of text, beside one of images where it is not alone."""
+    inner = model.get("text_config")
+    return model if "eos_token_id" in model or not isinstance(inner, Mapping) else inner
+
+
+def find_named(config: TokenizerConfig, key: str, find: Callable[[str], int | None]) -> int | None:
+    """The id of cls_token, sep_token, ..., by the configuration or its usual name."""
+    names = [config.text(key)] if config.text(key) else list(_USUAL_NAMES.get(key, ()))
+    return next((id for name in names if name and (id := find(name)) is not None), None)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_TOKENS
+
+
+def _id(config: TokenizerConfig, key: str) -> int | None:
+    value = config.generation.get(key)
+    if value is not None and not _is_id(value):
+        where = config.path.with_name("generation_config.json")
+        raise TokenizerError(f"{where}: {key} must be an id, not {shown(value)}")
+    return value
+
+
+def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Iterator[int]:
+    found = values.get("eos_token_id")
+    for id in found if isinstance(found, list) else [found]:
+        if id is None:
+            continue
+        if not _is_id(id):
+            where = config.path.with_name(file)
+            raise TokenizerError(
+                f"{where}: eos_token_id must be an id or a list of ids, not {shown(id)}"
+            )
+        yield id

@@ -1,0 +1,118 @@
+"""What a tokenizer.json may ask for before a token is looked up: bounded, or refused.
+
+The library does whatever the file says: a normalizer that doubles a text forty times, a regular
+expression that takes a second for each letter. What is here costs microseconds, and holds for every
+file; `vetting` finds out about the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS
+from jinfer.tokenizer.tokenizer_base import TokenizerError
+
+MAX_GROWTH = 64  # times the text
+MAX_STEPS = 64  # of a normalizer or a pre-tokenizer
+MAX_WORD = 1000  # letters of what WordPiece cuts: the time goes with their square
+_PATTERN = re.compile(rb'"Regex"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")  # which nobody writes so, but to hide a word
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
+_KNOWN = {
+    *(pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns),
+    *(r"\s+", r"\s", r"\n", r"\r", r" {2,}", r"[\n]", r"[\r\n]", r"[0-9]", r"\d", r"\d+"),
+    *(r"\p{N}{1,3}", r"[0-9][0-9][0-9]", r"\p{P}", r"[^\S\r\n]+", r".", r"\S+"),
+}
+
+
+def is_usual(data: bytes) -> bool:
+    """Whether all regular expressions of a tokenizer.json are known ones."""
+    if _ESCAPED_LETTER.search(data):
+        return False
+    for found in _PATTERN.finditer(data):
+        try:
+            pattern = json.loads(b'"' + found[1] + b'"')
+        except ValueError:
+            return False
+        if pattern not in _KNOWN:
+            return False
+    return True
+
+
+def check_merges(path: Path, data: bytes) -> None:
+    """Raises `TokenizerError` for merges that the library would cut inside a letter.
+
+    It takes the prefix of inner pieces away from a merge's second one without looking; what is left
+    need not be a text, and the process ends.
+    """
+    if not _PREFIX.search(data) and not _ESCAPED_LETTER.search(data):
+        return
+    try:
+        model = json.loads(data)["model"]
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges", ())
+        seconds = [m.split(" ")[-1] if isinstance(m, str) else m[-1] for m in merges]
+        fitting = all(second.startswith(prefix or "") for second in seconds)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{path}: not a tokenizer.json: {error}"[:300]) from None
+    if not fitting:
+        raise TokenizerError(
+            f"{path}: model.merges: some second pieces do not start with {prefix!r}, which is "
+            f"its continuing_subword_prefix"
+        )
+
+
+def check_pipeline(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Raises `TokenizerError` for what could take longer or more memory than any text deserves."""
+    try:
+        growth, steps = _normalizing(_state(backend.normalizer))
+        cuts = sum(1 for _ in _leaves(_state(backend.pre_tokenizer), "pretokenizers"))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: its steps are not readable: {error}"[:300]) from None
+    if growth > MAX_GROWTH:
+        raise TokenizerError(f"{path}: its normalizer makes a text {growth:.3g} times as long")
+    if max(steps, cuts) > MAX_STEPS:
+        raise TokenizerError(f"{path}: has {max(steps, cuts)} steps before its model")
+    word = getattr(backend.model, "max_input_chars_per_word", 0)
+    if word > MAX_WORD:
+        raise TokenizerError(
+            f"{path}: max_input_chars_per_word is {word}; at most {MAX_WORD} are looked at"
+        )
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _leaves(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a sequence of sequences."""
+    if step is None:
+        return
+    if step["type"] == "Sequence":
+        for each in step[inner]:
+            yield from _leaves(each, inner)
+    else:
+        yield step
+
+
+def _normalizing(state: Any) -> tuple[float, int]:
+    """How many times longer a text may become, and in how many steps."""
+    growth, steps = 1.0, 0
+    for step in _leaves(state, "normalizers"):
+        steps += 1
+        if step["type"] == "Replace":
+            growth *= _replacing(step["pattern"], step["content"])
+    return growth, steps
+
+
+def _replacing(pattern: Mapping[str, str], content: str) -> float:
+    if "String" not in pattern:
+        return max(1.0, len(content))  # it may find single letters, or places without any
+    if not pattern["String"]:
+        raise ValueError("a Replace of nothing")
+    return max(1.0, len(content) / len(pattern["String"]))

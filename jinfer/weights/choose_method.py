@@ -1,0 +1,130 @@
+"""Which parameters are quantized with error feedback, and whether a model can be at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.thread_limit import cores
+from jinfer.weights.load_time import PER_PRODUCT, PER_WEIGHT
+from jinfer.weights.load_weights import parameter_shapes, same_arrays
+from jinfer.weights.storage_plan import Storage
+from jinfer.weights.tensor_mapping import Origin
+from jinfer.xla.device import process_count
+
+MOST_SECONDS = 300.0  # that nobody has asked for
+_MOST_LEVELS = 64  # above, a search loses next to nothing
+_FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
+_CORES = 16  # that help
+
+
+def with_feedback(
+    model: AbstractModel,
+    spec: ModelSpec,
+    origins: Mapping[str, Origin],
+    storages: Mapping[str, Storage],
+) -> dict[str, Storage]:
+    """The storages with error feedback wherever the specification wants it.
+
+    What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
+    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
+    one process's.
+    """
+    method = spec.quantization.method
+    if method not in ("auto", "feedback"):
+        return dict(storages)
+    same = same_arrays(model, origins, storages)
+    uses = Counter(same.values())
+    roles = dict(zip(model.names, model.roles, strict=True))
+    stacks = tuple(f"{stack.name}.{i}." for stack in spec.stacks for i in range(len(stack.layers)))
+
+    def is_fed(name: str, storage: Storage) -> bool:
+        if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
+            return False
+        if method == "auto" and storage.format.levels > _MOST_LEVELS:
+            return False
+        return roles[name] == "head" or name.startswith(stacks)
+
+    fed = {
+        name: replace(storage, method="feedback") if is_fed(name, storage) else storage
+        for name, storage in storages.items()
+    }
+    if method == "auto":
+        shapes = parameter_shapes(model)
+        count = sum(prod(shapes[name]) for name in fed_names(fed))
+        if count < _FEWEST or not spec.generates or len(spec.stacks) != 1 or process_count() > 1:
+            return dict(storages)
+    return fed
+
+
+def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:
+    """The storages without error feedback."""
+    return {
+        name: replace(each, method="search") if each.method == "feedback" else each
+        for name, each in storages.items()
+    }
+
+
+def fed_names(storages: Mapping[str, Storage]) -> list[str]:
+    """The parameters that are quantized with error feedback."""
+    return [name for name, each in storages.items() if each.method == "feedback"]
+
+
+def obstacle(
+    model: AbstractModel, spec: ModelSpec, storages: Mapping[str, Storage], tokens: int, free: int
+) -> str | None:
+    """Why error feedback cannot be, or had better not be computed; None where it can.
+
+    Args:
+        tokens: that the model is to read.
+        free: bytes of memory.
+    """
+    if len(spec.stacks) != 1:
+        return "an encoder-decoder reads two texts at a time"
+    if not model.vocab:
+        return "the model reads no tokens"
+    names = fed_names(storages)
+    needed = _memory(model, names, tokens)
+    if needed > free:
+        has = f"{free / 2**30:.1f} are free"
+        return f"error feedback needs {needed / 2**30:.1f} GiB of memory, {has}"
+    seconds = _seconds(model, names, tokens)
+    if spec.quantization.method == "auto" and seconds > MOST_SECONDS:
+        which = 'quantization.method = "feedback" asks for it, "search" for none'
+        return f"error feedback would take some {seconds / 60:.0f} minutes, once ({which})"
+    return None
+
+
+def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
+    """About how long it takes here."""
+    shapes = parameter_shapes(model)
+    fed = sum(prod(shapes[name]) for name in names)
+    return fed * (PER_WEIGHT["feedback"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
+
+
+def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
+    """Bytes, about: while the model writes, and while its layers are quantized.
+
+    The latter are the largest layer three times, its inputs' products, a factor of the largest of
+    them for each of four threads, and the vectors between two layers.
+    """
+    from jinfer.weights.calibration_texts import AT_ONCE, LENGTH
+
+    shapes = parameter_shapes(model)
+    weights = sum(map(prod, shapes.values()))
+    kept = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
+    layers, widest = Counter[str](), 0
+    for name in names:
+        *stack, outputs, inputs = shapes[name]
+        layer = ".".join(name.split(".")[:2])
+        layers[layer] += 4 * prod(stack) * (3 * outputs * inputs + inputs * inputs)
+        widest = max(widest, inputs)
+    largest = max(layers.values(), default=0)
+    return max(
+        weights * 17 // 16 + 2 * kept * AT_ONCE * LENGTH,
+        largest + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * widest,
+    )

@@ -1,0 +1,79 @@
+"""Quantizing matrices a few rows at a time, so that no whole one is ever decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.quantized_tensor import empty
+from jinfer.shapes import Float
+from jinfer.weights.row_reader import PIECE as _PIECE
+from jinfer.weights.row_reader import row_reader
+from jinfer.weights.storage_plan import Storage
+from jinfer.weights.tensor_mapping import Origin, Shapes
+from jinfer.xla import trees
+
+# Called with each piece, the values that it was quantized from, and what it is multiplied with, if
+# that is known.
+type Watch = Callable[
+    [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"], Inputs | None],
+    None,
+]
+
+
+def quantize_in_pieces(
+    origin: Origin,
+    shapes: Shapes,
+    storage: Storage,
+    change: Callable[[np.ndarray], np.ndarray],
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+) -> QuantizedTensor | None:
+    """A parameter as `Storage.quantize` gives it, with a few MB of memory beyond the result.
+
+    Args:
+        change: done to its rows first.
+        inputs: as for `Storage.quantize`.
+        watch: is shown every piece.
+
+    Returns:
+        None where it takes the whole matrix: it is turned, or what is kept exactly has to be found.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    if storage.outliers or storage.method == "feedback" or not origin.is_rows(shapes):
+        return None
+    whole = empty(shapes[origin.parameter], storage.format, storage.columns)
+    result = replace(whole, activations=storage.activations)
+    height = max(1, _PIECE // (result.rows * result.padded_inputs)) * result.rows
+    numbers = origin.rows(shapes)
+    for e, file in enumerate(origin.files):
+        outer = (e,) if origin.stacked else ()
+        read = row_reader(file)
+        for index in np.ndindex(*file.shape[:-2]):
+            matrix = result[(*outer, *index) or ...]
+            for begin in range(0, matrix.outputs, height):
+                rows: Any = slice(begin, min(begin + height, matrix.outputs))
+                values = change(read(index, rows if numbers is None else numbers[rows]))
+                own = of_matrix(inputs, (*outer, *index))
+                piece = storage.quantize(values, own)
+                assert isinstance(piece, QuantizedTensor), "there are no outliers"
+                first = begin // result.rows
+                for target, part in zip(trees.leaves(matrix), trees.leaves(piece), strict=True):
+                    target[first : first + len(part)] = part
+                if watch is not None:
+                    watch(piece, values, own)
+    return result
+
+
+def of_matrix(inputs: Inputs | None, index: tuple[int, ...]) -> Inputs | None:
+    """What one matrix of a stack was multiplied with."""
+    if inputs is None or not inputs.rows.ndim:
+        return inputs
+    return Inputs(inputs.mean[index], inputs.rows[index])

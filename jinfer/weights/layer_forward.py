@@ -1,0 +1,109 @@
+"""A model computed layer by layer over texts, with the weights of one layer at hand at a time.
+
+What is computed are the vectors between layers, of all texts. Weights are given by name, as arrays,
+as quantized tensors, or wrapped so that their inputs are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.forward_context import Step
+from jinfer.nn.transformer import Model
+from jinfer.ops.attention import kv_cache
+from jinfer.shapes import Float, Int
+
+type Leaves = Mapping[str, Any]
+type Vectors = Float[Array, "texts tokens hidden"]
+type Texts = Int[np.ndarray, "texts tokens"]
+
+
+class Walk:
+    """A decoder's or an encoder's way from tokens to its head.
+
+    Attributes:
+        layers: names of each layer's parameters, in order.
+        others: names of all other parameters.
+    """
+
+    def __init__(self, model: AbstractModel, stack: str) -> None:
+        """Of a model with this stack alone, all its parameters plain."""
+        self._model, self._stack = model, stack
+        empty = self._part({}).stacks[stack]
+        prefixes = [f"{stack}.{i}." for i in range(len(empty.layers))]
+        self.layers = [[n for n in model.names if n.startswith(p)] for p in prefixes]
+        inside = {name for names in self.layers for name in names}
+        self.others = [name for name in model.names if name not in inside]
+        self._embed = jax.jit(self._embedded)
+        self._finish = jax.jit(self._finished)
+
+    def embed(self, leaves: Leaves, ids: Texts) -> Vectors:
+        """The first layer's input."""
+        return self._embed(dict(leaves), ids)
+
+    def layer(self, number: int, leaves: Leaves, x: Vectors, ids: Texts) -> Vectors:
+        """A layer's output."""
+        module, (texts, tokens) = self._part(leaves), ids.shape
+        stack = module.stacks[self._stack]
+        rows, step = self._step(ids)
+        prefix = f"{self._stack}.{number}."
+        shapes = {
+            name.removeprefix(prefix): shape
+            for name, shape in self._model.caches.items()
+            if name.startswith(prefix)
+        }
+        kept = kv_cache.empty(shapes, texts * -(-tokens // kv_cache.BLOCK), jnp.float32)
+        flat = x.reshape(*rows.shape, -1)
+        out, _ = stack.run_layer(number, flat, rows, step, kept, module.shared)
+        return out.reshape(x.shape)
+
+    def finish(self, leaves: Leaves, x: Vectors, ids: Texts) -> Array:
+        """What the vocabulary head is given. Its product is not computed, but recorded."""
+        return self._finish(dict(leaves), x, ids)
+
+    def _part(self, leaves: Leaves) -> Model:
+        """The module with these parameters, and the shapes of all others."""
+        model = self._model
+        every = zip(model.names, model.parameters, strict=True)
+        return model.module(tuple(leaves.get(name, like) for name, like in every))
+
+    def _embedded(self, leaves: Leaves, ids: Array) -> Array:
+        module = self._part(leaves)
+        rows, step = self._step(ids)
+        types = jnp.zeros_like(rows)
+        out = module.stacks[self._stack].embed(rows, types, step, module.shared)
+        return out.reshape(*ids.shape, -1).astype(jnp.float32)
+
+    def _finished(self, leaves: Leaves, x: Array, ids: Array) -> Array:
+        module = self._part(leaves)
+        rows, step = self._step(ids)
+        flat = x.reshape(*rows.shape, -1)
+        return module.stacks[self._stack].results(flat, step, module.shared)["hidden"]
+
+    def _step(self, ids: Any) -> tuple[Array, Step]:
+        """The tokens as the stack takes them, and where they stand: an encoder takes whole texts, a
+        decoder all tokens in one row.
+        """
+        texts, tokens = ids.shape
+        lengths = jnp.full(texts, tokens, jnp.int32)
+        rows = jnp.asarray(ids)
+        if self._stack == "encoder":
+            return rows, Step.of_texts(rows, lengths)
+        each = -(-tokens // kv_cache.BLOCK)
+        table = jnp.arange(texts * each, dtype=jnp.int32).reshape(texts, each)
+        groups = {shape.group for shape in self._model.caches.values()}
+        step = Step.flat(
+            jnp.repeat(jnp.arange(texts, dtype=jnp.int32), tokens),
+            jnp.tile(jnp.arange(tokens, dtype=jnp.int32), texts),
+            lengths,
+            dict.fromkeys(groups, table),
+            jnp.zeros(texts, jnp.int32),
+        )
+        return rows.reshape(1, -1), step

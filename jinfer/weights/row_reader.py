@@ -1,0 +1,81 @@
+"""The rows of a checkpoint's matrices, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.ggml_types import BLOCKS, PLAIN, decode
+from jinfer.checkpoint.mapped_file import release
+
+PIECE = 1 << 20  # weights
+
+
+def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
+    """What gives the values of some rows of a matrix of a stack, float32.
+
+    Of a matrix that is none of a stack, the index is ().
+    """
+    *stack, outputs, inputs = file.shape
+    block = BLOCKS.get(file.type)
+    if block is None or file.type in PLAIN or file.nbytes % block.bytes:
+        values = file.read()
+
+        def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
+            part = values[index][rows]
+            numbers = part.astype(np.float32)
+            release(part)
+            return numbers
+
+        return cut
+    raw = file.raw().reshape(*stack, outputs, -1)
+
+    def decoded(index: tuple[int, ...], rows: Any) -> np.ndarray:
+        part = raw[index][rows]
+        numbers = decode(file.type, part, (len(part), inputs))
+        release(part)
+        return numbers
+
+    return decoded
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; memory holds no more than a few MB of each.
+
+    Those of one type are compared as they are stored, and nothing is decoded.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    if one.shape != other.shape or not one.shape:
+        return False
+    if one.type == other.type and (one.type in DTYPES or one.type in BLOCKS):
+        return _same_bytes(one.raw(), other.raw())
+    if len(one.shape) == 1:
+        return np.array_equal(one.read().astype(np.float32), other.read().astype(np.float32))
+    height = max(1, PIECE // one.shape[-1])
+    first, second = row_reader(one), row_reader(other)
+    return all(
+        np.array_equal(first(index, rows), second(index, rows))
+        for index in np.ndindex(*one.shape[:-2])
+        for begin in range(0, one.shape[-2], height)
+        for rows in [slice(begin, min(begin + height, one.shape[-2]))]
+    )
+
+
+def _same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.size != other.size:
+        return False
+    if one.ctypes.data == other.ctypes.data:  # pickles store what is shared once
+        return True
+    for begin in range(0, one.size, 4 * PIECE):
+        rows = slice(begin, begin + 4 * PIECE)
+        if not np.array_equal(one[rows], other[rows]):
+            return False
+        release(one[rows])
+        release(other[rows])
+    return True

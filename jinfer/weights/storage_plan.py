@@ -1,0 +1,224 @@
+"""How each parameter is stored: in which type, which are quantized, to what, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.modelspec.quant_format import WIDE
+from jinfer.modelspec.quantization_table import (
+    AUTO,
+    PLAIN,
+    QuantizationSpec,
+    Role,
+    RuleSpec,
+    usual_word,
+)
+from jinfer.modelspec.spec_errors import SpecError, nearest
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.backend import backend
+from jinfer.quant import (
+    OutlierTensor,
+    QuantFormat,
+    QuantizedTensor,
+    parse_format,
+)
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
+from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
+from jinfer.quant.quantized_tensor import MOST_COLUMNS, Activations, abstract, columns_of
+from jinfer.quant.sparse_matrix import abstract_outliers
+from jinfer.records import dataclass, replace
+from jinfer.weights.tensor_mapping import Origin, Shapes
+from jinfer.xla.abstract import Abstract
+
+_SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
+
+
+def columns_here(format: QuantFormat) -> int:
+    """Columns of a superblock: what this machine's kernels read.
+
+    The GPU's read whole superblocks of 1,024 weights.
+    """
+    if backend() == "gpu":
+        return MOST_COLUMNS // format.per_code
+    return columns_of(format)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one parameter is stored as a `QuantizedTensor`.
+
+    Attributes:
+        format: of its codes.
+        kept: the codes are those of the file.
+        method: how others are found, see `jinfer.quant.quantize_matrix`.
+        outliers: share of weights that are kept beside the codes.
+        activations: see `QuantizedTensor`.
+    """
+
+    format: QuantFormat
+    kept: bool
+    method: Method
+    outliers: float
+    activations: Activations
+
+    @property
+    def columns(self) -> int:
+        """See `columns_here`."""
+        return columns_here(self.format)
+
+    def abstract(self, shape: tuple[int, ...]) -> QuantizedTensor | OutlierTensor:
+        """The parameter's shapes and types."""
+        columns = self.columns
+        if self.outliers:
+            part = abstract_outliers(shape, self.format, self.outliers, columns)
+            return self._activated(part)
+        return self._activated(abstract(shape, self.format, columns))
+
+    def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
+        """A kept parameter, in NumPy's arrays. Raises `LoadError`, `CheckpointError`."""
+        files = origin.files if origin.stacked else origin.files[0]
+        halves = self.format == WIDE
+        tensor = quantized_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
+        assert tensor is not None, "only what can be kept is read here"
+        return self._activated(tensor)
+
+    def quantize(
+        self, values: np.ndarray, inputs: Inputs | None = None
+    ) -> QuantizedTensor | OutlierTensor:
+        """A parameter with these values, in NumPy's arrays.
+
+        Args:
+            inputs: what it is multiplied with, for `method` "feedback" or a weighted "search".
+        """
+        known: dict[str, Any] = {"method": self.method, "columns": self.columns}
+        if inputs is not None:
+            known["importance"] = inputs.importance
+            known["hessian"] = inputs.mean if self.method == "feedback" else None
+        if self.outliers:
+            return self._activated(quantize_apart(values, self.format, self.outliers, **known))
+        return self._activated(quantize(values, self.format, **known))
+
+    def _activated[T: (QuantizedTensor, OutlierTensor)](self, tensor: T) -> T:
+        if isinstance(tensor, OutlierTensor):
+            return replace(tensor, rounded=self._activated(tensor.rounded))
+        return replace(tensor, activations=self.activations)
+
+
+def kept_types(
+    model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
+) -> dict[str, str]:
+    """Name of each parameter whose numbers may stay as they are -> their type in the checkpoint."""
+    types = {}
+    for name, role in zip(model.names, model.roles, strict=True):
+        if name not in model.normalized and _word(spec, name, role) == AUTO:
+            first, *others = {file.type for file in origins[name].files}
+            if not others:
+                types[name] = first
+    return types
+
+
+def in_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+    """The model with its matrices in those of these types that have 16 bits, if its own is wider.
+
+    What is not only multiplied with or looked up stays in the computation's type.
+
+    Args:
+        model: as `build` gives it, all its parameters plain.
+        types: names of parameters -> types, as checkpoints name them.
+    """
+
+    def typed(name: str, parameter: Any, role: Role) -> Any:
+        type_name = types.get(name)
+        if role == "plain" or type_name not in _SIXTEEN_BITS or parameter.dtype.itemsize <= 2:
+            return parameter
+        return Abstract(parameter.shape, DTYPES[type_name])
+
+    each = zip(model.names, model.parameters, model.roles, strict=True)
+    return replace(model, parameters=tuple(typed(*one) for one in each))
+
+
+def choose_storages(
+    model: AbstractModel,
+    spec: QuantizationSpec,
+    origins: Mapping[str, Origin],
+    activations: Activations,
+    path: str,
+    halves: bool = False,
+) -> dict[str, Storage]:
+    """Which parameters are quantized, by rounding or by search; see `with_feedback` for the rest.
+
+    Args:
+        activations: for all of them.
+        path: the specification's file, for errors.
+        halves: see `kept_format`.
+
+    Raises:
+        SpecError: a rule that matches nothing that could be quantized.
+    """
+    storages, used = {}, set[RuleSpec]()
+    method: Method = "nearest" if spec.method == "nearest" else "search"
+    shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+    for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
+        if role == "plain":
+            continue
+        rule = _rule_of(spec, name)
+        if rule is not None:
+            used.add(rule)
+        elif prod(parameter.shape) < spec.threshold:
+            continue
+        outliers = spec.outliers
+        if rule is not None and rule.outliers is not None:
+            outliers = rule.outliers
+        word = _word(spec, name, role)
+        if word == AUTO:
+            origin = origins[name]
+            can_keep = origin.is_rows(shapes) and name not in model.normalized
+            files = origin.files if origin.stacked else origin.files[0]
+            if can_keep and (kept := kept_format(files, halves)) is not None:
+                storages[name] = Storage(kept, True, method, 0.0, activations)
+        elif word != PLAIN:
+            format = parse_format(word)
+            storages[name] = Storage(format, False, method, outliers, activations)
+    for i, rule in enumerate(spec.rules):
+        if rule not in used:
+            names = {
+                re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight")
+                for name, role in zip(model.names, model.roles, strict=True)
+                if role != "plain"
+            }
+            reason = f"{rule.match!r} matches no weight that the rules before it leave"
+            raise SpecError(
+                path, f"quantization.rules[{i}].match", f"{reason}; {nearest(rule.match, names)}"
+            )
+    return storages
+
+
+def stored(model: AbstractModel, storages: Mapping[str, Storage]) -> AbstractModel:
+    """The model with these parameters quantized."""
+    parameters = tuple(
+        storages[name].abstract(parameter.shape) if name in storages else parameter
+        for name, parameter in zip(model.names, model.parameters, strict=True)
+    )
+    return replace(model, parameters=parameters)
+
+
+def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:
+    return next((rule for rule in spec.rules if _matches(rule, name)), None)
+
+
+def _word(spec: QuantizationSpec, name: str, role: Role) -> str:
+    rule = _rule_of(spec, name)
+    return rule.weights if rule is not None else usual_word(spec, role)
+
+
+def _matches(rule: RuleSpec, name: str) -> bool:
+    """Rules name modules or parameters: "decoder.*.attn.v" is "decoder.*.attn.v.weight" as well."""
+    return fnmatchcase(name, rule.match) or fnmatchcase(name.removesuffix(".weight"), rule.match)

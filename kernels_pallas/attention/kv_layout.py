@@ -1,0 +1,286 @@
+"""Keys and values as a cache keeps them, and as the tiles that attention's products take.
+
+A quantized vector is columns of `bits` words, each the 32 codes that `layout` describes, with the
+words of a column together. A kernel reads the half-words h of some columns and takes their codes s,
+bytes e, in fp16 registers; what comes out of one load stays together in the tile. So a tile has the
+numbers of a column of 32 p in another order, which queries take on before and results take off
+after:
+
+    place (half, s, e, h)  <->  number 32 half + 4 s + 2 h + e
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.matmul import unpack
+from kernels_pallas.matmul.weight_layout import CODES, PIECES
+from kernels_pallas.triton_ops import plt
+
+TOKENS = 64  # of a block of the cache
+BLOCK = 32  # numbers of a quantized vector that share a scale
+_WIDEST = 128  # numbers of a tile that passes through registers, as codes and float32 do
+_MOST = 640  # numbers of a vector
+_MOST_PLAIN = {
+    jnp.dtype(jnp.float16): _MOST,
+    jnp.dtype(jnp.bfloat16): _MOST,
+    jnp.dtype(jnp.float32): 256,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """Keys or values of a pool: vectors [blocks, kv_heads, TOKENS, dim], whole or as codes.
+
+    A number of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base;
+    with 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 numbers, x of its column's first
+    block, y of its second. The numbers of a block must stay in fp16's range.
+
+    Attributes:
+        data: float32, bfloat16 or float16 [blocks, kv_heads, TOKENS, dim]; or codes, uint32
+            [blocks, kv_heads, TOKENS, columns * bits].
+        scales: float16 [blocks, kv_heads, TOKENS, columns * p * numbers] of codes, block by block
+            of 32: its scale and, where numbers is 2, its base.
+        levels: values that a code's number can have: 4, 8, 11, 16, 32, 64 or 256.
+        width: dim, where vectors are codes, without what fills the last column.
+    """
+
+    data: Any
+    scales: Any = None
+    levels: int = field(default=0, metadata={"static": True})
+    width: int = field(default=0, metadata={"static": True})
+
+    @property
+    def quantized(self) -> bool:
+        """Vectors are codes."""
+        return self.levels > 0
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        return self.width if self.quantized else int(self.data.shape[-1])
+
+    @property
+    def per_code(self) -> int:
+        """p: numbers of a code."""
+        return 2 if self.levels == 11 else 1
+
+    @property
+    def unit(self) -> int:
+        """Numbers of a column."""
+        return BLOCK * self.per_code if self.quantized else 1
+
+    @property
+    def padded(self) -> int:
+        """Numbers of a vector in the tiles, with what fills the last column."""
+        return self.columns * self.unit
+
+    @property
+    def columns(self) -> int:
+        """Of a vector; a whole one has a column for each number."""
+        return -(-self.dim // self.unit)
+
+    @property
+    def bits(self) -> int:
+        """Of a code: words of a column."""
+        return int(self.data.shape[-1]) // self.columns
+
+    @property
+    def numbers(self) -> int:
+        """Of a block: its scale, and its base if it has one."""
+        return int(self.scales.shape[-1]) // (self.columns * self.per_code)
+
+    @property
+    def arrays(self) -> int:
+        """How many `operands` there are."""
+        return 2 if self.quantized else 1
+
+    @property
+    def tile_type(self) -> Any:
+        """Type of the tiles."""
+        return jnp.float16 if self.quantized else self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(self))
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the kernel takes such vectors: tensor cores want 16 numbers at once.
+
+        Float32 has none of them, and all of a vector must fit into registers or shared memory.
+        """
+        if self.quantized:
+            return self.dim <= _MOST
+        kind = jnp.dtype(self.data.dtype)
+        return self.dim % 16 == 0 and self.dim <= _MOST_PLAIN.get(kind, 0)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first, count) of the columns of each tile; counts are powers of two."""
+        narrow = self.quantized or self.tile_type == jnp.float32
+        most = _WIDEST // self.unit if narrow else self.columns
+        pieces, first = [], 0
+        while first < self.columns:
+            count = 1 << (min(most, self.columns - first).bit_length() - 1)
+            pieces.append((first, count))
+            first += count
+        return pieces
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(first, count) of the numbers of each tile."""
+        return [(first * self.unit, count * self.unit) for first, count in self.pieces()]
+
+    def operands(self) -> list[Array]:
+        """The arrays as a kernel takes them."""
+        if not self.quantized:
+            return [self.data]
+        lead = self.data.shape[:3]
+        half_words = lax.bitcast_convert_type(self.data, jnp.uint16)
+        return [
+            half_words.reshape(*lead, self.columns, self.bits, 2),
+            self.scales.reshape(*lead, self.columns, self.per_code, self.numbers),
+        ]
+
+    def arranged(self, x: Array) -> Array:
+        """Vectors [..., dim] in the order of the tiles, with zeros for what fills a column."""
+        if not self.quantized:
+            return x
+        lead = x.shape[:-1]
+        padding = [(0, 0)] * len(lead) + [(0, self.padded - self.dim)]
+        return _turned(jnp.pad(x, padding))
+
+    def restored(self, x: Array) -> Array:
+        """Vectors in the order of the tiles as vectors [..., dim]."""
+        if not self.quantized:
+            return x
+        return _turned(x)[..., : self.dim]
+
+    def decoded(self) -> Array:
+        """The vectors in full, float32."""
+        if not self.quantized:
+            return jnp.asarray(self.data).astype(jnp.float32)
+        lead = self.data.shape[:3]
+        words = jnp.asarray(self.data).reshape(*lead, self.columns, self.bits)
+        four = jnp.stack([_four(words, self.bits, s) for s in range(CODES)], axis=-1)
+        codes = lax.bitcast_convert_type(four, jnp.uint8).reshape(*lead, self.columns, BLOCK)
+        if self.per_code == 2:
+            levels = jnp.uint8(self.levels)
+            codes = jnp.stack([codes // levels, codes % levels], axis=-2)
+        q = codes.astype(jnp.float32).reshape(*lead, -1, BLOCK)
+        numbers = self.scales.astype(jnp.float32).reshape(*lead, -1, self.numbers)
+        if self.numbers == 1:
+            values = (q - self.levels // 2) * numbers
+        else:
+            values = q * numbers[..., :1] + numbers[..., 1:]
+        return values.reshape(*lead, self.padded)[..., : self.dim]
+
+
+def load(
+    kept: Kept, refs: Sequence[Any], where: tuple[Any, Any, Any], there: Array, *, asm: bool
+) -> list[Array]:
+    """Inside a kernel: keys or values, a tile [keys, numbers] for each of `kept.spans()`.
+
+    Args:
+        refs: of `kept.operands()`.
+        where: block, head and slice of its keys.
+        there: bool [keys]: which keys are read; the others become finite numbers.
+        asm: as `registers` has it.
+    """
+    if kept.quantized:
+        return [
+            _decoded(kept, refs, (*where, pl.ds(*piece)), there, asm) for piece in kept.pieces()
+        ]
+    return [_read(refs[0], (*where, pl.ds(*piece)), there) for piece in kept.pieces()]
+
+
+def _decoded(
+    kept: Kept, refs: Sequence[Any], where: tuple[Any, ...], there: Array, asm: bool
+) -> Array:
+    """The tile of some columns, [keys, 32 p columns] of fp16."""
+    half_words, scales = refs
+    keys, columns = there.shape[0], where[-1].size
+    shape = (keys, 2 * columns)
+    every = pl.ds(0, 2)
+    words = [
+        _read(half_words, (*where, jnp.int32(t), every), there).reshape(shape)
+        for t in range(kept.bits)
+    ]
+
+    def of_half_words(number: Array) -> Array:
+        full = lax.broadcast_in_dim(number.reshape(keys, columns), (keys, columns, 2), (0, 1))
+        return full.reshape(shape)
+
+    blocks = []
+    for half in range(kept.per_code):
+        pair = _read(scales, (*where, jnp.int32(half), pl.ds(0, kept.numbers)), there)
+        scale, *base = map(of_half_words, lax.split(pair, (1,) * kept.numbers, axis=2))
+        zero = -float(kept.levels // 2)
+        plus = base[0] if base else unpack.fma_by(scale, zero, 0.0, asm=asm)
+        blocks.append((scale, plus))
+    slices: list[list[Array]] = [[] for _ in blocks]
+    for _, _, f in unpack.fractions(words, kept.bits, asm=asm):
+        for into, numbers in zip(slices, _numbers(f, blocks, kept.levels, asm), strict=True):
+            into.append(numbers)
+    return _joined([each for half in slices for each in half], columns)
+
+
+def _numbers(
+    f: Array, blocks: Sequence[tuple[Array, Array]], levels: int, asm: bool
+) -> list[Array]:
+    """The numbers of a fraction by the scale and base of its blocks: exact codes' multiply-add.
+
+    `registers.prepare` saves an instruction where codes are of few bits, and rounds a number that
+    all of a block share: it would shift a key's 32 products together.
+    """
+    scale, base = blocks[0]
+    if levels == 11:  # a first code of 0 reads as 16
+        one, minus = (jnp.full(f.shape, value, jnp.float16) for value in (1, -16))
+        known = [unpack.Numbers(one, minus), unpack.Numbers(*blocks[1])]
+        first, second = unpack.weights(f, known, levels, asm=asm)
+        return [unpack.fma(first, scale, base, asm=asm), second]
+    if levels < 32:
+        q = unpack.fma_by(f, float(levels), -float(levels), asm=asm)
+        return [unpack.fma(q, scale, base, asm=asm)]
+    return unpack.weights(f, [unpack.Numbers(scale, base)], levels, asm=asm)
+
+
+def _joined(tiles: list[Array], columns: int) -> Array:
+    """[keys, 2 columns] of each as one tile; there are a power of two."""
+    keys, count = tiles[0].shape[0], len(tiles)
+    while len(tiles) > 1:
+        half = len(tiles) // 2
+        pairs = zip(tiles[:half], tiles[half:], strict=True)
+        tiles = [jnp.stack(pair, axis=-1).reshape(keys, -1) for pair in pairs]
+    # Half-words that share a register stay together, or putting them together anew costs a tenth.
+    tile = tiles[0].reshape(keys, columns, 2, count).transpose(0, 1, 3, 2)
+    return tile.reshape(keys, -1)
+
+
+def _read(ref: Any, where: tuple[Any, ...], there: Array) -> Array:
+    shape = tuple(part.size for part in where if isinstance(part, pl.Slice))
+    mask = lax.broadcast_in_dim(there, shape, (0,))
+    return plt.load(ref.at[where], mask=mask, other=np.zeros((), ref.dtype))
+
+
+def _turned(x: Array) -> Array:
+    """Numbers (h, e) of every four as (e, h), and back."""
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2, 2), -1, -2).reshape(x.shape)
+
+
+def _four(words: Array, bits: int, s: int) -> Array:
+    """Codes 4 s .. 4 s + 3 of each column [..., columns, bits], in the four bytes of a word."""
+    four = jnp.uint32(0)
+    for byte, low, width, at in PIECES[bits][s]:
+        mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
+        four = four | (((words[..., byte] >> jnp.uint32(low)) & mask) << jnp.uint32(at))
+    return jnp.asarray(four)

@@ -1,0 +1,367 @@
+"""Attention over a paged cache as a Mosaic GPU kernel: sums of a softmax, tile by tile.
+
+A program takes a tile of rows (heads of tokens of one run) and copies block after block of the
+cache into shared memory, each as it lies there: the 64 keys of a head are contiguous. The softmax
+is of base two and its highest score a whole number, so that it is brought to another one by a power
+of two, which rounds nothing: sums come out the same whoever adds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas import mosaic_common
+from kernels_pallas.attention.grid import Tile
+from kernels_pallas.attention.kv_layout import TOKENS, Kept
+from kernels_pallas.mosaic_common import ROWS, plgpu, wide
+
+LOWEST = -(2.0**20)  # the highest score of no key
+_NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
+_WIDEST = 256  # numbers of a key or a value
+_MOST_COLUMNS = 192  # of a value that a program sums
+_COLUMNS = 128  # of a value that are summed at once: what registers hold
+_LOG2_E = math.log2(math.e)
+
+
+class Rows(NamedTuple):
+    """What is known of the rows of each tile.
+
+    Attributes:
+        tile: int32 [tiles, 4]: row of the tables, power of two of a split's keys, and the first key
+            that any row sees and the one after the last.
+        bounds: int32 [tiles, 3, ROWS]: first and last key that a row sees, and its position.
+        changes: float32 [tiles, kv_heads, 2, ROWS]: what products are multiplied by, and slopes.
+        q: [tiles, kv_heads, rows, dim].
+    """
+
+    tile: Any
+    bounds: Any
+    changes: Any
+    q: Any
+
+
+class Sums(NamedTuple):
+    """The softmax over the keys of splits, of each tile: float32 [tiles, kv_heads, splits, ...].
+
+    Attributes:
+        outs: [..., rows, value_dim], values times weights.
+        highest: [..., ROWS], in powers of two: a whole number above the highest score.
+        total: [..., ROWS], of weights.
+    """
+
+    outs: Any
+    highest: Any
+    total: Any
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for; of keys and values their form.
+
+    Attributes:
+        splits: places for splits; with parts = 1 one place, for all of them together.
+        parts: programs that share the splits of a tile.
+        slopes, softcap: how scores change.
+    """
+
+    keys: Kept
+    values: Kept | None
+    splits: int
+    parts: int
+    slopes: bool
+    softcap: float | None
+
+
+def takes(keys: Kept, values: Kept | None) -> bool:
+    """Whether the kernel reads such keys and values: of 16 bits, and not too wide."""
+    each = [keys] if values is None else [keys, values]
+    kinds = {jnp.dtype(part.tile_type) for part in each}
+    if len(kinds) > 1 or any(part.quantized for part in each):
+        return False
+    whole = all(part.dim % 16 == 0 and part.dim <= _WIDEST for part in each)
+    halves = each[-1].dim % (16 * _halves(each[-1].dim)) == 0
+    return whole and halves and kinds < {jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)}
+
+
+def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
+    """As `attention_pieces.tile`; of 64 rows of a product a few may be used."""
+    return Tile(ROWS if many else 16, TOKENS, 4)
+
+
+def tile_sums(
+    rows: Rows,
+    tables: Array,
+    keys: Kept,
+    values: Kept | None,
+    *,
+    splits: int,
+    parts: int,
+    slopes: bool,
+    softcap: float | None,
+    interpret: bool,
+) -> Sums:
+    """The sums of all splits of each tile, or of each split where `parts` programs share them.
+
+    Split s of a tile begins at (lowest key >> power) + s splits; those that it has not are not
+    written.
+    """
+    places = 1 if parts == 1 else splits
+    static = Static(keys, values, places, parts, slopes, softcap)
+    tiles, kv_heads, count, _ = rows.q.shape
+    width = (keys if values is None else values).dim
+    lead = (tiles, kv_heads, places)
+    shapes = [(*lead, count, width), (*lead, ROWS), (*lead, ROWS)]
+    call = mosaic_common.call(
+        functools.partial(_kernel, static=static, count=count),
+        "mosaic_attention",
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        {"tile": tiles, "head": kv_heads, "half": _halves(width), "part": parts},
+        interpret=interpret,
+    )
+    pools = [keys.data]
+    if values is not None or _halves(width) > 1:
+        pools.append(keys.data if values is None else values.data)
+    return Sums(*call(*rows, tables, *pools))
+
+
+def power_of_two(difference: Array) -> Array:
+    """2 ** difference, exactly, of whole numbers up to 0."""
+    exponent = jnp.maximum(difference, np.float32(-126)).astype(jnp.int32) + jnp.int32(127)
+    return lax.bitcast_convert_type(exponent << jnp.int32(23), jnp.float32)
+
+
+def _kernel(*refs: Any, static: Static, count: int) -> None:
+    given, (tables_ref, *pools) = Rows(*refs[:4]), refs[4:-3]
+    outs = Sums(*refs[-3:])
+    keys, values = static.keys, static.keys if static.values is None else static.values
+    kind, columns = keys.tile_type, values.dim // _halves(values.dim)
+    dims = [keys.dim, columns][: len(pools)]
+    # Factors of a product have one order in shared memory.
+    order = mosaic_common.order(math.gcd(TOKENS, *dims), 16)
+    run = functools.partial(
+        _run, given=given, tables_ref=tables_ref, pools=pools, to=outs, static=static, count=count
+    )
+    pl.run_scoped(
+        run,
+        plgpu.SMEM((ROWS, keys.dim), kind, transforms=order),
+        plgpu.SMEM((ROWS, TOKENS), kind, transforms=order),
+        (plgpu.SMEM((3, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.float32)),
+        Sums(
+            plgpu.SMEM((ROWS, columns), jnp.float32, transforms=mosaic_common.order(columns, 32)),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.SMEM((ROWS,), jnp.float32),
+        ),
+        [
+            plgpu.SMEM((stages, TOKENS, dim), kind, transforms=order)
+            for stages, dim in zip(_stages(dims), dims, strict=True)
+        ],
+        [plgpu.Barrier(num_barriers=stages) for stages in _stages(dims)],
+        plgpu.Barrier(num_arrivals=3),
+    )
+
+
+def _stages(dims: Sequence[int]) -> list[int]:
+    """Blocks of keys and of values that shared memory holds."""
+    beside = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
+    count = mosaic_common.stages(2 * TOKENS * sum(dims), beside)
+    return [count] * len(dims) if count > 1 else [2, 1]
+
+
+def _run(
+    q_tile: Any,
+    weights_tile: Any,
+    known: Any,
+    kept: Sums,
+    blocks: Sequence[Any],
+    filled: Sequence[Any],
+    ready: Any,
+    *,
+    given: Rows,
+    tables_ref: Any,
+    pools: Sequence[Any],
+    to: Sums,
+    static: Static,
+    count: int,
+) -> None:
+    """One program, with its shared memory."""
+    at, head, part = (lax.axis_index(name) for name in ("tile", "head", "part"))
+    columns = pl.ds(_multiple(lax.axis_index("half"), kept.outs.shape[1]), kept.outs.shape[1])
+    sequence, power, lowest, end = (given.tile[at, i] for i in range(4))
+    within = (jnp.int32(1) << power) - 1
+    plgpu.copy_gmem_to_smem(given.q.at[at, head], q_tile.at[pl.ds(0, count)], ready)
+    plgpu.copy_gmem_to_smem(given.bounds.at[at], known[0], ready)
+    plgpu.copy_gmem_to_smem(given.changes.at[at, head], known[1], ready)
+
+    # The splits of this part, in blocks of the cache.
+    before = lowest >> power
+    each = jnp.maximum(((end - 1) >> power) + 1 - before, 0) + (static.parts - 1)
+    each = lax.div(each, static.parts)
+    begin = jnp.maximum((before + part * each) << power, lowest & -TOKENS)
+    stop = jnp.minimum((before + (part + 1) * each) << power, end)
+    steps = lax.div(jnp.maximum(stop - begin, 0) + (TOKENS - 1), TOKENS)
+
+    def block_of(i: Array) -> Array:
+        place = lax.div(begin, TOKENS) + i
+        return tables_ref[sequence, jnp.minimum(place, tables_ref.shape[1] - 1)]
+
+    def copy(which: int, i: Array) -> None:
+        @pl.when(i < steps)
+        def start() -> None:
+            block, slot = pools[which].at[jnp.maximum(block_of(i), 0), head], slot_of(which, i)
+            if which == 1:
+                block = block.at[:, columns]
+            plgpu.copy_gmem_to_smem(block, blocks[which].at[slot], filled[which].at[slot])
+
+    def slot_of(which: int, i: Array) -> Array:
+        return lax.rem(i, blocks[which].shape[0])
+
+    for which, tiles in enumerate(blocks):
+        for i in range(tiles.shape[0]):
+            copy(which, jnp.int32(i))
+    plgpu.barrier_wait(ready)
+    low, last, position = (_row(known[0], i) for i in range(3))
+    times, slope = (_row(known[1], i) for i in range(2))
+    spans = _spans(kept.outs.shape[1])
+
+    def nothing() -> tuple[Any, ...]:
+        sums = tuple(_full((ROWS, size), 0.0) for _, size in spans)
+        return sums, _full((ROWS,), LOWEST), _full((ROWS,), 0.0)
+
+    def keep(sums: Sequence[Array], highest: Array, total: Array) -> None:
+        if static.parts == 1:
+            before, summed = _all(kept.highest), _all(kept.total)
+            plgpu.commit_smem()  # several threads read a row's numbers
+            most = jnp.maximum(before, highest)
+            old, new = power_of_two(before - most), power_of_two(highest - most)
+            total, highest = summed * old + total * new, most
+        kept.highest[...], kept.total[...] = highest, total
+        for (first, size), out in zip(spans, sums, strict=True):
+            ref = kept.outs.at[:, pl.ds(first, size)]
+            if static.parts == 1:
+                out = ref[...] * wide(old, size) + out * wide(new, size)
+            ref[...] = out
+
+    def write(split: Array | int) -> None:
+        """What is kept, to memory."""
+        plgpu.commit_smem()
+        outs = to.outs.at[at, head, split]
+        plgpu.copy_smem_to_gmem(kept.outs.at[pl.ds(0, count)], outs.at[:, columns])
+        plgpu.copy_smem_to_gmem(kept.highest, to.highest.at[at, head, split])
+        plgpu.copy_smem_to_gmem(kept.total, to.total.at[at, head, split])
+        plgpu.wait_smem_to_gmem(0)
+
+    if static.parts == 1:
+        sums, highest, total = nothing()
+        kept.highest[...], kept.total[...] = highest, total
+        for (first, size), out in zip(spans, sums, strict=True):
+            kept.outs[:, pl.ds(first, size)] = out
+
+    def step(i: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        sums, highest, total = state
+        start, here, slot = begin + i * TOKENS, block_of(i) >= 0, slot_of(0, i)
+        plgpu.barrier_wait(filled[0].at[slot])
+        scores = _product(q_tile, blocks[0].at[slot].transpose((1, 0)), TOKENS)
+
+        # Nobody sees a block that is not here.
+        first = jnp.where(here, start, jnp.int32(1 << 30))
+        places = first + lax.broadcasted_iota(jnp.int32, (ROWS, TOKENS), 1)
+        sees = (places >= wide(low, TOKENS)) & (places <= wide(last, TOKENS))
+        scores = scores * wide(times, TOKENS)
+        if static.softcap is not None:
+            cap = np.float32(static.softcap)
+            scores = cap * (1 - 2 / (jnp.exp(scores * (2 / cap)) + 1))
+        if static.slopes:
+            distance = (wide(position, TOKENS) - places).astype(jnp.float32)
+            scores = scores - wide(slope, TOKENS) * distance
+        scores = jnp.where(sees, scores * np.float32(_LOG2_E), np.float32(_NEVER))
+
+        # At the beginning of a split nothing is left of the one before.
+        left = jnp.where((start & within) == 0, jnp.float32(0), jnp.float32(1))
+        highest = highest * left + (1 - left) * np.float32(LOWEST)
+        above = jnp.maximum(jnp.max(scores, axis=1), np.float32(LOWEST))
+        most = jnp.maximum(highest, above.astype(jnp.int32).astype(jnp.float32) + 1)
+        weights = jnp.where(sees, jnp.exp2(scores - wide(most, TOKENS)), np.float32(0))
+        weights = weights.astype(weights_tile.dtype)
+        scale = power_of_two(highest - most) * left
+        total = total * scale + jnp.sum(weights.astype(jnp.float32), axis=1)
+        weights_tile[...] = weights
+        values = blocks[-1].at[slot_of(-1, i)]
+        if len(blocks) > 1:
+            plgpu.barrier_wait(filled[1].at[slot_of(1, i)])
+
+        @pl.when((start < lowest) | (start + TOKENS > end) | ~here)
+        def clear() -> None:
+            """What nobody sees may be NaN, which no weight of 0 takes away."""
+            for column, many in spans:
+                part = values.at[:, pl.ds(column, many)]
+                place = first + lax.broadcasted_iota(jnp.int32, (TOKENS, many), 0)
+                there = (place >= lowest) & (place < end)
+                part[...] = jnp.where(there, part[...], jnp.zeros((), values.dtype))
+
+        plgpu.commit_smem()
+        sums = tuple(
+            out * wide(scale, many)
+            + _product(weights_tile, values.at[:, pl.ds(column, many)], many)
+            for (column, many), out in zip(spans, sums, strict=True)
+        )
+        plgpu.commit_smem()  # all warps are through with the block
+        for which, tiles in enumerate(blocks):
+            copy(which, i + tiles.shape[0])
+
+        @pl.when((((start + TOKENS) & within) == 0) | (i == steps - 1))
+        def finish() -> None:
+            keep(sums, most, total)
+            if static.parts > 1:
+                write((start >> power) - before)
+
+        return sums, most, total
+
+    lax.fori_loop(0, steps, step, nothing())
+    if static.parts == 1:
+        write(0)
+
+
+def _product(left: Any, right: Any, columns: int) -> Array:
+    """left @ right, both in shared memory, in float32."""
+
+    def run(total: Any) -> Array:
+        plgpu.wgmma(total, left, right)
+        return total[...]
+
+    result: Array = pl.run_scoped(run, plgpu.ACC((ROWS, columns), jnp.float32))
+    return result
+
+
+def _halves(width: int) -> int:
+    """Programs that share a value's numbers: the sums of one of 256 would fill all registers."""
+    return 1 + (width > _MOST_COLUMNS)
+
+
+def _multiple(number: Array, size: int) -> Any:
+    return pl.multiple_of(number * size, size)
+
+
+def _spans(width: int) -> list[tuple[int, int]]:
+    """(first, count) of columns that are summed at once."""
+    return [(first, min(_COLUMNS, width - first)) for first in range(0, width, _COLUMNS)]
+
+
+def _row(ref: Any, i: int) -> Array:
+    return plgpu.layout_cast(ref[i], plgpu.Layout.WGMMA.reduce(1))
+
+
+def _all(ref: Any) -> Array:
+    return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA.reduce(1))
+
+
+def _full(shape: tuple[int, ...], value: float) -> Array:
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,0 +1,294 @@
+"""Attention of a flat batch over a paged cache: tokens of any sequences, keys in blocks of 64.
+
+A sequence's row of the tables names its blocks; only those that a query sees are read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kernels_pallas.attention import grid as pieces
+from kernels_pallas.attention import mosaic, tiles
+from kernels_pallas.attention.kv_layout import TOKENS, Kept
+from kernels_pallas.attention.triton import Changes, Given, Static, Tokens, attend_pieces
+from kernels_pallas.matmul.round_fp16 import rounded
+from kernels_pallas.triton_ops import DEFAULT, Backend
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class Queries(NamedTuple):
+    """Where the tokens of a flat batch stand, and what they see.
+
+    Tokens of one sequence stand next to each other: a run. Along a run the number of keys between
+    low and last only rises or only falls.
+
+    Attributes:
+        rows: which row of `tables` is each token's sequence's; -1: padding.
+        positions: of each token in its sequence.
+        low, last: the first and the last key that it may see: a window's, and its own position
+            where attention is causal; low may be negative.
+        tables: entry j is the block of keys TOKENS * j and so on. What nobody sees may be anything.
+    """
+
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    low: Int[Array, " tokens"]
+    last: Int[Array, " tokens"]
+    tables: Int[Array, "rows blocks"]
+
+
+class Scores(NamedTuple):
+    """What is done to products of queries and keys; a distance is query's minus key's position.
+
+    Attributes:
+        scale: multiplies them.
+        softcap: then they become softcap * tanh(score / softcap).
+        by_distance: then column distance - lowest of this is added; distances beyond its ends
+            count as the nearest that it has.
+        slopes: then slope * distance is subtracted.
+        sinks: scores that take part in the softmax and have no value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    by_distance: Float[Array, "heads distances"] | None = None
+    lowest: int = 0
+    slopes: Float[Array, " heads"] | None = None
+    sinks: Float[Array, " heads"] | None = None
+
+
+def attend(
+    q: Float[Array, "tokens heads key_dim"],
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    *,
+    backend: Backend = DEFAULT,
+    interpret: bool = False,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attention over the cache, with the new tokens already in it, in q's type.
+
+    Query head h reads key head h * kv_heads // heads. Products are of the type in which keys are
+    kept, codes as fp16; queries and the softmax's weights are rounded to it. A query that sees no
+    key gets zeros, and so does padding. The result for a token has the same bits whichever tokens
+    are with it and wherever its blocks lie.
+
+    Args:
+        values: None: the keys are the values too.
+        backend: "xla" gathers and decodes all that the tables name; so does "triton" where rows are
+            of no width that tensor cores take (`Kept.tiled`), and "mosaic" but for whole keys and
+            values of 16 bits (`attention_mosaic.takes`) and for `by_distance`.
+    """
+    queries = _checked(queries, keys)
+    if not takes(keys, values, backend, by_distance=scores.by_distance is not None):
+        return _plain(q, keys, values, queries, scores)
+    if backend == "triton":
+        return _triton(q, keys, values, queries, scores, interpret)[0]
+    found = _mosaic(q, keys, values, queries, scores, interpret)
+    return _divided(found, scores.sinks).astype(q.dtype)
+
+
+def takes(keys: Kept, values: Kept | None, backend: Backend, *, by_distance: bool) -> bool:
+    """Whether a backend's kernel takes such keys and values, and a table of distances if asked."""
+    if backend == "mosaic":
+        return not by_distance and mosaic.takes(keys, values)
+    return backend == "triton" and keys.tiled and (values is None or values.tiled)
+
+
+def attend_part(
+    q: Float[Array, "tokens heads key_dim"],
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    *,
+    backend: Backend = DEFAULT,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Attention over the blocks that are here, by a kernel; entries of the tables may be -1.
+
+    Args:
+        keys, values: of a width that it takes.
+        scores: without sinks.
+        backend: "triton" or "mosaic".
+
+    Returns:
+        Float32: sums of weighted values [tokens, heads, value_dim], not divided; of each query
+        [tokens, heads] the highest score, -inf where it saw none, and the sum of weights.
+    """
+    queries = _checked(queries, keys)
+    if backend == "mosaic":
+        found = _mosaic(q, keys, values, queries, scores, interpret)
+        out, highest, total = found._replace(highest=found.highest * np.float32(math.log(2)))
+    else:
+        out, highest, total = _triton(q, keys, values, queries, scores, interpret, partial=True)
+    return out, jnp.where(total == 0, -jnp.inf, highest), total
+
+
+def _mosaic(
+    q: Array,
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    interpret: bool,
+) -> tiles.Softmax:
+    factors, q = _factored(q, keys.tile_type)
+    given = (q, factors, keys, values, queries, scores)
+    return tiles.softmax(*given, interpret=interpret)
+
+
+def _divided(found: tiles.Softmax, sinks: Array | None) -> Array:
+    """The weighted values by the sum of weights, which sinks take part in; no key, zeros."""
+    outs, highest, total = found
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
+        most = jnp.maximum(highest, sinks)
+        outs = outs * jnp.exp2(highest - most)[..., None]
+        total = total * jnp.exp2(highest - most) + jnp.exp2(sinks - most)
+    return outs / jnp.where(total == 0, 1, total)[..., None]
+
+
+def _checked(queries: Queries, keys: Kept) -> Queries:
+    """With padding for rows that are not there, and nothing to see beyond the tables."""
+    if keys.data.shape[2] != TOKENS:
+        raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
+    limit = queries.tables.shape[1] * TOKENS - 1
+    rows, positions, low, last = (part.astype(jnp.int32) for part in queries[:4])
+    rows = jnp.where(rows < queries.tables.shape[0], rows, -1)
+    last = jnp.where(rows >= 0, jnp.minimum(last, limit), -1)
+    return Queries(rows, positions, low, last, queries.tables.astype(jnp.int32))
+
+
+def _triton(
+    q: Array,
+    keys: Kept,
+    values: Kept | None,
+    queries: Queries,
+    scores: Scores,
+    interpret: bool,
+    *,
+    partial: bool = False,
+) -> tuple[Array, ...]:
+    """By the kernels: results, or the sums that they are made from."""
+    count, heads, _ = q.shape
+    kv_heads = keys.data.shape[1]
+    least = pieces.least_span(keys, values, heads // kv_heads)
+    tables = queries.tables
+    shape = pieces.Shape(
+        count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, heads // kv_heads
+    )
+    # Of a window that begins before the sequence, splits are those of a whole one.
+    power = pieces.powers(queries.low, queries.last, least)
+    runs = pieces.runs(queries.rows, power)
+    dtype, numbers = jnp.float32 if partial else q.dtype, keys.arranged(q)
+    factors, numbers = _factored(numbers, keys.tile_type)
+    changes = Changes(factors, _f32(scores.slopes), _f32(scores.by_distance))
+    launches = pieces.launches(shape, keys, values, least)
+    short = runs.length <= launches[0].most
+    outs: list[Any] = []
+    for index, launch in enumerate(launches):
+        chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
+        tokens = Tokens(
+            queries.rows,
+            queries.positions,
+            jnp.maximum(queries.low, 0),
+            jnp.where(chosen, queries.last, -1),
+            power,
+            jnp.cumsum(chosen, dtype=jnp.int32) - 1,
+        )
+        static = Static(
+            keys=keys,
+            values=values,
+            heads=heads,
+            scale=float(scores.scale),
+            softcap=scores.softcap,
+            lowest=scores.lowest,
+            launch=launch,
+            splits=pieces.splits(shape, least),
+            asm=not interpret,
+            partial=partial,
+        )
+        given = Given(
+            pieces.firsts(runs, chosen, launch),
+            tokens,
+            tables,
+            numbers.reshape(count * heads, -1),
+            changes,
+            _f32(scores.sinks),
+            keys.operands(),
+            None if values is None else values.operands(),
+        )
+        these = attend_pieces(given, static, dtype, interpret=interpret)
+        if not outs and launch.parts > 1:  # what merges splits has written zeros for the others
+            outs = list(these)
+            continue
+        before = outs or [jnp.zeros((), one.dtype) for one in these]
+        outs = [
+            jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip(these, before, strict=True)
+        ]
+    return (keys if values is None else values).restored(outs[0]), *outs[1:]
+
+
+def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: Scores) -> Array:
+    """The same over all that the tables name at once."""
+    count, heads, dim = q.shape
+    kv_heads = keys.data.shape[1]
+    own = queries.tables[jnp.maximum(queries.rows, 0)]
+
+    def gathered(part: Kept) -> Array:
+        """[tokens, kv_heads, length, dim]."""
+        blocks = part.decoded().at[own].get(mode="clip")
+        return blocks.swapaxes(1, 2).reshape(count, kv_heads, -1, part.dim)
+
+    k = gathered(keys)
+    v = k if values is None else gathered(values)
+    place = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    sees = (place >= queries.low[:, None]) & (place <= queries.last[:, None])
+    v = jnp.where(sees[:, None, :, None], v, 0)
+    grouped = q.astype(jnp.float32).reshape(count, kv_heads, heads // kv_heads, dim)
+    products = jnp.einsum("tkgd,tkld->tkgl", grouped, k, precision="highest")
+    s = products.reshape(count, heads, -1) * scores.scale
+    if scores.softcap is not None:
+        s = scores.softcap * jnp.tanh(s / scores.softcap)
+    distance = queries.positions[:, None] - place
+    if scores.by_distance is not None:
+        column = jnp.clip(distance - scores.lowest, 0, scores.by_distance.shape[1] - 1)
+        s += scores.by_distance.astype(jnp.float32)[:, column].swapaxes(0, 1)
+    if scores.slopes is not None:
+        far = distance[:, None].astype(jnp.float32)
+        s -= scores.slopes.astype(jnp.float32)[None, :, None] * far
+    s = jnp.where(sees[:, None], s, -jnp.inf)
+    highest = jnp.max(s, axis=-1, keepdims=True)
+    if scores.sinks is not None:
+        sinks = scores.sinks.astype(jnp.float32)[None, :, None]
+        highest = jnp.maximum(highest, sinks)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0)
+    weights = jnp.exp(s - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if scores.sinks is not None:
+        total += jnp.exp(sinks - highest)
+    weights = (weights / jnp.where(total == 0, 1, total)).reshape(*products.shape)
+    out = jnp.einsum("tkgl,tkld->tkgd", weights, v, precision="highest")
+    return out.reshape(count, heads, -1).astype(q.dtype)
+
+
+def _factored(q: Array, dtype: Any) -> tuple[Array | None, Array]:
+    """q in the type that it is multiplied in, and what each of its lines was divided by."""
+    if dtype in (jnp.bfloat16, jnp.float32):
+        return None, q.astype(dtype)
+    q16, factors = rounded(q.reshape(-1, q.shape[-1]))
+    return factors, q16.reshape(q.shape)
+
+
+def _f32(numbers: Array | None) -> Array | None:
+    return None if numbers is None else numbers.astype(jnp.float32)

@@ -1,0 +1,400 @@
+"""The kernels of attention over a paged cache: `attend_pieces`, and `merge_splits` after it.
+
+Queries, results and sums of splits are addressed by lines: a query's is token * heads + head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.attention.grid import Launch
+from kernels_pallas.attention.kv_layout import TOKENS, Kept, load
+from kernels_pallas.pdl import first_program_id
+from kernels_pallas.triton_ops import plt
+
+_NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
+_FAR = 1 << 30  # beyond every place
+_MERGED = 256  # numbers of a tile of sums
+_AT_ONCE = 2  # splits whose sums are loaded before they are merged
+
+
+class Tokens(NamedTuple):
+    """What is known of each token of the batch, int32 [tokens].
+
+    Attributes:
+        rows: which row of the tables is its sequence's; -1 for padding.
+        positions: in its sequence.
+        low, last: the first and the last key that it sees.
+        power: its splits are of 2 ** power keys.
+        place: where the sums of its splits are, among the tokens that such are written of.
+    """
+
+    rows: Any
+    positions: Any
+    low: Any
+    last: Any
+    power: Any
+    place: Any
+
+
+class Changes(NamedTuple):
+    """What is done to scores; each may be None.
+
+    Attributes:
+        factors: what each line of queries was divided by.
+        slopes: of each head, of ALiBi.
+        by_distance: [heads, distances], what is added.
+    """
+
+    factors: Any
+    slopes: Any
+    by_distance: Any
+
+
+class Given(NamedTuple):
+    """The kernel's operands."""
+
+    firsts: Any
+    tokens: Tokens
+    tables: Any
+    q: Any
+    changes: Changes
+    sinks: Any
+    keys: list[Any]
+    values: list[Any] | None
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for; of keys and values their form.
+
+    With `partial` a block may be -1, which nobody sees, and results are sums.
+    """
+
+    keys: Kept
+    values: Kept | None
+    heads: int
+    scale: float
+    softcap: float | None
+    lowest: int
+    launch: Launch
+    splits: int
+    asm: bool
+    partial: bool = False
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(first, count) of the numbers of each tile of the results."""
+        return (self.keys if self.values is None else self.values).spans()
+
+
+class Sums(NamedTuple):
+    """The softmax over some keys, rows of it.
+
+    Attributes:
+        outs: weighted sums of values, tile by tile, then of ones.
+        highest: the largest score.
+    """
+
+    outs: tuple[Any, ...]
+    highest: Any
+
+
+def attend_pieces(
+    given: Given, static: Static, dtype: Any, *, interpret: bool
+) -> tuple[Array, ...]:
+    """Attention of each token of the pieces, [tokens, heads, padded]; of the others anything.
+
+    Where it is partial: float32 sums of weighted values, highest scores, sums of weights.
+    """
+    launch = static.launch
+    count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
+    width = sum(numbers for _, numbers in static.spans)
+    result = [jax.ShapeDtypeStruct((count * static.heads, width), dtype)]
+    if static.partial:
+        result += 2 * [jax.ShapeDtypeStruct((count * static.heads,), jnp.float32)]
+    lines = launch.tokens * static.splits * static.heads
+    per_line = jax.ShapeDtypeStruct((lines,), jnp.float32)
+    sums = [jax.ShapeDtypeStruct((lines, width), jnp.float32), per_line, per_line]
+    out = pl.pallas_call(
+        functools.partial(_pieces_kernel, static=static),
+        out_shape=result if launch.parts == 1 else sums,
+        grid=(launch.pieces * launch.tiles, kv_heads, launch.parts),
+        compiler_params=plt.CompilerParams(num_warps=launch.tile.warps, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(given)
+    if launch.parts > 1:
+        out = _merge_splits(given.tokens, given.sinks, out, static, result, interpret=interpret)
+    return tuple(jnp.reshape(one, (count, static.heads, *one.shape[1:])) for one in out)
+
+
+def _merge_splits(
+    tokens: Tokens,
+    sinks: Any,
+    sums: Any,
+    static: Static,
+    result: list[jax.ShapeDtypeStruct],
+    *,
+    interpret: bool,
+) -> list[Array]:
+    """The results from the sums of the splits."""
+    most = max(1, _MERGED // result[0].shape[1])
+    rows = min(1 << (most.bit_length() - 1), 1 << (static.heads - 1).bit_length())
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, static=static, rows=rows),
+        out_shape=result,
+        grid=(tokens.rows.shape[0], -(-static.heads // rows)),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="merge_attention",
+    )(tokens, sinks, sums)
+
+
+def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
+    launch, tile = static.launch, static.launch.tile
+    heads, kv_heads = static.heads, static.keys.data.shape[1]
+    group, count = heads // kv_heads, given.tokens.rows.shape[0]
+    piece, head, part = first_program_id(asm=static.asm), pl.program_id(1), pl.program_id(2)
+    first = given.firsts[piece // launch.tiles]
+    known = jnp.minimum(first, count - 1)
+    sequence, power = given.tokens.rows[known], given.tokens.power[known]
+
+    # The tile's rows: heads of a token, then those of the next one of the same run.
+    row = piece % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
+    token = jnp.minimum(first + row // group, count - 1)
+    inside = (row < launch.most * group) & (first + row // group < count)
+    inside &= _at(given.tokens.rows, token, inside, -1) == sequence
+    inside &= _at(given.tokens.power, token, inside, 0) == power
+    low, last = (
+        _at(ref, token, inside, other)
+        for ref, other in ((given.tokens.low, _FAR), (given.tokens.last, -1))
+    )
+    query_head = head * group + row % group
+    line = token * heads + query_head
+    q = [_tile(given.q, line, span, inside) for span in static.keys.spans()]
+    change = _changing(given, static, line, token, query_head, inside)
+
+    size, blocks = tile.keys, given.tables.shape[1]
+    sequence, lowest, end = jnp.maximum(sequence, 0), jnp.min(low), jnp.max(last) + 1
+
+    def block_of(start: Array) -> Array:
+        return given.tables[sequence, jnp.minimum(start // TOKENS, blocks - 1)]
+
+    # The splits of this part, in steps that begin at multiples of their size.
+    before, within = lowest >> power, (1 << power) - 1
+    each = (jnp.maximum(((end - 1) >> power) + 1 - before, 0) + launch.parts - 1) // launch.parts
+    begin = jnp.maximum((before + part * each) << power, lowest // size * size)
+    stop = jnp.minimum((before + (part + 1) * each) << power, end)
+    place = _at(given.tokens.place, token, inside, 0)
+
+    def keep(sums: Sums, start: Array) -> None:
+        """Writes the sums of the split of this step."""
+        index = start >> power
+        # Splits that a row does not see would overwrite others of it.
+        mine = inside & (index >= low >> power) & (index <= last >> power)
+        at = (place * static.splits + index % static.splits) * heads + query_head
+        _store_sums(outs, at, static, sums, mine)
+
+    def step(i: Array, state: tuple[Sums, Sums | None, Array]) -> tuple[Sums, Sums | None, Array]:
+        sums, whole, block = state
+        start = begin + i * size
+        places = start + lax.iota(jnp.int32, size)
+        there = (places >= lowest) & (places < end)
+        if static.partial:
+            there &= block >= 0
+            block = jnp.maximum(block, 0)
+        offset = 0 if size == TOKENS else start % TOKENS
+        where = (block, head, pl.ds(offset, size))
+        k = load(static.keys, given.keys, where, there, asm=static.asm)
+        v = k
+        if static.values is not None and given.values is not None:
+            v = load(static.values, given.values, where, there, asm=static.asm)
+        scores = jnp.zeros((tile.rows, size), jnp.float32)
+        for left, right in zip(q, k, strict=True):
+            scores += _dot(left, right, trans_b=True)
+        sees = (places[None, :] >= low[:, None]) & (places[None, :] <= last[:, None])
+        if static.partial:
+            sees &= there[None, :]
+        scores = jnp.where(sees, change(scores, places, sees), np.float32(_NEVER))
+        fresh = (start & within) == 0
+        highest = jnp.where(fresh, np.float32(_NEVER), sums.highest)
+        most = jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights = jnp.where(sees, jnp.exp(scores - most[:, None]), np.float32(0))
+        scale = jnp.where(fresh, np.float32(0), jnp.exp(highest - most))[:, None]
+        # Tensor cores sum the weights too: in the same order whatever the tile's rows are. With
+        # more columns than rows its warps stand side by side, as the other products' do.
+        ones = jnp.ones((size, 2 * tile.rows), v[0].dtype)
+        sums = Sums(
+            tuple(
+                out * scale + _dot(weights.astype(right.dtype), right)
+                for out, right in zip(sums.outs, [*v, ones], strict=True)
+            ),
+            most,
+        )
+        ends = ((start + size) & within == 0) | (start + size >= stop)
+        if whole is None:
+            lax.cond(ends, lambda: keep(_summed(sums), start), lambda: None)
+        else:
+            whole = lax.cond(ends, _merged, lambda whole, _: whole, whole, sums)
+        return sums, whole, block_of(start + size)
+
+    nothing = _nothing(tile.rows, static)
+    steps = (jnp.maximum(stop - begin, 0) + size - 1) // size
+    state = nothing, nothing if launch.parts == 1 else None, block_of(begin)
+    whole = lax.fori_loop(0, steps, step, state)[1]
+    if whole is not None:
+        sinks = None if given.sinks is None else _at(given.sinks, query_head, inside, 0.0)
+        _store_results(outs, line, static, _summed(whole), sinks, inside)
+
+
+def _merge_kernel(
+    tokens: Tokens, sinks_ref: Any, sums_refs: Any, *outs: Any, static: Static, rows: int
+) -> None:
+    (outs_ref, highest_ref, total_ref), token = sums_refs, first_program_id(asm=static.asm)
+    head = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
+    real = head < static.heads
+    power, low, last, place = (
+        part[token] for part in (tokens.power, tokens.low, tokens.last, tokens.place)
+    )
+    before = low >> power
+    splits = jnp.where(last >= low, (last >> power) + 1 - before, 0)
+
+    def of_split(i: Array) -> Sums:
+        there = real & (i < splits)
+        at = (place * static.splits + (before + i) % static.splits) * static.heads + head
+        tiles = (_tile(outs_ref, at, span, there) for span in static.spans)
+        return Sums((*tiles, _at(total_ref, at, there, 0)), _at(highest_ref, at, there, _NEVER))
+
+    def step(i: Array, sums: Sums) -> Sums:
+        # All loads before the first sum waits for one. A split that is not there changes no bit.
+        some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
+        return functools.reduce(_merged, some, sums)
+
+    nothing = _summed(_nothing(rows, static))
+    sums = lax.fori_loop(0, pl.cdiv(splits, _AT_ONCE), step, nothing)
+    sinks = None if sinks_ref is None else _at(sinks_ref, head, real, 0.0)
+    _store_results(outs, token * static.heads + head, static, sums, sinks, real)
+
+
+def _changing(
+    given: Given, static: Static, line: Array, token: Array, head: Array, inside: Array
+) -> Any:
+    """The function from products to scores."""
+    factors, slopes, by_distance = given.changes
+    factor: Any = np.float32(static.scale)
+    if factors is not None:
+        factor = (_at(factors, line, inside, 0.0) * factor)[:, None]
+    if slopes is not None:
+        slopes = _at(slopes, head, inside, 0.0)[:, None]
+    near = slopes is not None or by_distance is not None
+    position = _at(given.tokens.positions, token, inside, 0) if near else None
+
+    def change(scores: Array, place: Array, sees: Array) -> Array:
+        scores = scores * factor
+        if static.softcap is not None:
+            scores = np.float32(static.softcap) * _tanh(scores / np.float32(static.softcap))
+        if position is None:
+            return scores
+        distance = position[:, None] - place[None, :]
+        if by_distance is not None:
+            column = jnp.clip(distance - static.lowest, 0, by_distance.shape[1] - 1)
+            rows = jnp.broadcast_to(head[:, None], column.shape)
+            scores += plt.load(by_distance.at[rows, column], mask=sees, other=np.float32(0))
+        if slopes is not None:
+            scores -= slopes * distance.astype(jnp.float32)
+        return scores
+
+    return change
+
+
+def _nothing(rows: int, static: Static) -> Sums:
+    """The softmax over no keys."""
+    counts = [*(count for _, count in static.spans), 2 * rows]
+    outs = tuple(jnp.zeros((rows, count), jnp.float32) for count in counts)
+    return Sums(outs, jnp.full((rows,), _NEVER, jnp.float32))
+
+
+def _summed(sums: Sums) -> Sums:
+    """With the sum of weights [rows] in place of equal columns of it."""
+    *outs, ones = sums.outs
+    return Sums((*outs, jnp.max(ones, axis=1)), sums.highest)
+
+
+def _merged(a: Sums, b: Sums) -> Sums:
+    """The softmax over the keys of both."""
+    most = jnp.maximum(a.highest, b.highest)
+    scales = jnp.exp(a.highest - most), jnp.exp(b.highest - most)
+    outs = []
+    for left, right in zip(a.outs, b.outs, strict=True):
+        x, y = (scale.reshape(-1, *[1] * (left.ndim - 1)) for scale in scales)
+        outs.append(left * x + right * y)
+    return Sums(tuple(outs), most)
+
+
+def _finished(sums: Sums, sinks: Array | None) -> tuple[Array, ...]:
+    """Divided by the sum, which sinks (scores without value) take part in; no key, zeros."""
+    *outs, total = sums.outs
+    if sinks is not None:
+        most = jnp.maximum(sums.highest, sinks)
+        scale = jnp.exp(sums.highest - most)
+        total = total * scale + jnp.exp(sinks - most)
+        outs = [out * scale[:, None] for out in outs]
+    total = jnp.where(total == 0, np.float32(1), total)[:, None]
+    return tuple(out / total for out in outs)
+
+
+def _store_results(
+    outs: Any, line: Array, static: Static, sums: Sums, sinks: Array | None, mask: Array
+) -> None:
+    if static.partial:
+        _store_sums(outs, line, static, sums, mask)
+    else:
+        _store(outs[0], line, static, _finished(sums, sinks), mask)
+
+
+def _store_sums(outs: Any, line: Array, static: Static, sums: Sums, mask: Array) -> None:
+    _store(outs[0], line, static, sums.outs[:-1], mask)
+    line = jnp.where(mask, line, outs[1].shape[0])
+    plt.store(outs[1].at[line], sums.highest, mask=mask)
+    plt.store(outs[2].at[line], sums.outs[-1], mask=mask)
+
+
+def _store(ref: Any, line: Array, static: Static, outs: Any, mask: Array) -> None:
+    # A masked line must not be another's: interpreted, it writes back what it read.
+    line = jnp.where(mask, line, ref.shape[0])
+    for out, span in zip(outs, static.spans, strict=True):
+        where, full = _places(line, span, mask)
+        plt.store(ref.at[where], out.astype(ref.dtype), mask=full)
+
+
+def _tile(ref: Any, line: Array, span: tuple[int, int], mask: Array) -> Array:
+    """Numbers of some lines [lines, count], zeros where they are masked."""
+    where, full = _places(line, span, mask)
+    return plt.load(ref.at[where], mask=full, other=np.zeros((), ref.dtype))
+
+
+def _places(line: Array, span: tuple[int, int], mask: Array) -> tuple[tuple[Array, Array], Array]:
+    """The indices of a tile, both arrays because interpreted slices do not mix; and its mask."""
+    shape = (line.shape[0], span[1])
+    column = span[0] + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (jnp.broadcast_to(line[:, None], shape), column), jnp.broadcast_to(mask[:, None], shape)
+
+
+def _at(ref: Any, index: Array, mask: Array, other: float) -> Array:
+    """ref[index], `other` where it is masked."""
+    return plt.load(ref.at[index], mask=mask, other=np.asarray(other, ref.dtype))
+
+
+def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
+    return plt.dot(a, b, trans_b=trans_b, allow_tf32=False if a.dtype == jnp.float32 else None)
+
+
+def _tanh(x: Array) -> Array:
+    return 1 - 2 / (jnp.exp(2 * x) + 1)

@@ -1,0 +1,232 @@
+"""New tokens' queries, keys and values: summed from a product's parts, rotated, and written.
+
+A program takes a head of a token. What it rotates by it reads at two places, a number's own and its
+partner's, so that nothing is exchanged between threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.matmul.prologue import Compute, Form, Operand, Reductions, read_row
+from kernels_pallas.pdl import first_program_id
+from kernels_pallas.triton_ops import plt
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+def _refuse(x: Array) -> Array:
+    raise ValueError("a program has one head of a row, not the row")
+
+
+_NOTHING = Reductions(_refuse, _refuse)
+
+
+class Rotation(NamedTuple):
+    """By which angles pairs of a head's numbers are turned (arXiv 2104.09864).
+
+    Attributes:
+        cos, sin: float32 [tokens, pairs].
+        adjacent: whether a pair's numbers are neighbours; else they are `pairs` apart.
+    """
+
+    cos: Any
+    sin: Any
+    adjacent: bool
+
+
+class Heads(NamedTuple):
+    """Vectors of new tokens, [tokens, heads, size].
+
+    Attributes:
+        operands: what they are computed from, as rows of heads * size numbers.
+        compute: number by number, from numbers of the operands at the same places; reduces nothing.
+        heads, size: of a token, of a head.
+        rotation: None: they are not rotated.
+        dtype: in which they are given on.
+    """
+
+    operands: Sequence[Operand]
+    compute: Compute
+    heads: int
+    size: int
+    rotation: Rotation | None
+    dtype: Any
+
+
+class Places(NamedTuple):
+    """Where the tokens of a flat batch stand; see `paged_attention.Queries`."""
+
+    rows: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    tables: Int[Array, "rows blocks"]
+
+
+def enter(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    keys: Float[Array, "blocks kv_heads block size"],
+    values: Float[Array, "blocks kv_heads block size"],
+    at: Places,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens heads size"], Array, Array]:
+    """Queries, and the pools with new keys and values in them; padding is not written.
+
+    Args:
+        keys, values: are given away.
+    """
+    count, parts = at.rows.shape[0], (q, k, v)
+    rotations = [[] if part.rotation is None else list(part.rotation[:2]) for part in parts]
+    flat = [
+        [*(operand.array.reshape(-1) for operand in part.operands), *(a.reshape(-1) for a in turn)]
+        for part, turn in zip(parts, rotations, strict=True)
+    ]
+    operands = [array for own in flat for array in own]
+    static = [_Static.of(part) for part in parts]
+    places = [part.astype(jnp.int32) for part in at]
+    kernel = functools.partial(_kernel, parts=static, interpret=interpret)
+    before = len(places) + len(operands)
+    out, keys, values = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((count * q.heads * q.size,), q.dtype),
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (keys, values)),
+        ],
+        grid=(count, q.heads + k.heads + v.heads),
+        input_output_aliases={before: 1, before + 1: 2},
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="enter_cache",
+    )(*places, *operands, keys, values)
+    return out.reshape(count, q.heads, q.size), keys, values
+
+
+class _Static(NamedTuple):
+    """What a kernel is compiled for, of queries, keys or values."""
+
+    forms: tuple[Form, ...]
+    compute: Compute
+    heads: int
+    size: int
+    pairs: int
+    adjacent: bool
+    dtype: Any
+
+    @classmethod
+    def of(cls, part: Heads) -> _Static:
+        forms = tuple(Form.of(operand) for operand in part.operands)
+        turn = part.rotation
+        pairs = 0 if turn is None else turn.cos.shape[-1]
+        adjacent = turn is not None and turn.adjacent
+        return cls(forms, part.compute, part.heads, part.size, pairs, adjacent, part.dtype)
+
+
+def _kernel(
+    rows_ref: Any,
+    positions_ref: Any,
+    tables_ref: Any,
+    *refs: Any,
+    parts: Sequence[_Static],
+    interpret: bool,
+) -> None:
+    out_ref, *pools = refs[-3:]
+    token, number = first_program_id(asm=not interpret), pl.program_id(1)
+    begin, first = 0, 0
+    for index, part in enumerate(parts):
+        end = begin + len(part.forms) + (2 if part.pairs else 0)
+
+        def compute(
+            index: int = index,
+            part: _Static = part,
+            own: Sequence[Any] = refs[begin:end],
+            first: int = first,
+        ) -> None:
+            head = number - first
+            inner = lax.iota(jnp.int32, 1 << (part.size - 1).bit_length())
+            inside = inner < part.size
+            y = _vector(own, part, token, head, inner, inside)
+            if index == 0:
+                place = (token * part.heads + head) * part.size + inner
+                _store(out_ref, (place,), y.astype(part.dtype), inside, interpret)
+                return
+            ref = pools[index - 1]
+            block, offset, known = _place(rows_ref, positions_ref, tables_ref, ref, token)
+            whole = [jnp.broadcast_to(each, inner.shape) for each in (block, head, offset)]
+            new = _kept(y.astype(part.dtype), ref.dtype)
+            _store(ref, (*whole, inner), new, inside & known, interpret)
+
+        pl.when((number >= first) & (number < first + part.heads))(compute)
+        begin, first = end, first + part.heads
+
+
+def _vector(
+    refs: Sequence[Any], part: _Static, token: Array, head: Array, inner: Array, inside: Array
+) -> Array:
+    """A head's numbers, rotated."""
+    width, start = part.heads * part.size, head * part.size
+
+    def at(place: Array) -> Array:
+        given = [
+            read_row(ref, form, token, width, start + place, inside)
+            for ref, form in zip(refs, part.forms, strict=False)
+        ]
+        return jnp.broadcast_to(part.compute(given, _NOTHING)[0], inner.shape)
+
+    own = at(inner)
+    if not part.pairs:
+        return own
+    cos_ref, sin_ref = refs[len(part.forms) :]
+    pairs = part.pairs
+    turned = inner < 2 * pairs
+    if part.adjacent:
+        second, pair = inner % 2 == 1, inner // 2
+        partner = inner + jnp.where(second, -1, 1)
+    else:
+        second, pair = inner >= pairs, inner % pairs
+        partner = inner + jnp.where(second, -pairs, pairs)
+    other = at(jnp.where(turned, partner, inner))
+    angle = token * pairs + jnp.where(turned, pair, 0)
+    cos, sin = (plt.load(ref.at[angle]) for ref in (cos_ref, sin_ref))
+    x, y = own.astype(jnp.float32), other.astype(jnp.float32)
+    rotated = x * cos + jnp.where(second, y * sin, -(y * sin))
+    return jnp.where(turned, rotated.astype(own.dtype), own)
+
+
+def _place(
+    rows_ref: Any, positions_ref: Any, tables_ref: Any, pool: Any, token: Array
+) -> tuple[Array, Array, Array]:
+    """Block and offset of a token, and whether it has one here."""
+    row, position = rows_ref[token], positions_ref[token]
+    rows, blocks = tables_ref.shape
+    size = pool.shape[2]
+    index = position // size
+    known = (row >= 0) & (row < rows) & (position >= 0) & (index < blocks)
+    block = tables_ref[jnp.where(known, row, 0), jnp.where(known, index, 0)]
+    known &= (block >= 0) & (block < pool.shape[0])
+    return jnp.where(known, block, 0), jnp.where(known, position % size, 0), known
+
+
+def _kept(new: Array, dtype: Any) -> Array:
+    if dtype == jnp.float16 and new.dtype != jnp.float16:
+        new = jnp.clip(new.astype(jnp.float32), np.float32(-_LARGEST), np.float32(_LARGEST))
+    return new.astype(dtype)
+
+
+def _store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
+    first, *others = places
+    # Interpreted, a masked place writes back what it read: it must not be another's.
+    first = jnp.where(mask, first, ref.shape[0]) if interpret else first
+    plt.store(ref.at[(first, *others)], value, mask=mask)

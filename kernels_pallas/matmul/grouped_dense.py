@@ -1,0 +1,109 @@
+"""Products of a mixture of experts with plain matrices, as a Triton-style Pallas kernel.
+
+XLA has an operation for them, `jax.lax.ragged_dot`, but makes of it on a GPU (0.12) a product of
+every row with every expert: it writes x once for each of them, and reads all matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.matmul.grouped_quantized import tiles_of
+from kernels_pallas.pdl import first_program_id
+from kernels_pallas.triton_ops import plt
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+_LEAST, _MOST_ROWS = 16, 64  # of a tile: what tensor cores take, and what registers hold
+_OUTPUTS = 64  # of a tile
+_BYTES = 128  # of each row of a tile that are read at once
+
+
+def takes(matrices: Array) -> bool:
+    """Whether `dense_expert_matmul` reads such matrices [experts, outputs, inputs]."""
+    return matrices.shape[-2] >= _LEAST and _step(matrices) >= _LEAST
+
+
+def dense_expert_matmul(
+    x: Float[Array, "rows inputs"],
+    offsets: Int[Array, " experts_1"],
+    matrices: Float[Array, "experts outputs inputs"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "rows outputs"]:
+    """Each row times the transpose of its expert's matrix, in float32.
+
+    Products are of x's type if the matrices have it too, else in full float32.
+
+    Args:
+        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined.
+        matrices: that `takes` admits.
+        interpret: runs the kernel without a GPU, slowly.
+    """
+    rows, (count, outputs, _) = x.shape[0], matrices.shape
+    share = -(-rows // count)
+    size = min(max(_LEAST, 1 << (share - 1).bit_length()), _MOST_ROWS)
+    tile = min(_OUTPUTS, 1 << (outputs.bit_length() - 1))
+    which = tiles_of(offsets, rows, size)
+    return pl.pallas_call(
+        functools.partial(_kernel, size=size, tile=tile, step=_step(matrices), asm=not interpret),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        grid=(-(-outputs // tile), which.shape[1]),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="dense_experts",
+    )(which, x, matrices)
+
+
+def _step(matrices: Array) -> int:
+    """Inputs that are read at once: a power of two that divides all."""
+    inputs = matrices.shape[-1]
+    return int(min(_BYTES // matrices.dtype.itemsize, inputs & -inputs))
+
+
+def _kernel(
+    which_ref: Any,
+    x_ref: Any,
+    matrices_ref: Any,
+    out_ref: Any,
+    *,
+    size: int,
+    tile: int,
+    step: int,
+    asm: bool,
+) -> None:
+    number = first_program_id(asm=asm)
+    expert, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
+    outputs, inputs = matrices_ref.shape[1:]
+    # The last tile begins earlier where outputs do not divide.
+    start = jnp.minimum(number * tile, outputs - tile)
+    same = x_ref.dtype == matrices_ref.dtype
+
+    @pl.when(present > 0)
+    def compute() -> None:
+        rows, columns = pl.ds(row, size), pl.ds(start, tile)
+        there = lax.iota(jnp.int32, size) < present
+        read = jnp.broadcast_to(there[:, None], (size, step))
+
+        def add(i: Array, total: Array) -> Array:
+            part = pl.ds(i * step, step)
+            # Rows that are not there cost no traffic.
+            left = plt.load(x_ref.at[rows, part], mask=read, other=np.zeros((), x_ref.dtype))
+            right = plt.load(matrices_ref.at[expert, columns, part])
+            if not same:
+                left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+            exact = False if left.dtype == jnp.float32 else None
+            return total + plt.dot(left, right, trans_b=True, allow_tf32=exact)
+
+        total = lax.fori_loop(0, inputs // step, add, jnp.zeros((size, tile), jnp.float32))
+        written = jnp.broadcast_to(there[:, None], total.shape)
+        plt.store(out_ref.at[rows, columns], total, mask=written)

@@ -1,0 +1,122 @@
+"""Products of a mixture of experts: rows sorted by expert, each with its own expert's matrix.
+
+Rows are cut into tiles of one expert each; a kernel's program reads the matrix of its tile. So of
+all experts only those that have rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.matmul import mosaic
+from kernels_pallas.matmul.grid import choose
+from kernels_pallas.matmul.quantized import computes, finish, product_of
+from kernels_pallas.matmul.round_fp16 import rounded
+from kernels_pallas.matmul.weight_layout import Packed, arranged
+from kernels_pallas.triton_ops import DEFAULT, Backend
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
+    """The expert of each tile of at most `size` rows, the first of them, and how many there are.
+
+    As many tiles as there may be, of any sizes of experts; those beyond the last have no rows.
+
+    Args:
+        offsets: rows offsets[i] .. offsets[i + 1] - 1 are expert i's.
+        rows: of all experts.
+    """
+    sizes = offsets[1:] - offsets[:-1]
+    count = sizes.shape[0]
+    in_tiles = -(-sizes // size)
+    ends = jnp.cumsum(in_tiles, dtype=jnp.int32)
+    tile = lax.iota(jnp.int32, min(rows, rows // size + count))
+    # Compared with all rather than searched for, which on a GPU would be a loop of kernels.
+    expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, count - 1)
+    before = (tile - (ends - in_tiles)[expert]) * size
+    return jnp.stack(
+        [expert, offsets[expert] + before, jnp.clip(sizes[expert] - before, 0, size)]
+    ).astype(jnp.int32)
+
+
+def expert_matmul(
+    x: Float[Array, "rows inputs"],
+    offsets: Int[Array, " experts_1"],
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, 1] | None = None,
+    gated: bool = False,
+    backend: Backend = DEFAULT,
+    interpret: bool = False,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """Each row times the transpose of its expert's matrix, in float32; x is rounded as by `matmul`.
+
+    Args:
+        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
+            undefined.
+        matrices: stacks [*stack, experts] of the same shape.
+        index: which of the (flattened) leading stacks.
+        gated, interpret: see `matmul`.
+        backend: "xla" decodes the matrices of all experts to memory.
+
+    Raises:
+        ValueError: x and a matrix do not fit together.
+    """
+    rows, count, outputs = x.shape[0], offsets.shape[0] - 1, matrices[0].outputs
+    for matrix in matrices:
+        if x.shape[1] != matrix.inputs:
+            raise ValueError(f"x has {x.shape[1]} inputs, the experts {matrix.inputs}")
+    first = jnp.int32(0) if index is None else index[0] * count
+    tiling = choose(
+        -(-rows // count),
+        outputs * min(rows, count),
+        matrices[0].superblocks,
+        smallest=outputs,
+        bits=max(matrix.bits for matrix in matrices),
+    )
+    if backend == "mosaic":
+        tiling = mosaic.fitted(tiling, -(-rows // count), matrices)
+    if backend == "xla" or not all(computes(backend, each) for each in matrices):
+        return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
+    x16, factors = rounded(x)
+    parts = product_of(backend)(
+        arranged(x16, matrices[0]),
+        factors,
+        tiles_of(offsets, rows, tiling.rows).at[0].add(first),
+        matrices,
+        tiling,
+        interpret=interpret,
+    )
+    return finish(parts, gated)
+
+
+def _decoded(
+    x: Array, offsets: Array, matrices: Sequence[Packed], first: Array
+) -> tuple[Array, ...]:
+    """By plain XLA, with the matrices of all experts decoded to fp16 in memory."""
+    x16, factors = rounded(x)
+    results = []
+    for matrix in matrices:
+        chosen = jax.tree.map(
+            lambda part: lax.dynamic_slice_in_dim(
+                part.reshape(-1, *part.shape[-5:]), first, offsets.shape[0] - 1
+            ),
+            matrix,
+        )
+        y = lax.ragged_dot_general(
+            x16,
+            chosen.dequantize(jnp.float16),
+            offsets[1:] - offsets[:-1],
+            lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0]),
+            preferred_element_type=jnp.float32,
+        )
+        results.append(y * factors[:, None])
+    return tuple(results)

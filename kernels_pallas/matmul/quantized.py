@@ -1,0 +1,204 @@
+"""Products with packed matrices: which kernel computes them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.matmul import mosaic, triton
+from kernels_pallas.matmul.dequantize import decode
+from kernels_pallas.matmul.grid import LARGEST, SMALLEST, Tiling, choose, tiles_of_rows
+from kernels_pallas.matmul.prologue import Operand, Prepared, alone, fits, prepare
+from kernels_pallas.matmul.round_fp16 import rounded
+from kernels_pallas.matmul.weight_layout import Packed, arranged
+from kernels_pallas.triton_ops import DEFAULT, Backend
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+KERNEL_ROWS = 128  # above, decoding all weights once and a plain product cost less
+
+
+def matmul(
+    x: Float[Array, "rows inputs"],
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, 1] | None = None,
+    gated: bool = False,
+    backend: Backend = DEFAULT,
+    interpret: bool = False,
+) -> tuple[Float[Array, "rows outputs"], ...]:
+    """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row by its own scale.
+
+    Args:
+        matrices: stacks whose matrices all read x, such as queries, keys and values; one call reads
+            x once.
+        index: which matrix of the (flattened) stacks; needed where there is more than one. It is
+            read inside the kernel, so that a matrix of a stack is never copied.
+        gated: two matrices, gate and up; the one result is silu(x @ gate.T) * (x @ up.T).
+        backend: "triton", "mosaic", or "xla": plain XLA, which decodes the weights to memory.
+        interpret: runs the kernel without a GPU, slowly.
+
+    Raises:
+        ValueError: x and a matrix do not fit together.
+    """
+    for matrix in matrices:
+        if x.shape[1] != matrix.inputs:
+            raise ValueError(
+                f"x has {x.shape[1]} inputs, the matrix {matrix.inputs}; give it all of them"
+            )
+    if gated and len(matrices) != 2:
+        raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
+    if backend == "xla" or (backend == "mosaic" and x.shape[0] > mosaic.MOST_ROWS):
+        return _epilogue(decoded(x, matrices, index), gated)
+    results: list[Array | None] = [None] * len(matrices)
+    for together in _groups(matrices):
+        chosen = [matrices[i] for i in together]
+        if not all(computes(backend, matrix) for matrix in chosen):
+            parts = decoded(x, chosen, index)
+        else:
+            parts = _kernel(x, chosen, index, backend, interpret)
+        for i, part in zip(together, parts, strict=True):
+            results[i] = part
+    return _epilogue([result for result in results if result is not None], gated)
+
+
+def computes(backend: Backend, matrix: Packed) -> bool:
+    """Whether a backend's kernel reads the matrix; what none reads is decoded."""
+    return mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
+
+
+def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
+    """Places of matrices that one call can take: x in the same order, tiles of the same size."""
+    groups: dict[Any, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        key = matrix.per_code, min(matrix.outputs, LARGEST)
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def _kernel(
+    x: Array,
+    matrices: Sequence[Packed],
+    index: Array | None,
+    backend: Backend,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Matrices of one group."""
+    rows = x.shape[0]
+    if backend == "triton" and fits(matrices[0].inputs):
+        operands = [Operand(x, "full")]
+        given, _ = prepare(operands, alone, rows, matrices[0], interpret=interpret)
+    else:
+        x16, factors = rounded(x)
+        given = Prepared(arranged(x16, matrices[0]), factors)
+    return finish(_parts(given, matrices, index, backend, interpret), False)
+
+
+def shares(matrices: Sequence[Packed]) -> bool:
+    """Whether `product_parts` takes these matrices together."""
+    orders = {(matrix.per_code, matrix.superblocks, matrix.inputs) for matrix in matrices}
+    small = min(matrix.outputs for matrix in matrices) < SMALLEST
+    return len(orders) == 1 and not small and fits(matrices[0].inputs)
+
+
+def product_parts(
+    x: Prepared,
+    matrices: Sequence[Packed],
+    *,
+    index: Int[Array, 1] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "split rows outputs"], ...]:
+    """`matmul` of prepared rows, in parts that are to be added.
+
+    Args:
+        matrices: those that `shares` takes, and x was prepared for.
+    """
+    results: list[Any] = [None] * len(matrices)
+    for places in _groups(matrices):
+        chosen = [matrices[i] for i in places]
+        for i, part in zip(places, _parts(x, chosen, index, "triton", interpret), strict=True):
+            results[i] = part
+    return tuple(results)
+
+
+def _tiling(rows: int, matrices: Sequence[Packed]) -> Tiling:
+    outputs = [matrix.outputs for matrix in matrices]
+    bits = max(matrix.bits for matrix in matrices)
+    superblocks = matrices[0].superblocks
+    return choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+
+
+def _parts(
+    x: Prepared,
+    matrices: Sequence[Packed],
+    index: Array | None,
+    backend: Backend,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Products with matrices of one group."""
+    rows = x.x.shape[0]
+    if backend == "triton" and rows > KERNEL_ROWS:
+        return _whole(x, matrices, index, interpret)
+    tiling = _tiling(rows, matrices)
+    if backend == "mosaic":
+        tiling = mosaic.fitted(tiling, rows, matrices)
+    which = None if index is None else tiles_of_rows(rows, tiling.rows, index)
+    product = product_of(backend)
+    return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))
+
+
+def _whole(
+    x: Prepared, matrices: Sequence[Packed], index: Array | None, interpret: bool
+) -> tuple[Array, ...]:
+    """A plain product with the decoded matrices, [1, rows, outputs] of each."""
+    contracted = (((1,), (1,)), ((), ()))
+    index = jnp.zeros((1,), jnp.int32) if index is None else index
+    weights = decode(matrices, index, interpret=interpret)
+    flat = x.x.reshape(x.x.shape[0], -1)
+    y = lax.dot_general(flat, weights, contracted, preferred_element_type=jnp.float32)
+    ends = list(accumulate(matrix.outputs for matrix in matrices))[:-1]
+    return tuple((part * x.factors[:, None])[None] for part in jnp.split(y, ends, axis=1))
+
+
+def decoded(x: Array, matrices: Sequence[Packed], index: Array | None) -> tuple[Array, ...]:
+    """Products by plain XLA, with the chosen matrices decoded to fp16 in memory."""
+    x16, factors = rounded(x)
+    results = []
+    for matrix in matrices:
+        stacked = matrix.words.ndim > 5
+        chosen = at(matrix, jnp.int32(0) if index is None else index[0]) if stacked else matrix
+        contracted = (((1,), (1,)), ((), ()))
+        weights = chosen.dequantize(jnp.float16)
+        y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
+        results.append(y * factors[:, None])
+    return tuple(results)
+
+
+def at(matrix: Packed, index: Array) -> Packed:
+    """One matrix of a stack, copied."""
+
+    def cut(part: Array) -> Array:
+        flat = part.reshape(-1, *part.shape[-5:])
+        return lax.dynamic_index_in_dim(flat, index, keepdims=False)
+
+    return jax.tree.map(cut, matrix)
+
+
+def finish(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
+    """Adds the parts of [split, rows, outputs], and combines gate and up."""
+    return _epilogue([p[0] if p.shape[0] == 1 else jnp.sum(p, axis=0) for p in parts], gated)
+
+
+def _epilogue(results: Sequence[Array], gated: bool) -> tuple[Array, ...]:
+    return (jax.nn.silu(results[0]) * results[1],) if gated else tuple(results)
+
+
+def product_of(backend: Backend) -> Any:
+    """The function of a backend that calls its kernel."""
+    return {"triton": triton.product, "mosaic": mosaic.product}[backend]

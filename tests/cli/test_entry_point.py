@@ -1,0 +1,193 @@
+"""The command `jinfer`: its words, what they run, how soon, and what is said of wrong ones."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jinfer
+from jinfer.cli import entry_point, main
+from jinfer.cli.command_registry import COMMANDS, GROUPS, Command
+from jinfer.cli.tools_path import provide_tools
+
+ROOT = Path(__file__).parents[2]
+TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
+# Run by another tool in a Python without jinfer, and by `make gpu`, as it needs the tests.
+NOT_RUN_BY_USERS = {"llama_peer", "gpu_check"}
+BENCHMARKS = [one.name.removeprefix("bench ") for one in COMMANDS if one.name[:6] == "bench "]
+SOON = 1.0  # seconds; JAX alone takes as long to import, on a machine with nothing else to do
+
+
+def run(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`python -m jinfer` with these words, in a process of its own."""
+    command = [sys.executable, "-m", "jinfer", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_every_command_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    alone = capsys.readouterr().out
+    assert main(["--help"]) == main(["help"]) == 0
+    assert capsys.readouterr().out == alone * 2
+    lines = dict(re.findall(r"^  (\w+) +(\S.*)$", alone, re.MULTILINE))
+    assert set(lines) == {command.name.split()[0] for command in COMMANDS}
+    assert ", ".join(BENCHMARKS) in lines["bench"]
+
+
+@pytest.mark.parametrize("words", [["bench"], ["bench", "--help"], ["help", "bench"]])
+def test_a_group_lists_its_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    found = re.findall(r"^  bench (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert found == BENCHMARKS
+
+
+def test_every_tool_is_a_command() -> None:
+    """What has a `main` can be run by a word, and what a word runs is there."""
+    modules = {command.module.rpartition(".")[2] for command in COMMANDS}
+    assert modules >= TOOLS - NOT_RUN_BY_USERS
+    assert all(name.split()[0] in GROUPS for name in entry_point._NAMES if " " in name)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_says_what_was_typed(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    provide_tools()
+    with pytest.raises(SystemExit) as ended:
+        main([*command.name.split(), "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jinfer {command.name} [")
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        # What they need to be found is the same for all, and their help is asked for above.
+        pytest.param(tool, marks=[] if tool == "inspect" else [pytest.mark.soak])
+        for tool in sorted(TOOLS - NOT_RUN_BY_USERS)
+    ],
+)
+def test_a_tool_runs_as_a_module_of_the_checkout(tool: str) -> None:
+    command = [sys.executable, "-m", f"tools.{tool}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m tools.{tool} [-h] ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["genrate", "x"], "there is no command 'genrate'; did you mean 'generate'? there are: "),
+        (["bench", "gpu"], "there is no command 'bench gpu'; did you mean 'bench cpu'? there are"),
+        (["xyz"], "there is no command 'xyz'; there are: generate, chat, "),
+        (["model.gguf"], "model.gguf is no command; did you mean 'jinfer generate model.gguf'?"),
+        (["hf://a/b"], "hf://a/b is no command; did you mean 'jinfer generate hf://a/b'?"),
+        ([str(ROOT)], f"{ROOT} is no command; did you mean 'jinfer generate {ROOT}'?"),
+    ],
+)
+def test_a_wrong_word(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {said}")
+    assert printed.err.count("\n") == 1
+
+
+def test_words_reach_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "nowhere.toml", "--prompt", "x"]) == 2
+    assert "nowhere.toml: there is no such file" in capsys.readouterr().err
+    assert main(["chat", str(ROOT / "tests/goldens/llama2")]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_one_line() -> None:
+    command = [sys.executable, "-m", "jinfer", "list"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_ends_without_a_traceback(error: type[BaseException], tmp_path: Path) -> None:
+    """Ctrl-C while a program is imported, or a reader that has gone."""
+    (tmp_path / "stops.py").write_text(f"def main(arguments):\n    raise {error.__name__}\n")
+    script = (
+        "import sys; from jinfer.cli import command_registry, entry_point\n"
+        "entry_point._NAMES['list'] = command_registry.Command('list', 'stops', '')\n"
+        "sys.argv[1:] = ['list']; entry_point.enter()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == {KeyboardInterrupt: 130, BrokenPipeError: 1}[error]
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["bench"], ["genrate"]])
+def test_help_needs_no_jax(words: list[str]) -> None:
+    """The time is the best of three, because the machine may have other work."""
+    script = (
+        "import sys; from jinfer.cli import main; main(sys.argv[1:]); "
+        "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    )
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, check=False)
+        times.append(time.perf_counter() - begun)
+        assert done.returncode == 0
+    assert min(times) < SOON
+
+
+def test_the_version_is_the_checkouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    said = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert said is not None
+    assert capsys.readouterr().out == f"jinfer {said[1]}\n"
+    assert jinfer.__version__ == said[1]
+
+
+def test_the_version_of_an_installation(tmp_path: Path) -> None:
+    from importlib.metadata import version
+
+    from jinfer.version import find_version
+
+    assert find_version(tmp_path / "jinfer") == version("jinfer")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\nversion = "7"\n')
+    assert find_version(tmp_path / "jinfer") == version("jinfer")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "jinfer"\nversion = "7"\n')
+    assert find_version(tmp_path / "jinfer") == "7"
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = run("bench")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: python -m jinfer bench WHAT")
+
+
+def test_names_of_the_package() -> None:
+    assert set(jinfer.__all__) <= set(dir(jinfer))
+    assert all(getattr(jinfer, name) is not None for name in jinfer.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        jinfer.LMM  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("run", "there is no command 'run'; there is: jinfer chat MODEL"),
+        ("ps", "there is: jinfer list, which says what is on this machine"),
+        ("-v", "there is: jinfer --version"),
+        ("embed", "/v1/embeddings"),
+    ],
+)
+def test_words_of_other_programs(word: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "x"]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""The chat: limits, dropped turns, commands, and all of it in a terminal."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jinfer import LLM, RequestError
+from jinfer.cli.terminal.line_input import Typed
+from jinfer.cli.terminal.local_chat import Chat, fitted, rates
+from jinfer.cli.terminal.slash_commands import COMMANDS
+from jinfer.engine.output.generation import Usage
+from tests.cli.terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    keys: dict[str, Any] = {"engine.context": 256}
+    with LLM(SPEC, **keys) as llm:
+        yield llm
+
+
+@pytest.fixture
+def chat(llm: LLM) -> Chat:
+    return Chat(llm)
+
+
+def said(chat: Chat) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in chat.messages]
+
+
+def turn(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def encode(messages: Sequence[Any]) -> list[int]:
+    """Ten tokens a message."""
+    return [0] * 10 * len(messages)
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "most", "dropped"),
+    [
+        (5, 1000, None, 0),
+        (5, 100, None, 0),
+        (7, 80, None, 2),  # 20 of 80 stay free
+        (7, 80, 5, 0),
+        (9, 80, None, 4),
+        (7, 30, 5, 6),
+    ],
+)
+def test_old_turns_are_dropped(count: int, room: int, most: int | None, dropped: int) -> None:
+    messages = turn(*(str(i) for i in range(count)))
+    ids, kept = fitted(encode, messages, room, most)
+    assert kept == messages[dropped:]
+    assert len(ids) == 10 * len(kept)
+    system = {"role": "system", "content": "Be brief."}
+    assert fitted(encode, [system, *messages], room + 10, most)[1][0] == system
+
+
+def test_a_message_that_is_too_long() -> None:
+    with pytest.raises(RequestError, match="takes 10 of the 10 tokens that there are; shorten"):
+        fitted(encode, turn("a", "b", "c"), 10, None)
+
+
+def test_an_answer_goes_to_its_end_or_has_a_mark(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take(Typed("Hello"))
+    assert "cut off" not in capsys.readouterr().out
+    assert chat.params().max_tokens is None
+    chat.take(Typed("/set max_tokens=3"))
+    chat.take(Typed("Tell me about rivers."))
+    printed = capsys.readouterr().out
+    assert "[cut off: max_tokens is 3; /set max_tokens=none for no limit]" in printed
+    chat.take(Typed("/set max-tokens=none"))
+    chat.take(Typed("/set ignore_eos=true"))
+    chat.take(Typed("Write a very long story about a river, in twenty chapters."))
+    assert "[cut off: the context is full" in capsys.readouterr().out
+    chat.take(Typed("/set ignore_eos=false"))
+    chat.take(Typed("Go on."))
+    assert re.search(r"\(the \d oldest messages were dropped: ", capsys.readouterr().out)
+    assert said(chat)[-2] == ("user", "Go on.")
+
+
+def test_a_limit_of_the_models_own_is_kept() -> None:
+    keys: dict[str, Any] = {"generation.max_tokens": 7}
+    with LLM(SPEC, **keys) as llm:
+        assert Chat(llm).params().max_tokens == 7
+
+
+def test_rates_are_of_one_turn(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rates(Usage(40, 11, 0.1, 0.5, 30), 0.0) == (
+        "prefill 40 tokens (30 cached), 100/s | decode 11, 20.0/s"
+    )
+    assert rates(Usage(40, 11, 0.1, 0.5), 1.5).startswith("compile 1.50 s | prefill 40 tokens, ")
+    chat.take(Typed("/set max_tokens=5"))
+    for _ in range(2):
+        chat.take(Typed("Hello"))
+        assert "decode 5, " in capsys.readouterr().err
+
+
+def test_commands(chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+
+    def take(line: str) -> str:
+        chat.take(Typed(line))
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    take("/set max_tokens=4")
+    take("/system Be brief.")
+    take("Hello")
+    assert [role for role, _ in said(chat)] == ["system", "user", "assistant"]
+    before = said(chat)
+    assert "the same answer comes again" in take("/retry")
+    assert said(chat) == before
+    take("Another")
+    assert "(3 messages are left)" in take("/undo")
+    assert said(chat) == before
+    assert "(3 messages in" in take(f"/save {file}")
+    assert json.loads(file.read_text())[0] == {"role": "system", "content": "Be brief."}
+    assert "3 messages" in take("/stats")
+    take("/reset")
+    assert said(chat) == before[:1]
+    take("/system")
+    assert said(chat) == []
+    assert "there is no question yet" in take("/undo")
+    assert "(3 messages)" in take(f"/load {file}")
+    assert said(chat) == before
+    assert "(3 messages in" in take(f"/save {file}")  # its own file
+    assert "max_tokens = 4" in take("/set")
+    assert all(f"/{name}" in take("/help") for name in COMMANDS)
+    take("/quit")
+    assert chat.ended
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/rset", "there is no /rset; did you mean '/reset'? allowed: /exit, /help"),
+        ("/etc/passwd is what?", "there is no /etc/passwd; allowed: /exit, /help"),
+        ("/undo 2", "/undo takes nothing"),
+        ("/save", "/save needs FILE"),
+        ("/save {there}", "{there}: there is such a file; give another name"),
+        ("/save {there}/x", "{there}/x: Not a directory"),
+        ("/load {nowhere}", "{nowhere}: cannot be read: No such file"),
+        ("/load {there}", "{there}: is no conversation: "),
+        ("/set top_p=2", "top_p must be from 0 to 1, not 2"),
+        ("/set topp=1", "there is no parameter 'topp'; did you mean 'top_p'?"),
+        ("/set top_p", "--set: top_p: is not key=value"),
+        ("/set n=2", "a chat has one answer at a time: no beam search, no n, no best_of"),
+        ("/set strategy=beam", "a chat has one answer at a time"),
+    ],
+)
+def test_wrong_commands(
+    chat: Chat, line: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    there, nowhere = tmp_path / "there", tmp_path / "nowhere"
+    there.write_text('[{"role": "user"}]')
+    sampling = dict(chat.sampling)
+    chat.take(Typed(line.format(there=there, nowhere=nowhere)))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: " + message.format(there=there, nowhere=nowhere))
+    assert printed.err.count("\n") == 1
+    assert (chat.messages, chat.sampling) == ([], sampling)
+
+
+def test_a_block_is_no_command(chat: Chat) -> None:
+    chat.take(Typed("/set max_tokens=2"))
+    chat.take(Typed("/exit", block=True))
+    assert not chat.ended
+    assert said(chat)[0] == ("user", "/exit")
+
+
+def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+    """An answer whose first token does not come before Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+    yield from ()
+
+
+def test_ctrl_c_before_the_first_token_keeps_the_question(
+    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chat.take(Typed("/set max_tokens=2"))
+    monkeypatch.setattr(chat.llm, "stream", interrupted)
+    chat.take(Typed("Why?"))
+    assert said(chat) == [("user", "Why?")]
+    assert "[stopped: /retry asks again" in capsys.readouterr().out
+    chat.take(Typed(f"/save {tmp_path / 'c.json'}"))
+    assert "(1 message in " in capsys.readouterr().out
+    chat.take(Typed("How?"))  # takes its place
+    assert said(chat) == [("user", "How?")]
+    monkeypatch.undo()
+    chat.take(Typed("/retry"))
+    assert [role for role, _ in said(chat)] == ["user", "assistant"]
+    assert said(chat)[0] == ("user", "How?")
+
+
+def test_ctrl_c_in_an_answer_leaves_a_mark(
+    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = chat.llm.stream
+
+    def late(*given: Any, **more: Any) -> Iterator[Any]:
+        """After the first token."""
+        pieces = stream(*given, **more)
+        yield next(pieces)
+        signal.raise_signal(signal.SIGINT)
+        yield from pieces
+
+    monkeypatch.setattr(chat.llm, "stream", late)
+    chat.take(Typed("Tell me about rivers."))
+    assert " [stopped]\n" in capsys.readouterr().out
+    assert [role for role, _ in said(chat)] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "Exit", "/exit", "/quit"])
+def test_words_that_end(chat: Chat, word: str) -> None:
+    chat.take(Typed(word))
+    assert chat.ended
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    """Several lines, Ctrl-C while typing and while answering, a history for the next run."""
+    command = (sys.executable, "-m", "jinfer.generate", str(SPEC), "--chat")
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+    environment.pop("JINFER_NO_HISTORY", None)
+    terminal = Terminal(*command, env=environment)
+    terminal.wait_for("> ")
+    terminal.type("half a message")
+    terminal.wait_for("half a message")
+    time.sleep(0.5)  # a signal between two keys waits for the next one
+    terminal.program.send_signal(signal.SIGINT)
+    terminal.wait_for(r"\(/exit or Ctrl-D ends\)\s+> ")
+    terminal.type('"""\n')
+    terminal.wait_for(r"\.\.\. ")
+    terminal.type("Hello\n")
+    terminal.wait_for(r"\.\.\. ")
+    terminal.type('"""\n')
+    terminal.wait_for(r"prefill \d+ tokens.*decode \d+,")
+    terminal.wait_for("> ")
+    terminal.type("exit\n")
+    assert terminal.status() == 0
+    assert (tmp_path / "jinfer" / "chat_history").read_text().endswith('Hello\n"""\nexit\n')
+    terminal = Terminal(*command, env=environment)
+    terminal.wait_for("> ")
+    terminal.type("\x10")  # Ctrl-P: the line before
+    terminal.wait_for("exit")
+    terminal.type("\n")
+    assert terminal.status() == 0

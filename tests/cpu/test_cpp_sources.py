@@ -1,0 +1,38 @@
+"""What the compiler is given of the custom calls."""
+
+from pathlib import Path
+
+import pytest
+
+from jinfer.cpu import build_library
+from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, Unit, units
+from jinfer.cpu.isa import Isa
+
+
+@pytest.mark.parametrize("only", [None, "portable", "avx2", "avxvnni", "amx"])
+def test_every_file_is_in_one_unit(only: Isa | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_library, "is_x86", lambda: True)
+    sources = build_library._sources(only)
+    found = units(sources)
+    assert sorted(path for unit in found for path in unit.paths) == sources
+    assert len({unit.name for unit in found}) == len(found) < len(sources)
+    assert found[0].name.startswith("linear_")
+
+
+def test_files_have_the_flags_of_their_names() -> None:
+    for unit in units(build_library._sources()):
+        ends = {f"_{path.stem.rpartition('_')[2]}" for path in unit.paths}
+        if ends & set(ISA_FLAGS):
+            (end,) = ends
+            assert unit.flags == ISA_FLAGS[end]
+        elif unit.name.startswith("handlers"):
+            assert unit.flags == HANDLER_FLAGS
+        else:
+            assert "xla/" not in unit.paths[0].read_text()
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.cc", tmp_path / "two.cc"
+    assert Unit("alone", (one,)).write(tmp_path) == one
+    made = Unit("both", (one, two)).write(tmp_path)
+    assert made.read_text() == '#include "one.cc"\n#include "two.cc"\n'

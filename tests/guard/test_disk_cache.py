@@ -1,0 +1,118 @@
+"""What is kept for the next start is believed only as it was written, by this user."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jinfer.guard.disk_cache import Shelf
+
+CONTENT = bytes(range(256)) * 4
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o700)
+    return Shelf(folder, "version 1")
+
+
+def entry(shelf: Shelf) -> Path:
+    (path,) = shelf.folder.iterdir()
+    return path
+
+
+def test_what_is_put_there_is_found(shelf: Shelf) -> None:
+    assert shelf.get("a") is None
+    shelf.put("a", CONTENT)
+    shelf.put("b", b"")
+    assert shelf.get("a") == CONTENT
+    assert shelf.get("b") == b""
+    assert shelf.get("ab") is None
+    shelf.put("a", b"other")
+    assert shelf.get("a") == b"other"
+    assert len(list(shelf.folder.iterdir())) == 2
+
+
+def test_another_version_finds_nothing(shelf: Shelf) -> None:
+    shelf.put("a", CONTENT)
+    assert Shelf(shelf.folder, "version 2").get("a") is None
+    assert shelf.get("a") == CONTENT
+
+
+def test_an_entry_under_another_name_is_not_believed(shelf: Shelf) -> None:
+    shelf.put("a", CONTENT)
+    first = entry(shelf)
+    shelf.put("b", b"other")
+    (second,) = set(shelf.folder.iterdir()) - {first}
+    first.replace(second)
+    assert shelf.get("b") is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "hash", "longer"])
+def test_what_is_damaged_is_removed(shelf: Shelf, damage: str) -> None:
+    shelf.put("a", CONTENT)
+    path = entry(shelf)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[0 if damage == "hash" else -10] ^= 1
+    path.write_bytes(
+        {"cut": whole[:-1], "empty": b"", "longer": whole + b"x"}.get(damage, bytes(flipped))
+    )
+    assert shelf.get("a") is None
+    assert not path.exists()
+    shelf.put("a", CONTENT)
+    assert shelf.get("a") == CONTENT
+
+
+@pytest.mark.parametrize("how", ["writable", "link", "folder", "pipe"])
+def test_what_others_could_have_written_is_not_believed(shelf: Shelf, how: str) -> None:
+    shelf.put("a", CONTENT)
+    path = entry(shelf)
+    if how == "writable":
+        path.chmod(0o666)
+    else:
+        path.rename(shelf.folder / "real")
+        if how == "link":
+            path.symlink_to(shelf.folder / "real")
+        elif how == "pipe":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+    assert shelf.get("a") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_what_belongs_to_another_user_is_not_believed(shelf: Shelf) -> None:
+    shelf.put("a", CONTENT)
+    os.chown(entry(shelf), 1234, 1234)
+    assert shelf.get("a") is None
+
+
+def test_nothing_can_be_kept(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "missing", "version 1")
+    shelf.put("a", CONTENT)
+    assert shelf.get("a") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_used_least_recently_goes_first(shelf: Shelf) -> None:
+    small = Shelf(shelf.folder, shelf.maker, limit=3 * (len(CONTENT) + 32))
+    for age, key in enumerate("abc"):
+        small.put(key, CONTENT)
+        for path in shelf.folder.iterdir():
+            past = path.stat().st_mtime - 100 + age
+            os.utime(path, (past, past))
+    assert small.get("a") == CONTENT
+    small.put("d", CONTENT)
+    assert [key for key in "abcd" if small.get(key) is not None] == ["a", "c", "d"]
+
+
+def test_what_a_killed_process_left_is_removed(shelf: Shelf) -> None:
+    left, fresh = shelf.folder / "new-left", shelf.folder / "new-fresh"
+    for path in (left, fresh):
+        path.write_bytes(b"x")
+    os.utime(left, (1, 1))
+    shelf.put("a", CONTENT)
+    assert not left.exists()
+    assert fresh.exists()

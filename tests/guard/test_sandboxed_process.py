@@ -1,0 +1,94 @@
+"""A process beside this one answers, or is ended at its bounds, and the next question is served."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jinfer.guard.sandboxed_process import Child, ChildError
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    child = Child("tests.guard.answers", memory=256 << 20, answer_bytes=1000)
+    yield child
+    child.close()
+
+
+def test_answers_are_json(child: Child) -> None:
+    for value in (None, 7, "é \ud800", [1, {"a": [True, 2.5]}]):
+        assert child.ask(value, 5) == value
+
+
+def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: Child) -> None:
+    assert child.ask("print", 5) == []
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("loop", "takes too long"),
+        ("memory", "needs too much memory"),
+        ("crash", "needs too much memory or makes a library fail"),
+        ("long", "gives more than 1000 bytes"),
+        ("deep", "nested too deeply"),
+    ],
+)
+def test_past_its_bounds_it_ends(child: Child, question: str, words: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ChildError, match=words):
+        child.ask(question, 0.1)
+    assert time.monotonic() - begun < 30
+    assert child.ask("and then", 5) == "and then"
+
+
+def test_it_writes_no_file(child: Child) -> None:
+    with pytest.raises(ChildError):
+        child.ask("write", 5)
+
+
+def test_threads_get_their_own_answers(child: Child) -> None:
+    found: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        for _ in range(20):
+            found[number] = child.ask(number, 5)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: number for number in range(8)}
+
+
+def test_it_ends_with_the_process_that_asked() -> None:
+    program = (
+        "from jinfer.guard.sandboxed_process import Child\n"
+        "child = Child('tests.guard.answers', memory=256 << 20, answer_bytes=1000)\n"
+        "child.ask(1, 5)\n"
+        "print(child._process.pid)\n"
+        "import os\n"
+        "os._exit(0)\n"  # nothing is tidied up
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    deadline = time.monotonic() + 30
+    while is_running(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and has not ended; one that nobody waits for stays as a Z."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

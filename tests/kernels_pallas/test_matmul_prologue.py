@@ -1,0 +1,98 @@
+"""Rows computed, rounded and arranged by one kernel: interpreted, against XLA's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jinfer.modelspec.quant_format import QuantFormat
+from kernels_pallas.matmul.prologue import Operand, Reductions, alone, prepare, prepare_reference
+from tests.arrays import on_device
+from tests.kernels_pallas.helpers import random_rows
+from tests.kernels_pallas.targets import shapes
+
+
+def residual(values: Sequence[Array], rows: Reductions) -> list[Array]:
+    """What stands before a feed-forward block: a sum with a product's parts, and its norm."""
+    x, parts, weight, bias, scale, width = values
+    x = (x.astype(jnp.float32) * scale + parts).astype(x.dtype)
+    y = x.astype(jnp.float32)
+    y = y - rows.sum(y) / width
+    y = y * jax.lax.rsqrt(rows.sum(y * y) / width + 1e-5)
+    return [y * weight + bias, x]
+
+
+def gate(values: Sequence[Array], _: Reductions) -> list[Array]:
+    return [jax.nn.silu(values[0]) * values[1]]
+
+
+def operands(kind: str, rows: int, width: int) -> list[Operand]:
+    rng = np.random.default_rng(rows + width)
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> Array:
+        return on_device(rng.standard_normal(shape), dtype)
+
+    parts = [Operand(array(3, rows + 2, width), "parts") for _ in range(2)]
+    if kind == "gate":
+        return parts
+    if kind == "alone":
+        return [Operand(on_device(random_rows(rows, width)), "full")]
+    return [
+        Operand(array(1, rows, width, dtype=jnp.bfloat16), "full"),
+        parts[0],
+        Operand(array(width), "vector"),
+        Operand(array(width), "vector"),
+        Operand(array(rows), "row"),
+        Operand(jnp.float32(width), "one"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "rows", "width"),
+    [
+        ("alone", "4", 3, 1500),
+        ("alone", "3.5", 1, 14336),
+        ("gate", "4", 1, 576),
+        ("gate", "3.5", 3, 1024),
+        ("residual", "4", 3, 1500),
+        ("residual", "8", 1, 4096),
+        ("residual", "3.5", 2, 576),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows(kind: str, format: Any, rows: int, width: int, *, apart: bool) -> None:
+    if apart and kind == "residual":
+        pytest.skip("it reduces rows")
+    like = shapes(QuantFormat(format), (), 64, width)
+    given = operands(kind, rows, width)
+    compute: Any = {"alone": alone, "gate": gate, "residual": residual}[kind]
+    extra = [jnp.bfloat16] if kind == "residual" else []
+
+    @jax.jit
+    def both(arrays: Sequence[Array]) -> Any:
+        own = [Operand(array, one.kind) for array, one in zip(arrays, given, strict=True)]
+        found, others = prepare(own, compute, rows, like, extra, apart=apart, interpret=True)
+        wanted = prepare_reference(own, compute, rows, like, apart=apart)
+        return (found.x, found.factors, others), wanted
+
+    (x, factors, others), wanted = both([one.array for one in given])
+    assert x.shape == (rows, like.superblocks, 16 * like.per_code, 2 * like.columns)
+    assert factors.shape == ((rows, like.superblocks) if apart else (rows,))
+    found, expected = (
+        rounded.astype(jnp.float32) * of_each.reshape(rows, -1, 1, 1)
+        for rounded, of_each in ((x, factors), wanted[:2])
+    )
+    size = float(jnp.max(jnp.abs(expected), initial=0, where=jnp.isfinite(expected)))
+    if kind == "alone":  # to the bit
+        np.testing.assert_array_equal(x, wanted[0])
+        np.testing.assert_array_equal(factors, wanted[1])
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=size * 1e-4)
+    for other, one in zip(others, wanted[2], strict=True):
+        assert other.dtype == jnp.bfloat16
+        np.testing.assert_allclose(other.astype(jnp.float32), one.astype(jnp.float32), rtol=1e-2)

@@ -1,0 +1,46 @@
+"""Thresholds of a vocabulary by kernels: interpreted, against XLA's bisection and a sort."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.ops.backend import target
+from jinfer.sampling.thresholds import greatest, heaviest
+from tests.arrays import on_device
+
+VOCAB = 40_000
+
+
+@pytest.fixture(scope="module")
+def logits() -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((3, VOCAB)).astype(np.float32) * 5
+    x[0, ::3] = x[0, 0]
+    x[1, 100:] = -np.inf
+    return x
+
+
+def test_the_greatest_that_weigh_enough(logits: np.ndarray) -> None:
+    weights = np.random.default_rng(1).integers(0, 8, logits.shape).astype(np.float32)
+    mass = np.floor(weights.sum(axis=1) * np.array([0.3, 0.001, 1.0], np.float32))  # sums are exact
+    with target("gpu", interpret=True):
+        kept = np.asarray(jax.jit(heaviest)(*map(on_device, (logits, weights, mass))))
+    for row, x in enumerate(logits):
+        descending = np.argsort(-x, kind="stable")
+        last = np.searchsorted(np.cumsum(weights[row, descending]), mass[row])
+        assert np.array_equal(kept[row], x >= x[descending[last]])
+
+
+def test_so_many_of_the_greatest(logits: np.ndarray) -> None:
+    count = on_device([1, 40, VOCAB + 5], jnp.int32)
+    expected = greatest(on_device(logits), count)
+    with target("gpu", interpret=True):
+        kept = jax.jit(lambda x, count: greatest(x, count))(on_device(logits), count)
+    assert np.array_equal(kept, expected)
+    assert np.asarray(kept).sum(axis=1).tolist() == [
+        (logits[0] == logits[0].max()).sum(),
+        40,
+        VOCAB,
+    ]

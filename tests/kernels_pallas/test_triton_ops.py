@@ -1,0 +1,18 @@
+"""What is left where JAX has dropped Pallas' Triton-style operations."""
+
+import subprocess
+import sys
+
+WITHOUT = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None  # importing it fails
+import kernels_pallas
+from jinfer.ops import gpu_backend as kernels
+print(kernels.kind())
+"""
+
+
+def test_mosaic_kernels_are_taken_without_triton() -> None:
+    program = [sys.executable, "-W", "ignore", "-c", WITHOUT]
+    out = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["mosaic"]

@@ -1,0 +1,177 @@
+"""Checkpoints that the families are resolved for: those of the golden files, and made-up ones."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer.checkpoint import open_checkpoint
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.resolve_spec import Facts
+from jinfer.modelspec.spec_files import families, find_family, read_toml
+from jinfer.nn.abstract_model import build
+
+from .helpers import facts, gguf_facts
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+LLAMA = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 112, "max_position_embeddings": 256,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+BERT = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "max_position_embeddings": 256,
+}  # fmt: skip
+BART = {
+    "vocab_size": 320, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128, "max_position_embeddings": 256, "scale_embedding": True,
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
+# Keys of a config.json for families of which there is no golden.
+MADE_UP: dict[str, dict[str, Any]] = {
+    "albert": BERT | {"embedding_size": 32},
+    "cohere": LLAMA | {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
+    "deberta_v2": BERT | {"position_buckets": 32, "type_vocab_size": 0},
+    "electra": BERT | {"embedding_size": 32},
+    "deepseek_v3": LLAMA | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+    "qwen2_encoder": LLAMA | {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}},
+    "t5_encoder": {
+        "vocab_size": 320, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 128,
+    },
+    "eagle3": LLAMA | {"draft_vocab_size": 64, "norm_before_residual": True},
+    "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
+    "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
+    "gemma3": LLAMA | {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
+    "gemma3_multimodal": LLAMA | {"head_dim": 16, "sliding_window": 16},
+    "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
+    "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
+    "glm4_moe": LLAMA | MOE | {
+        "partial_rotary_factor": 0.5, "attention_bias": True, "n_routed_experts": 4,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24,
+    },
+    "gpt_neo": {
+        "vocab_size": 320, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 16,
+        "attention_layers": ["global", "local"], "activation_function": "gelu_new",
+    },
+    "gpt_oss": LLAMA | MOE | {"sliding_window": 16, "head_dim": 16},
+    "gptj": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "granite": LLAMA | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+    "granite_moe": LLAMA | MOE | {"residual_multiplier": 0.4, "logits_scaling": 1.7},
+    "internlm2": LLAMA | {"bias": False},
+    "marian": BART | {"activation_function": "swish"},
+    "mbart": BART,
+    "mimo": LLAMA,
+    "mistral3": LLAMA,
+    "modernbert": BERT | {"local_attention": 16},
+    "mpt": {
+        "vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "no_bias": True,
+        "attn_config": {"alibi": True, "clip_qkv": 4.0, "kv_n_heads": 1},
+    },
+    "nemotron": LLAMA | {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "nomic_bert": BERT | {"rotary_emb_base": 1000},
+    "olmo": LLAMA | {"clip_qkv": 8.0},
+    "olmoe": LLAMA | MOE | {"norm_topk_prob": False},
+    "pegasus": BART,
+    "phi3_5_moe": LLAMA | MOE | {"router_jitter_noise": 0.01, "lm_head_bias": True},
+    "qwen2_moe": LLAMA | MOE | {"moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    "smollm3": LLAMA | {"no_rope_layers": [1, 1, 1, 0]},
+    "stablelm": LLAMA | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
+    "umt5": {
+        "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+GGUF = {
+    "vocab_size": 320, "embedding_length": 64, "block_count": 2, "attention.head_count": 4,
+    "feed_forward_length": 128, "context_length": 256, "attention.layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+GGUF_MOE = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
+GGUF_LATENT = {
+    "attention.kv_lora_rank": 16, "attention.key_length": 24, "attention.value_length": 16,
+    "rope.dimension_count": 8,
+}  # fmt: skip
+LLAMA2C = {
+    "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
+    "max_seq_len": 256, "shared_classifier": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint: its name, the family that serves it, what it says of itself and its names."""
+
+    name: str
+    family: str
+    facts: Facts
+    architectures: tuple[str, ...]
+
+
+def golden_folders(file: str = "config.json") -> list[str]:
+    return sorted(path.parent.name for path in GOLDENS.glob(f"*/{file}"))
+
+
+@cache
+def golden(folder: str, file: str = "config.json") -> Case:
+    """A golden checkpoint, as one of its config files describes it."""
+    config = json.loads((GOLDENS / folder / file).read_text())
+    known = facts(config, tuple(open_checkpoint(GOLDENS / folder).tensors))
+    family = find_family(known, config["architectures"], Path(folder)).stem
+    return Case(folder, family, known, tuple(config["architectures"]))
+
+
+def architectures(family: str) -> tuple[str, ...]:
+    """The names by which checkpoints ask for a family."""
+    return tuple(read_toml(families()[family]).get("match", {}).get("architectures", ()))
+
+
+def made_up(family: str) -> Case:
+    """The made-up checkpoint of a family."""
+    return Case(family, family, facts(MADE_UP[family]), architectures(family)[:1])
+
+
+def cases() -> list[Case]:
+    """Every golden with a config.json, and the made-up ones."""
+    return [*map(golden, golden_folders()), *map(made_up, MADE_UP)]
+
+
+def gguf_like(architecture: str, **more: Any) -> Facts:
+    """The least metadata of a GGUF file of any architecture."""
+    metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
+    return gguf_facts({"general.architecture": architecture, **metadata}, {"output.weight": None})
+
+
+def gguf_cases() -> Iterator[Case]:
+    """The least GGUF file of every family that has a name there."""
+    for family, path in families().items():
+        table = read_toml(path)
+        for architecture in table.get("match", {}).get("gguf", []):
+            is_moe = "experts" in str(table.get("dims", {})) or "moe" in family
+            more = GGUF_MOE if is_moe or architecture == "deepseek2" else {}
+            more = more | (GGUF_LATENT if architecture in ("deepseek2", "minicpm3") else {})
+            more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
+            known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
+            yield Case(f"{family} {architecture}", family, known, (architecture,))
+
+
+def parameters(spec: ModelSpec) -> tuple[str, ...]:
+    """The names of a model's parameters."""
+    return build(spec, jnp.float32).names
+
+
+def tensor_names(spec: ModelSpec) -> set[str]:
+    """Every name that the parameters of a model may have in its checkpoint."""
+    places = (spec.tensors.place(parameter) for parameter in parameters(spec))
+    return {name for place in places if place is not None for name in place.names}

@@ -1,0 +1,115 @@
+"""A small model, its parts easy to change, and what every error has to be."""
+
+import copy
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jinfer.modelspec.config_lookup import lookup_in
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import format_table, with_families
+from jinfer.modelspec.spec_values import Missing, Values, rows_in
+from jinfer.modelspec.toml_tables import merge, nested
+
+PATH = "made-up.toml"
+
+MODEL = """
+[dims]
+vocab = 64
+hidden = 32
+layers = 2
+heads = 4
+kv_heads = 2
+head_dim = "hidden / heads"
+context = 128
+
+[modules]
+embed = { kind = "embedding" }
+logits = { kind = "head" }
+
+[decoder]
+stem = "embed(tokens)"
+layer = "x + attn(norm(x))"
+head = "logits(norm(x))"
+
+[decoder.modules]
+norm = { kind = "rms" }
+attn = { kind = "attention", position = { kind = "rope" } }
+"""
+
+
+def facts(
+    config: Mapping[str, Any] | None = None,
+    tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
+) -> Facts:
+    """A checkpoint of safetensors whose config.json is `config`; `tensors` may have shapes."""
+
+    def has(pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in tensors)
+
+    rows = rows_in(tensors if isinstance(tensors, Mapping) else {})
+    return Facts("safetensors", lookup_in(config or {}), has, "config.json", rows)
+
+
+def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Facts:
+    """A GGUF file, as its metadata's keys are seen: without the architecture's name."""
+    prefix = metadata["general.architecture"] + "."
+    known = {key.removeprefix(prefix): value for key, value in metadata.items()}
+
+    def lookup(key: str) -> Any:
+        if key not in known:
+            raise Missing(key)
+        return known[key]
+
+    return Facts("gguf", lookup, lambda pattern: pattern in tensors, "the GGUF metadata")
+
+
+def values(
+    dims: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
+) -> Values:
+    """What evaluates values, over these dimensions, config.json and tensors."""
+    known = facts(config, tensors)
+    return Values(PATH, dims or {}, known.lookup, known.has, known.source, known.rows)
+
+
+def model(text: str = MODEL, **changes: Any) -> dict[str, Any]:
+    """The tables of a small model; `changes` are laid over it, dots written as two underscores."""
+    table = copy.deepcopy(tomllib.loads(text))
+    for key, value in changes.items():
+        table = merge(table, nested(key.replace("__", "."), value))
+    return table
+
+
+def resolved(table: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> ModelSpec:
+    """A specification without a family, resolved."""
+    return resolve([table], PATH, facts(config), {})
+
+
+def resolved_family(name: str, known: Facts, over: Mapping[str, Any] | None = None) -> ModelSpec:
+    """A family that comes with jinfer, resolved for a checkpoint."""
+    tables = with_families({"family": name, **(over or {})}, Path(PATH))
+    return resolve(tables, PATH, known, format_table(known.format))
+
+
+def error_of(table: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> str:
+    """The error that a specification gives, checked to be one line that begins with the file."""
+    with pytest.raises(SpecError) as caught:
+        resolved(table, config)
+    return one_line(caught.value)
+
+
+def one_line(error: SpecError, path: object = PATH) -> str:
+    """An error's text without the file's name."""
+    text = str(error)
+    assert text.startswith(f"{path}: ")
+    assert "\n" not in text
+    assert len(text) < 1200
+    return text.removeprefix(f"{path}: ")

@@ -1,0 +1,95 @@
+"""What a process of several reads of a model, with some devices taken for another process's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.checkpoint import Tensor
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
+from jinfer.parallel.device_groups import Site
+from jinfer.parallel.placement import make_stages, plan_of
+from jinfer.parallel.sharded_loading import load_stages, rows_of
+from jinfer.weights.plan_weights import find_weights
+from tests.parallel.eight.models import GOLDENS
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+@pytest.mark.parametrize(("own", "stage"), [((0, 1), 0), ((2, 3), 1)])
+def test_tensors_of_other_stages_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, weights: str, own: tuple[int, ...], stage: int
+) -> None:
+    read: dict[str, int] = {}
+
+    def noted(tensor: Tensor, given: Callable[[], np.ndarray]) -> np.ndarray:
+        read[tensor.name] = tensor.nbytes
+        return given()
+
+    keys: dict[str, Any] = {"partition.devices": "0&1;2&3", "quantization.weights": weights}
+    opened = open_model(GOLDENS / "llama2", {"dtype": "float32", **keys})
+    tensors = {
+        name: replace(
+            each, read=partial(noted, each, each.read), raw=partial(noted, each, each.raw)
+        )
+        for name, each in opened.checkpoint.tensors.items()
+    }
+    checkpoint = replace(opened.checkpoint, tensors=tensors)
+    model = build(opened.spec, jnp.dtype(opened.dtype))
+    found = find_weights(model, opened.spec, checkpoint, opened.activations)
+    kind = opened.kv_cache
+    plan = plan_of(opened.spec, found.model, opened.context, jnp.dtype(opened.dtype), kind)
+    stages = make_stages(plan, opened.spec, found.model, jnp.dtype(opened.dtype))
+    read.clear()
+    here = property(lambda site: tuple(i for i, d in enumerate(site.devices) if d.id in own))
+    monkeypatch.setattr(Site, "here", here)
+    leaves = load_stages(found, stages)
+    layers = {f".{layer}." for layer in stages[stage].model.part.layers["decoder"]}
+    ends = {0: "embed_tokens", 1: "lm_head"}
+    assert read
+    for name in read:
+        assert any(part in name for part in (*layers, ends[stage], "model.norm")), name
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(read.values()) < 0.7 * whole
+    for number, each in enumerate(stages):
+        for leaf in leaves[each.leaves]:
+            assert isinstance(leaf, jax.Array) == (number == stage)
+
+
+@pytest.mark.parametrize(
+    ("golden", "weights"),
+    [
+        ("llama2", "auto"),
+        ("llama2", "q3.5"),
+        ("gguf_llama_mixed", "auto"),
+        ("mixtral", "q8"),
+        ("gguf_mixtral", "auto"),
+        ("chatglm2", "q8"),
+        ("gpt2", "auto"),
+    ],
+)
+@pytest.mark.parametrize("own", [0, 1])
+def test_rows_of_other_devices_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, golden: str, weights: str, own: int
+) -> None:
+    """A device has the same bytes whether or not the rows of the other one are read too."""
+    keys: dict[str, Any] = {"partition.devices": "0&1", "quantization.weights": weights}
+    opened = open_model(GOLDENS / golden, {"dtype": "float32", **keys})
+    model = build(opened.spec, jnp.dtype(opened.dtype))
+    found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    dtype = jnp.dtype(opened.dtype)
+    plan = plan_of(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
+    stages = make_stages(plan, opened.spec, found.model, dtype)
+    whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
+    monkeypatch.setattr(Site, "here", property(lambda site: (own,)))
+    monkeypatch.setattr(Site, "joined", lambda site, parts, _: jax.device_put(parts[0]))
+    alone = load_stages(found, stages)
+    windows = [rows_of([(stages[0], source)]) for source in stages[0].model.sources]
+    assert any(window is not None for window in windows)
+    for one, other in zip(whole, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -1,0 +1,163 @@
+"""`[partition]`: Inferflow's grammar, layers of stages, and one line for each wrong plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jinfer import LLM
+from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec, device_groups
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.parallel.layer_plan import Plan, Weight, balance, make_plan
+
+WEIGHT = Weight({"decoder": [10] * 8}, before=5, after=25)
+
+
+def plan(there: int = 4, weight: Weight = WEIGHT, **keys: Any) -> Plan:
+    return make_plan(PartitionSpec(**keys), weight, there, 8, "spec.toml", lambda: (("0",), ("1",)))
+
+
+def shown(plan: Plan) -> list[tuple[str, int]]:
+    return [("&".join(row.devices), len(row.part.layers["decoder"])) for row in plan.rows]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("0", (("0",),)),
+        ("0;1", (("0",), ("1",))),
+        ("0,1", (("0",), ("1",))),
+        ("0&1", (("0", "1"),)),
+        ("0|1", (("0", "1"),)),
+        (" 0 & 1 ; 2 & 03 ", (("0", "1"), ("2", "3"))),
+        ("cpu;0&1", (("cpu",), ("0", "1"))),
+        ("auto", ()),
+    ],
+)
+def test_grammar(text: str, groups: tuple[tuple[str, ...], ...]) -> None:
+    assert device_groups(text, "spec.toml") == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0&x", "'x', which is neither the number of a device nor cpu"),
+        ("0;;1", "'', which is neither"),
+        ("0&1;1&2", "names device 1 twice"),
+        ("0&1;2", "stages of different numbers of devices"),
+        ("cpu&0", "cpu beside others"),
+    ],
+)
+def test_grammar_errors(text: str, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason) as caught:
+        device_groups(text, "spec.toml")
+    assert str(caught.value).startswith("spec.toml: partition.devices: ")
+
+
+def test_layers_are_balanced_by_bytes() -> None:
+    # The head weighs as much as two and a half layers.
+    assert shown(plan(mesh=MeshSpec(pipe=2, tensor=2))) == [("0&1", 5), ("2&3", 3)]
+    assert shown(plan(there=8, mesh=MeshSpec(pipe=4))) == [("0", 2), ("1", 2), ("2", 3), ("3", 1)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "before", "after", "stages", "counts"),
+    [
+        ([1] * 22, 0, 0, 4, [6, 6, 5, 5]),
+        ([1, 1, 1, 9], 0, 0, 2, [3, 1]),
+        ([4, 4, 4], 100, 0, 3, [1, 1, 1]),
+        ([1, 1, 1, 1], 2, 0, 2, [1, 3]),
+    ],
+)
+def test_balance(sizes: list[int], before: int, after: int, stages: int, counts: list[int]) -> None:
+    found = balance(sizes, before, after, stages, 1)
+    assert sum(found) == len(sizes)
+    loads = _loads(sizes, found, before, after)
+    assert max(loads) == max(_loads(sizes, counts, before, after))
+
+
+def _loads(sizes: list[int], counts: list[int], before: int, after: int) -> list[int]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    loads = [sum(sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    loads[0] += before
+    loads[-1] += after
+    return loads
+
+
+def test_given_layers_may_be_none() -> None:
+    keys: Mapping[str, Any] = {"devices": "0;1;2", "layers": (0, 8, 0)}
+    assert shown(plan(**keys)) == [("0", 0), ("1", 8), ("2", 0)]
+
+
+def test_a_stage_on_the_host() -> None:
+    assert shown(plan(cpu_layers=3)) == [("cpu", 3), ("0", 5)]
+    assert shown(plan(host_embeddings=True, devices="0;1")) == [("cpu", 0), ("0", 5), ("1", 3)]
+    assert shown(plan(cpu_layers=2, devices="0;1")) == [("cpu", 2), ("0", 4), ("1", 2)]
+
+
+def test_an_encoder_follows_its_decoder() -> None:
+    weight = Weight({"encoder": [1, 1], "decoder": [1] * 6}, 0, 0)
+    rows = plan(weight=weight, devices="0;1;2").rows
+    assert sorted(len(row.part.layers["encoder"]) for row in rows) == [0, 1, 1]
+    assert [row.part.layers["decoder"] for row in rows] == [range(2), range(2, 4), range(4, 6)]
+    assert [(row.part.first, row.part.last) for row in rows] == [
+        (True, False), (False, False), (False, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"devices": "0;4"}, "partition.devices: device 4 is not there: there are 4, from 0 on"),
+        (
+            {"mesh": MeshSpec(pipe=3, tensor=2)},
+            "partition.mesh: needs 3 x 2 = 6 devices, but there are 4",
+        ),
+        (
+            {"devices": "0;1", "layers": (4, 5)},
+            "partition.layers: [4, 5] are 9 layers of 2 stages, but there are 8 layers and "
+            "2 stages",
+        ),
+        ({"devices": "0", "layers": (4, 4)}, "partition.layers: [4, 4] are 8 layers of 2 stages"),
+        ({"cpu_layers": 8}, "partition.cpu_layers: 2 stages are more than the decoder's 8 layers"),
+        ({"cpu_layers": 1, "layers": (1, 7)}, "partition.layers: beside a stage on the host"),
+        ({"host_embeddings": True, "devices": "cpu;0"}, "partition.host_embeddings: devices has"),
+        ({"cpu_layers": 1, "devices": "cpu;0"}, "devices has a stage on the host already"),
+        ({"devices": "0", "lanes": 9}, "partition.lanes: 9 is more than engine.slots = 8"),
+    ],
+)
+def test_wrong_plans(keys: dict[str, Any], error: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan(**keys)
+    assert error in str(caught.value)
+    assert str(caught.value).startswith("spec.toml: partition.")
+    assert "\n" not in str(caught.value)
+
+
+def test_more_stages_than_layers() -> None:
+    weight = Weight({"decoder": [1, 1, 1]}, 0, 0)
+    with pytest.raises(SpecError, match="4 stages are more than the decoder's 3 layers"):
+        plan(weight=weight, devices="0;1;2;3")
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"partition.devices": "7"}, "device 7 is not there: there is one, number 0"),
+        ({"partition.mesh": {"pipe": 2}}, "needs 2 x 1 = 2 devices, but there are 1"),
+        ({"partition.devices": 3}, "device 3 is not there"),
+        ({"partition.devices": [0]}, "partition.devices: [0] is not a text"),
+        ({"partition.device": "0"}, "partition.device: unknown key; did you mean 'devices'?"),
+        ({"partition.cpu_layers": -1}, "partition.cpu_layers: -1 is not a whole number"),
+        (
+            {"partition.devices": "0", "partition.mesh": {"pipe": 1}},
+            "partition.mesh: and devices say the same thing; give one of them",
+        ),
+    ],
+)
+def test_a_model_is_not_opened(goldens: Path, keys: dict[str, Any], error: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        LLM(goldens / "llama2", **keys)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,81 @@
+"""Stages on devices of several kinds: operations are those of the kind that is traced for."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jinfer.engine.runner.flat_batch import Places
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.open_model import open_model
+from jinfer.ops.attention.kv_cache import empty
+from jinfer.ops.backend import backend, target
+from jinfer.ops.matmul import half_precision
+from jinfer.parallel.layer_plan import Plan, Row
+from jinfer.parallel.placement import make_stages, stage_models
+from jinfer.parallel.shard_params import abstract_part
+from jinfer.parallel.sharding_rules import Part, whole_of
+from jinfer.parallel.stage import StageModel, stage_model
+from jinfer.parallel.stage_forward import flow
+from jinfer.quant import parse_format
+from jinfer.quant.quantized_tensor import MOST_COLUMNS, QuantizedTensor, abstract, columns_of
+
+
+def traced(spec: ModelSpec, model: AbstractModel) -> str:
+    """What a stage with the whole model computes."""
+    stage = stage_model(spec, model, whole_of(spec), 1, jnp.float32)
+    ints: Any = jax.ShapeDtypeStruct((4,), jnp.int32)
+    places = Places(ints, ints, ints, ints, ints)
+    cache = jax.eval_shape(lambda: empty(stage.model.caches, 2, jnp.float32))
+    tables = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
+    leaves = tuple(stage.model.parameters)
+    given = (leaves, cache, None, places, tables, None)
+    return str(jax.make_jaxpr(lambda *rest: flow(stage, ("logits",), *rest))(*given))
+
+
+@pytest.mark.skipif(not half_precision.reads_as_stored(), reason="there are no custom calls")
+def test_layers_that_were_traced_for_a_cpu_are_not_used_elsewhere(goldens: Path) -> None:
+    opened = open_model(goldens / "llama2", {"dtype": "float32"})
+    model = build(opened.spec, jnp.float32)
+    assert "ffi_call" in traced(opened.spec, model)
+    with target("tpu"):
+        assert "ffi_call" not in traced(opened.spec, model)
+    assert "ffi_call" in traced(opened.spec, model)
+
+
+def test_weights_are_packed_for_the_kind_of_device() -> None:
+    whole = abstract((64, 2048), parse_format("q4"))
+    with target("gpu"):
+        assert backend() == "gpu"
+        assert abstract_part(whole, {}).columns == MOST_COLUMNS
+    assert abstract_part(whole, {}).columns == whole.columns < MOST_COLUMNS
+
+
+def test_a_stage_on_the_host_beside_a_gpu_has_weights_packed_for_a_cpu(goldens: Path) -> None:
+    spec = open_model(goldens / "gguf_llama2", {}).spec
+    whole = build(spec, jnp.float32)
+    matrices = tuple(
+        abstract(one.shape, parse_format("q4")) if role == "matrix" else one
+        for one, role in zip(whole.parameters, whole.roles, strict=True)
+    )
+    model = replace(whole, parameters=matrices)
+    parts = (
+        Part({"decoder": range(1)}, True, False),
+        Part({"decoder": range(1, 2)}, False, True),
+    )
+    plan = Plan((Row(("cpu",), parts[0]), Row(("0",), parts[1])), 1)
+    with target("gpu"):
+        host, device = stage_models(plan, spec, model, jnp.float32)
+        stages = make_stages(plan, spec, model, jnp.float32)
+    assert columns(host) == {columns_of(parse_format("q4"))}
+    assert columns(device) == {MOST_COLUMNS}
+    assert [columns(stage.model) for stage in stages] == [columns(host), columns(device)]
+
+
+def columns(stage: StageModel) -> set[int]:
+    """Columns of a superblock of a stage's quantized matrices."""
+    return {one.columns for one in stage.model.parameters if isinstance(one, QuantizedTensor)}

@@ -1,0 +1,23 @@
+"""Cholesky factors, against NumPy's."""
+
+import numpy as np
+import pytest
+
+from jinfer.quant.cholesky import cholesky
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 200])
+def test_the_factor_is_the_one_there_is(size: int) -> None:
+    x = np.random.default_rng(0).normal(size=(2 * size, size))
+    matrix = x.T @ x
+    L = cholesky(matrix)
+    assert L.dtype == np.float64
+    np.testing.assert_allclose(L, np.linalg.cholesky(matrix), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("where", [0, 99])
+def test_what_has_no_factor(where: int) -> None:
+    matrix = np.eye(100)
+    matrix[where, where] = -1
+    with pytest.raises(np.linalg.LinAlgError):
+        cholesky(matrix)

@@ -1,0 +1,130 @@
+"""Numbers of 16 bits as whole numbers: the definition, and what reads them from files."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.cpu import build_library, repack_gguf
+from jinfer.modelspec.quant_format import FORMATS, WIDE
+from jinfer.quant import QuantizedTensor, f16_as_int
+from jinfer.quant.f16_as_int import whole_numbers
+from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
+from jinfer.quant.quantized_tensor import from_codes, to_codes
+
+
+def stored(values: np.ndarray, name: str = "F16") -> Tensor:
+    with np.errstate(invalid="ignore"):
+        typed = np.ascontiguousarray(values.astype(DTYPES[name]))
+    raw = typed.view(np.uint8).reshape(-1)
+    return Tensor("w", values.shape, name, raw.size, lambda: typed, lambda: raw)
+
+
+def kept(tensor: Tensor | list[Tensor], rows: np.ndarray | None = None) -> QuantizedTensor:
+    result = quantized_tensor(tensor, rows, halves=True)
+    assert result is not None
+    assert result.format == kept_format(tensor, halves=True) == WIDE
+    return result
+
+
+def any_numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random bits: numbers of all magnitudes, a few of them not finite, and some blocks alike."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 16, shape, np.uint16)
+    alike = rng.random((*shape[:-1], shape[-1] // WIDE.block)) < 0.7
+    with np.errstate(invalid="ignore"):
+        values = bits.view(np.float16).astype(np.float32)
+    near = rng.standard_normal(shape).astype(np.float32)
+    return np.where(np.repeat(alike, WIDE.block, axis=-1), near, values)
+
+
+def test_how_far_off_numbers_are() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((200, WIDE.block)) * np.exp2(rng.integers(-9, 9, (200, 1)))
+    values = values.astype(np.float16).astype(np.float32)
+    codes, scales = whole_numbers(values)
+    assert codes.dtype == np.int16
+    most = np.abs(values).max(axis=1)
+    assert np.all((np.abs(codes).max(axis=1) >= 1 << 12) & (np.abs(codes).max(axis=1) <= 1 << 13))
+    meant = codes * scales.astype(np.float64)[:, None]
+    off = np.abs(meant - values)
+    assert np.all(off <= most[:, None] / (1 << 13))
+    large = np.abs(values) * 4 > most[:, None]
+    assert np.all(off[large] == 0)
+
+
+def test_the_least_number_of_float16_is_kept() -> None:
+    values = np.zeros((2, WIDE.block), np.float32)
+    values[0, 5], values[0, 6] = 2.0**-24, -3 * 2.0**-24
+    codes, scales = whole_numbers(values)
+    np.testing.assert_array_equal(codes * scales.astype(np.float64)[:, None], values)
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_a_block_with_a_number_that_is_not_finite(number: float) -> None:
+    values = np.ones((2, WIDE.block), np.float32)
+    values[1, 7] = number
+    meant = np.asarray(kept(stored(values)).dequantize())
+    assert np.all(meant[0] == 1)
+    assert np.all(np.isnan(meant[1]))
+
+
+@pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 99), st.data())
+def test_compiled_code_is_the_definition(
+    outputs: int, blocks: int, seed: int, data: st.DataObject
+) -> None:
+    file = stored(any_numbers((outputs, blocks * WIDE.block), seed))
+    rows = data.draw(st.sampled_from([None, np.arange(outputs)[::-1].copy()]))
+    compiled = kept(file, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repack_gguf, "repack", lambda *_: False)
+        by_numpy = kept(file, rows)
+    for one, other in zip(jax.tree.leaves(compiled), jax.tree.leaves(by_numpy), strict=True):
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+    # The layout is that of `from_codes`, padding included.
+    codes, scales, _ = to_codes(compiled)
+    again = from_codes(codes[:, : compiled.inputs], scales, WIDE)
+    np.testing.assert_array_equal(again.words, compiled.words)
+    # And it means what `whole_numbers` says.
+    with np.errstate(invalid="ignore"):
+        values = file.read().astype(np.float32)[slice(None) if rows is None else rows]
+    codes, scales = whole_numbers(values.reshape(outputs, blocks, WIDE.block))
+    meant = (codes * scales.astype(np.float32)[..., None]).reshape(outputs, -1)
+    np.testing.assert_array_equal(np.asarray(compiled.dequantize()), meant)
+
+
+def test_rows_under_jit() -> None:
+    file = stored(np.random.default_rng(0).standard_normal((19, 192)))
+    ids = np.array([[0, 18, 3], [3, 7, 1]], np.int32)
+    tensor = kept(file)
+    taken = jax.jit(lambda weight: weight.take(ids, jnp.float32))(jax.device_put(tensor))
+    np.testing.assert_array_equal(taken, np.asarray(tensor.dequantize())[ids])
+    assert np.abs(np.asarray(taken) - file.read()[ids]).max() < 1e-3
+
+
+def test_a_stack() -> None:
+    rng = np.random.default_rng(0)
+    files = [stored(rng.standard_normal((12, 64))) for _ in range(3)]
+    for e, file in enumerate(files):
+        np.testing.assert_array_equal(kept(files)[e].words, kept(file).words)
+
+
+def test_what_is_not_kept() -> None:
+    plain = stored(np.ones((8, 64)))
+    other = stored(np.ones((8, 64)), "BF16")
+    assert kept_format(plain) is None  # unless it is asked for
+    assert quantized_tensor(plain) is None
+    assert kept_format(other, halves=True) is None
+    assert kept_format([plain, other], halves=True) is None
+    assert kept_format(stored(np.ones((8, 96))), halves=True) is None  # no whole blocks
+    assert kept_format(stored(np.ones(64)), halves=True) is None
+    assert WIDE not in FORMATS.values()  # nor can it be asked for in a specification
+    assert f16_as_int.BYTES == 128

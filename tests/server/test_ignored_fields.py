@@ -1,0 +1,125 @@
+"""What a request asks that changes nothing is said in a header and in the log, or refused."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from jinfer.server.ignored_fields import HEADER, MOST_NAMED
+from tests.server.running import Running
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/completion": {"prompt": "a", "n_predict": 1},
+    "/apply-template": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/tokenize": {"messages": [{"role": "user", "content": "Hello"}]},
+}
+KWARGS = {"chat_template_kwargs": {"enable_thinking": False}}
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"reasoning_effort": "medium"}, "reasoning_effort"),
+    (CHAT, KWARGS, "chat_template_kwargs.enable_thinking"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"store": True}, "store"),
+    (CHAT, {"service_tier": "flex"}, "service_tier"),
+    (CHAT, {"prediction": {"type": "content", "content": "a"}}, "prediction"),
+    (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+    (CHAT, {"web_search_options": {}}, "web_search_options"),
+    (CHAT, {"id_slot": 0}, "id_slot"),
+    (CHAT, {"verbose": True}, "verbose"),
+    (CHAT, {"model": "gpt-3.5-turbo"}, "model"),
+    (CHAT, {"model": ""}, "model"),
+    (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include.0"),
+    (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPONSES, {"store": True}, "store"),
+    (RESPONSES, {"client_metadata": {"a": "b"}}, "client_metadata"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    (RESPONSES, KWARGS, "chat_template_kwargs.enable_thinking"),
+    (RESPONSES, {"model": "gpt-4o"}, "model"),
+    ("/v1/completions", {"model": "gpt-3.5-turbo"}, "model"),
+    ("/completion", {"id_slot": 0}, "id_slot"),
+    ("/apply-template", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ("/tokenize", KWARGS, "chat_template_kwargs.enable_thinking"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "name"), FIELDS)
+def test_a_field_that_changes_nothing(
+    smol: Running, path: str, change: dict[str, Any], name: str, caplog: Any
+) -> None:
+    def logged() -> list[Any]:
+        return [one.ignored for one in caplog.records if hasattr(one, "ignored")]
+
+    with caplog.at_level(logging.INFO, "jinfer.access"), smol.client() as http:
+        answer = http.post(path, json=BODIES[path] | change)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers[HEADER] == name
+        # The line follows the answer.
+        end = time.monotonic() + 10
+        while not logged() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert logged() == [[name]]
+
+
+@pytest.mark.parametrize(("path", "change", "name"), FIELDS)
+def test_the_same_where_the_service_is_strict(
+    strict: Running, path: str, change: dict[str, Any], name: str
+) -> None:
+    with strict.client() as http:
+        answer = http.post(path, json=BODIES[path] | change)
+    error = answer.json()["error"]
+    assert error["param"] == name
+    assert answer.status_code == (404 if name == "model" else 400)
+    assert error["code"] == ("model_not_found" if name == "model" else "not_supported")
+
+
+def test_what_is_told_is_bounded(smol: Running) -> None:
+    """Names that a client chose are no way to write headers."""
+    names = {f"a\r\nset-cookie: {i} é{'x' * 300}": 1 for i in range(100)}
+    with smol.client() as http:
+        answer = http.post(CHAT, json=BODIES[CHAT] | {"chat_template_kwargs": names})
+        assert answer.status_code == 200
+        assert "set-cookie" not in answer.headers
+        told = answer.headers[HEADER].split(", ")
+        assert len(told) == MOST_NAMED
+        assert told[0].startswith("chat_template_kwargs.a??set-cookie:?0")
+        assert HEADER not in http.post(CHAT, json=BODIES[CHAT]).headers
+
+
+def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
+    from jinfer.server.responses import as_chat
+    from jinfer.server.schemas.responses import ResponseRequest
+
+    given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
+    chat = as_chat(ResponseRequest.model_validate(given))
+    assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
+    assert (chat.top_k, chat.seed, chat.max_completion_tokens) == (5, 1, 1)
+
+
+def test_other_tools_leave_functions_alone(smol: Running) -> None:
+    tool = {"type": "function", "name": "f"}
+    tools = {"tools": [{"type": "web_search", "filters": {}}, tool]}
+    with smol.client() as http:
+        answer = http.post(RESPONSES, json=BODIES[RESPONSES] | tools)
+        assert [one["name"] for one in answer.json()["tools"]] == ["f"]
+        wrong = {"tools": [{"type": "web_search"}, {**tool, "name": "a b"}]}
+        error = http.post(RESPONSES, json=BODIES[RESPONSES] | wrong).json()["error"]
+        assert error["param"] == "tools.1.name"
+
+
+def test_several_models_have_names() -> None:
+    from jinfer.server.model_manager import Models
+    from jinfer.server.server_settings import Source
+
+    one, two = Source("a", "x"), Source("b", "y")
+    assert Models([one]).stands_in_for("gpt")
+    assert not Models([one]).stands_in_for("a")
+    assert not Models([one], strict=True).stands_in_for("gpt")
+    assert not Models([one, two]).stands_in_for("gpt")

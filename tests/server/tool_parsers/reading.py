@@ -1,0 +1,96 @@
+"""Reads texts with the formats of calls, whole and in pieces."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+
+from jinfer.server.output_deltas import CallDelta, Delta, Parser
+from jinfer.server.tool_parsers.call_format import Format
+from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city"],
+}
+TOOLS: dict[str, Any] = {"weather": CITY, "now": {}}
+
+
+@dataclass
+class Read:
+    """What an answer was understood as."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    cut: list[tuple[str, str]] = field(default_factory=list)
+    void: int = 0
+
+
+def parser(
+    format: Format, tools: Any = TOOLS, most: int | None = None, *, bound: bool = False
+) -> Parser:
+    """A parser whose calls have no names, so that results can be compared."""
+    output = Output(lambda: "id", most)
+    return Machine(lambda reader, out: format.read(reader, out, tools), output, bound=bound)
+
+
+def read(parser: Parser, pieces: Iterable[str], *, cut: bool = False) -> Read:
+    """What comes of the pieces of a text; checks that calls come as they should."""
+    deltas = [*map(parser.push, pieces), parser.finish(cut)]
+    return joined(deltas)
+
+
+def joined(deltas: Sequence[Delta]) -> Read:
+    """The whole of some deltas."""
+    found = Read()
+    calls: dict[int, CallDelta] = {}
+    ended: set[int] = set()
+    for delta in deltas:
+        found.content += delta.content
+        found.reasoning += delta.reasoning
+        for one in delta.calls:
+            assert one.index not in ended
+            if one.index not in calls:
+                assert one.name is not None
+                assert one.id == "id"
+                assert one.index == len(calls)
+                calls[one.index] = one
+            else:
+                assert one.name is None
+                assert one.id is None
+                known = calls[one.index]
+                text = known.arguments + one.arguments
+                calls[one.index] = CallDelta(one.index, "id", known.name, text, one.end)
+            if one.end:
+                ended.add(one.index)
+    assert ended == set(calls)
+    for ends, listed in (("done", found.calls), ("cut", found.cut)):
+        own = (one for one in calls.values() if one.end == ends)
+        listed += [(one.name or "", one.arguments) for one in own]
+    found.void = len(calls) - len(found.calls) - len(found.cut)
+    return found
+
+
+@st.composite
+def pieces(draw: st.DrawFn, texts: Sequence[str]) -> tuple[str, list[str]]:
+    """A text, and the same cut anywhere."""
+    text = draw(st.sampled_from(texts))
+    cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    bounds = [0, *cuts, len(text)]
+    return text, [text[a:b] for a, b in pairwise(bounds)]
+
+
+def mixed(marks: Sequence[str]) -> st.SearchStrategy[str]:
+    """Texts of a format's own marks and whatever may stand between them, in any order."""
+    words = ["weather", "now", '{"name": "now"', '"arguments": ', '{"city": "a"}', "{}", "}", "]"]
+    signs = [*"{}[]\",: \n<>|'\\", "é", "name", "nul", "function", "json", "to=functions.now", "-1"]
+    return st.lists(st.sampled_from([*marks, *words, *signs]), max_size=25).map("".join)

@@ -1,0 +1,203 @@
+"""Earlier calls as templates want them, and tools for templates without them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening.open_model import open_model
+from jinfer.server.output_deltas import Settled
+from jinfer.server.serve_flags import options, sources_of
+from jinfer.server.tool_parsers.parser_registry import FORMATS, format_of, shown, thinking_of
+from jinfer.server.tool_parsers.prompted_tools import beside_system, written
+from jinfer.server.tool_parsers.template_shape import Shape, shape_of, shaped, takes_system
+from jinfer.template import ChatTemplate
+from jinfer.tokenizer import Tokenizer
+from tests.server.running import ROOT
+from tests.server.tool_parsers.reading import parser
+from tests.server.tool_parsers.test_grammar import tokenizer  # noqa: F401
+
+LOOP = "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}CALLS{% else %}"
+LOOP += "{{ m.content }}{% endif %}{% endfor %}"
+CALLS = "{% for c in m.tool_calls %}{{ c.function.name }}WRITTEN{% endfor %}"
+
+
+def template(written_: str) -> str:
+    """A template that writes calls in some way."""
+    return LOOP.replace("CALLS", CALLS.replace("WRITTEN", written_))
+
+
+TO_JSON = template("{{ c.function.arguments | tojson }}")
+AS_TEXT = template("{{ '```' + c.function.arguments + '```' }}")
+AS_TAGS = template(
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ v }}{% endfor %}"
+)
+WITHOUT_CONTENT = AS_TEXT.replace("{% if m.tool_calls %}", "{% if m.content is none %}")
+EITHER = template(
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+    "{% else %}{{ c.function.arguments | tojson }}{% endif %}"
+)
+WHOLE = LOOP.replace("CALLS", "{{ m.tool_calls | tojson }}")
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+SHORT_IDS = "{% for m in messages if m.tool_calls %}{% if m.tool_calls[0].id | length != 9 %}"
+SHORT_IDS += "{{ raise_exception('ids') }}{% endif %}{% endfor %}" + TO_JSON
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [
+        (TO_JSON, Shape()),
+        (AS_TEXT, Shape(text=True)),
+        (AS_TAGS, Shape()),
+        (WITHOUT_CONTENT, Shape(text=True, empty=True)),
+        (EITHER, Shape()),
+        (WHOLE, Shape()),
+        (SHORT_IDS, Shape()),
+        (PLAIN, None),
+        ("{{ raise_exception('never') }}", None),
+    ],
+)
+def test_what_a_template_wants(source: str, way: Shape | None) -> None:
+    assert shape_of(source) == way
+
+
+def conversation() -> list[dict[str, Any]]:
+    function = {"name": "weather", "arguments": {"city": "Köln"}}
+    call = {"id": "call_1", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Rain."},
+    ]
+
+
+@pytest.mark.parametrize("source", [TO_JSON, AS_TEXT, WITHOUT_CONTENT, EITHER, WHOLE])
+def test_arguments_reach_the_prompt(source: str) -> None:
+    way = shape_of(source)
+    assert way is not None
+    text = ChatTemplate(source).render(shaped(conversation(), way))
+    assert '{"city": "Köln"}' in text
+    assert "Rain." in text
+
+
+def test_ids_of_nine_letters() -> None:
+    messages = shaped(conversation(), Shape(), short_ids=True)
+    (call,) = messages[1]["tool_calls"]
+    assert len(call["id"]) == 9
+    assert messages[2]["tool_call_id"] == call["id"]
+    again = shaped(messages, Shape(), short_ids=True)
+    assert again == messages
+    assert "'Köln'" not in ChatTemplate(SHORT_IDS).render(messages)
+
+
+def test_tools_in_words() -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    messages = written([*conversation(), conversation()[2]], [tool])
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user"]
+    assert all(set(one) == {"role", "content"} for one in messages)
+    assert json.dumps(tool) in messages[0]["content"]
+    assert '{"name": "weather", "arguments": {"city": "Köln"}}' in messages[2]["content"]
+    assert messages[3]["content"].count("<tool_response>\nRain.\n</tool_response>") == 2
+    told = written([{"role": "system", "content": "Be brief."}, *conversation()], [tool])
+    assert told[0]["content"].startswith("Be brief.\n\n")
+    assert written(conversation(), [])[0]["role"] == "user"
+    # Where a template takes no system message, the user tells of them.
+    first, *rest = written(conversation(), [tool], "user")
+    assert first["role"] == "user"
+    assert json.dumps(tool) in first["content"]
+    assert first["content"].endswith("\n\nWeather?")
+    assert rest == written(conversation(), [])[1:]
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+    assert (takes_system(PLAIN), takes_system(refuses)) == (True, False)
+
+
+def test_tools_in_the_system_message() -> None:
+    """Phi-4-mini's template shows what stands in that message beside its content."""
+    source = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    source += "{% if 'tools' in m %}<|tool|>{{ m['tools'] }}<|/tool|>{% endif %}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    user = {"role": "user", "content": "Hi"}
+    listed = '<|tool|>[{"name": "weather", "parameters": {}}]<|/tool|>'
+    text = ChatTemplate(source).render(beside_system([user], [tool]))
+    assert text == f"[system]{listed}[user]Hi"
+    messages = [{"role": "system", "content": "Be brief."}, user]
+    text = ChatTemplate(source).render(beside_system(messages, [tool]))
+    assert text == f"[system]Be brief.{listed}[user]Hi"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("<tool_call>\n{{ x }}", "hermes"),
+        ("<tool_call>\n<function=a>\n<parameter=b>", "qwen_coder"),
+        ("<|python_tag|>", "llama"),
+        ('respond with {"name": function name, "parameters": {}}', "llama"),
+        ("[TOOL_CALLS] [", "mistral"),
+        ("<\uff5ctool▁calls▁begin\uff5c>", "deepseek"),
+        ("<\uff5cDSML\uff5cinvoke", "dsml"),
+        ("<|tool_call|>[", "granite"),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi"),
+        ("<|START_ACTION|>", "command"),
+        ('Action: ```json\n[{"tool_name": …', "command"),
+        ("<|channel|>analysis", "harmony"),
+        ("", "hermes"),
+    ],
+)
+def test_the_format_that_a_template_tells(text: str, name: str) -> None:
+    assert format_of(text).name == name
+    assert format_of(text, "llama").name == "llama"
+    assert set(FORMATS) == {
+        "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony",
+        "dsml", "granite", "phi", "command",
+    }  # fmt: skip
+
+
+def test_thoughts_that_a_template_tells(tokenizer: Tokenizer) -> None:  # noqa: F811
+    assert thinking_of("", tokenizer) is None
+    for text, name in (
+        ("a</think>", "think"),
+        ("[/THINK]", "mistral"),
+        ("<|END_THINKING|>", "command"),
+    ):
+        found = thinking_of(text, tokenizer)
+        assert found is not None
+        assert found.name == name
+    assert thinking_of("</think>", tokenizer, "none") is None
+    chosen = thinking_of("", tokenizer, "seed")
+    assert chosen is not None
+    assert chosen.begin == "<seed:think>"
+
+
+def test_only_special_tokens_of_the_format_are_shown(tokenizer: Tokenizer) -> None:  # noqa: F811
+    ids = shown(["<|im_start|>", "<tool_call>", "<|im_start|>"], tokenizer)
+    assert ids == (tokenizer.id("<|im_start|>"),)
+    detokenizer = tokenizer.detokenizer(shown=ids)
+    end = tokenizer.id("<|im_end|>")
+    assert end is not None
+    text = "".join(detokenizer.push(id) for id in (*tokenizer.encode("Hi"), *ids, end))
+    assert text == "Hi<|im_start|>"
+
+
+def test_a_format_by_hand() -> None:
+    given = ["model.gguf", "--tool-call-parser", "llama", "--reasoning-parser", "none"]
+    (source,) = sources_of(options(given, {"JINFER_PORT": "1"}))
+    assert source.overrides["prompt"] == {"tool_calls": "llama", "reasoning": "none"}
+    path = ROOT / "specs" / "smollm2_135m_instruct.toml"
+    for key, word in (("tool_calls", "lama"), ("reasoning", "thin")):
+        with pytest.raises(SpecError, match=f"prompt.{key}"):
+            open_model(path, {"prompt": {key: word}})
+    prompt = open_model(path, source.overrides).conversation.prompt
+    assert (prompt.tool_calls, prompt.reasoning) == ("llama", "none")
+
+
+def test_calls_that_are_shown_when_they_are_whole() -> None:
+    good = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    bad = '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>'
+    settled = Settled(parser(FORMATS["hermes"]))
+    deltas = [settled.push(sign) for sign in good + bad + good]
+    deltas.append(settled.finish())
+    shown_ = [delta.calls for delta in deltas if delta.calls]
+    assert [calls[-1].end for calls in shown_] == ["done", "done"]
+    assert ["".join(one.arguments for one in calls) for calls in shown_] == ['{"city": "Rome"}'] * 2
+    assert "".join(delta.content for delta in deltas) == bad

@@ -1,0 +1,80 @@
+"""A process of a split that is measured: alone, or one of a job. It answers a task a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jinfer import progress
+from jinfer.api.job_processes import follow, run_job
+from jinfer.distributed.job_config import find_job
+from jinfer.distributed.process_group import current
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.open_model import open_model
+from jinfer.parallel.cost_model import Link
+from jinfer.parallel.layer_bytes import nbytes
+from jinfer.weights.plan_weights import find_weights
+
+from .bench_engine_worker import TimedEngine
+from .bench_links import Products, pass_link, sum_link
+from .llama_peer import answer_tasks
+
+
+def work(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
+    """Measures what standard input asks for, and says first what the cost model wants to know.
+
+    Args:
+        keys: that the model is opened with, by their dotted names.
+    """
+    progress.show(False)  # whoever started it says how far it is
+    job = find_job(vars(options), {})
+    if job is None:
+        return _lead(options, keys)
+    return run_job(job, lambda: _lead(options, keys), lambda: _follow(options, keys))
+
+
+def _lead(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
+    print(json.dumps(_figures(options, keys)), flush=True)
+    return answer_tasks(lambda: TimedEngine(options.source, keys))
+
+
+def _follow(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
+    _figures(options, keys)
+    follow(options.source, keys)
+
+
+def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What this process's cores give, and in a job the links and all processes' cores together."""
+    opened = open_model(options.source, dict(keys))
+    plain = build(opened.spec, jnp.dtype(opened.dtype))
+    model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
+    matrices, hidden, group = matrices_of(model), opened.spec.dims["hidden"], current()
+    found, products = dict[str, Any](), Products(matrices[-1])
+    if group is None or group.rank == 0:
+        found = {"read": products.read(), "flops": products.flops(options.requests)}
+    if group is None:
+        return found
+    group.gathered(True)  # all are ready,
+    group.shared(True)  # and begin
+    found["together"] = sum(group.gathered(products.read()))
+    # One of a layer's sums follows a matrix of middle size, attention's, one the largest ones.
+    after = [sum_link(hidden, each) for each in (Products(matrices[len(matrices) // 2]), products)]
+    rate = len(after) / sum(1 / link.rate for link in after)
+    sums = Link(rate, sum(link.latency for link in after) / len(after))
+    for name, link in (("sums", sums), ("passes", pass_link(group, hidden))):
+        found[name] = [link.rate, link.latency]
+    return found
+
+
+def matrices_of(model: AbstractModel) -> list[Any]:
+    """The matrices of layers, as they are stored, the smallest first."""
+    found = [
+        parameter
+        for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True)
+        if role == "matrix" and len(parameter.shape) == 2 and name.split(".")[1].isdigit()
+    ]
+    return sorted(found, key=nbytes)

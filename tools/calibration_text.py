@@ -1,0 +1,36 @@
+"""A text that a model is to read while its weights are quantized, in windows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jinfer.engine.requests import RequestError
+from jinfer.opening.open_model import Opened
+from jinfer.weights.calibration_texts import in_batches, with_firsts
+from jinfer.weights.layer_forward import Texts
+
+LENGTH = 512  # tokens of a window
+
+
+def text_windows(opened: Opened, text: str, most: int, length: int = LENGTH) -> list[Texts]:
+    """Batches of token ids, of a text without what is left at its end.
+
+    Args:
+        opened: the model that is to read it.
+        most: tokens that are read, before some of them are read once more as first ones.
+        length: tokens of a window.
+
+    Raises:
+        RequestError: the text is too short, or the model reads two texts at a time.
+    """
+    if len(opened.spec.stacks) != 1:
+        raise RequestError("calibration is for a model with an encoder or a decoder alone")
+    if opened.tokenizer is None:
+        raise RequestError("the model has no tokenizer for the calibration text")
+    length = min(length, opened.context)
+    some = opened.tokenizer.encode(text)[:most]
+    ids = np.asarray(some[: len(some) // length * length], np.int32).reshape(-1, length)
+    if not len(ids):
+        raise RequestError("the calibration text is shorter than a window; give a longer one")
+    # An encoder sees all of a text from everywhere.
+    return in_batches(ids) if opened.spec.decoder is None else with_firsts(ids)

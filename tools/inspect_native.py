@@ -1,0 +1,94 @@
+"""A converted checkpoint laid beside its specification: what it holds, not what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint, Packed
+from jinfer.checkpoint.orbax import OrbaxCheckpoint
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.quant_format import FORMATS, QuantFormat
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.weights.tensor_mapping import by_name, look_for
+
+from .inspect_rows import Missing, Row, Rows
+
+
+def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint) -> Rows:
+    """A row for each parameter that is stored, however many arrays it has."""
+    held = _held(checkpoint)
+    rows = {name: Row(tensor) for name, tensor in held.items()}
+    sources = _sources(spec, model, checkpoint)
+    missing, wrong = list[Missing](), list[str]()
+    for name, parameter in zip(model.names, model.parameters, strict=True):
+        first = checkpoint.same.get(name, name)
+        row = rows.get(first)
+        if row is None:
+            missing.append(Missing(name, parameter.shape, (first,)))
+            continue
+        row.parameters.append(name)
+        if row.tensor.shape != parameter.shape:
+            row.note = "wrong shape"
+            shapes = f"{list(row.tensor.shape)}, but the specification says {list(parameter.shape)}"
+            wrong.append(f"{name} is {shapes}")
+        elif name in sources:
+            row.note = f"was {sources[name]}"
+    for row in rows.values():
+        row.note = row.note if row.parameters else "unused"
+    return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))
+
+
+def _held(checkpoint: ConvertedCheckpoint) -> dict[str, Tensor]:
+    """The parameters, in the order of the file: quantized ones as one tensor each."""
+    held: dict[str, Tensor] = {}
+    for name, part in checkpoint.parts.items():
+        whole = next((p for p in _prefixes(name) if p in checkpoint.packed), None)
+        if whole is None:
+            held[name] = part
+            continue
+        packed, before = checkpoint.packed[whole], held.get(whole)
+        nbytes = part.nbytes + (before.nbytes if before else 0)
+        held[whole] = Tensor(whole, packed.shape, _label(packed), nbytes, part.read, part.raw)
+    return held
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _label(packed: Packed) -> str:
+    """The format of a quantized parameter, in a word or two."""
+    said: Mapping[str, Any] = packed.format
+    known = f"q{said.get('width')}" in FORMATS and said.keys() <= QuantFormat.__annotations__.keys()
+    if not known:
+        return "an unknown format"
+    label = QuantFormat(**said).name
+    label += " in two levels" if said.get("two_level") else ""
+    label += " of a table" if said.get("codebook") else ""
+    return label + (f", {packed.outliers} outliers" if packed.outliers is not None else "")
+
+
+def _sources(
+    spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint
+) -> dict[str, str]:
+    """Each parameter's name -> the type that the tensor had that it was made from."""
+    files = by_name(checkpoint, spec.tensors)
+    found = {}
+    for name, parameter in zip(model.names, model.parameters, strict=True):
+        place = spec.tensors.place(name)
+        if place and (origin := look_for(name, parameter.shape, place, files, checkpoint)[0]):
+            found[name] = origin.files[0].type
+    return found
+
+
+def converted_facts(checkpoint: ConvertedCheckpoint) -> list[tuple[str, str]]:
+    """What is said of a converted checkpoint first: (word, value)."""
+    kind = "Orbax" if isinstance(checkpoint, OrbaxCheckpoint) else "safetensors"
+    settings = ", ".join(f"{k} {v}" for k, v in checkpoint.settings.items() if v not in (None, []))
+    return [
+        ("format", f"converted, in {kind}; made from {checkpoint.format}"),
+        ("made with", settings or "the usual settings"),
+    ]

@@ -1,0 +1,296 @@
+"""What each device has and does in a plan: for `jinfer inspect --partition`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.scheduling.cache_size import block_bytes
+from jinfer.modelspec.partition_table import CPU
+from jinfer.modelspec.toml_tables import merge
+from jinfer.modelspec.view.model_svg import CHARACTER
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import Opened, open_model
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, empty
+from jinfer.parallel import stage_forward
+from jinfer.parallel.cost_model import MACHINES, Estimate, estimate
+from jinfer.parallel.layer_bytes import nbytes, weigh
+from jinfer.parallel.memory_budget import HOST
+from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
+from jinfer.parallel.placement import plan_of, stage_models, work_of
+from jinfer.parallel.sharding_rules import AXIS
+from jinfer.parallel.stage import StageModel
+from jinfer.weights.model_size import bytes_text
+from jinfer.weights.plan_weights import find_weights
+
+_FREE = 0.9  # of a device's memory; programs and vectors on their way need some
+_SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}
+
+
+@dataclass(frozen=True)
+class StageView:
+    """A stage: what each of its devices has.
+
+    Attributes:
+        devices: their names.
+        layers: "decoder 0-3", of each stack that it has layers of, and what else it has.
+        weights: bytes.
+        cache: bytes of a token's keys and values.
+        collectives: of a step, by what they are.
+    """
+
+    devices: tuple[str, ...]
+    layers: tuple[str, ...]
+    weights: int
+    cache: float
+    collectives: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan.
+
+    Attributes:
+        moved: bytes of a token's vector, which stages pass on.
+        context: tokens of a sequence.
+        machine: that the estimate is for.
+        memory: what goes where, if devices have as much of it as the machine's.
+    """
+
+    stages: tuple[StageView, ...]
+    moved: int
+    context: int
+    machine: str
+    estimate: Estimate
+    memory: MemoryPlan
+
+
+def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) -> PlanView:
+    """The plan of a model for some devices, which need not be there.
+
+    Args:
+        devices: as `partition.devices`.
+        machine: one of `MACHINES`.
+
+    Raises:
+        SpecError, LoadError, ...: one line each.
+    """
+    opened = open_model(source, merge(dict(overrides), {"partition": {"devices": devices}}))
+    dtype = jnp.dtype(opened.dtype)
+    plain = build(opened.spec, dtype)
+    model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
+    plan = plan_of(opened.spec, model, opened.context, dtype, opened.kv_cache, imagined=True)
+    stages = stage_models(plan, opened.spec, model, dtype)
+    work = work_of(opened.spec, model, weigh(opened.spec, model), dtype, opened.kv_cache)
+    views = tuple(
+        _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.rows, strict=True)
+    )
+    kind, context = opened.kv_cache, opened.context
+    memory = memory_plan(plan, opened.spec, model, dtype, kind, context, free_of(machine))
+    tensor = max(len(row.devices) for row in plan.rows)
+    found = estimate(work, MACHINES[machine], len(plan.rows), tensor, context=opened.context)
+    return PlanView(views, int(work.hidden), opened.context, machine, found, memory)
+
+
+def free_of(machine: str) -> Callable[[str], float]:
+    """Bytes that the weights and the cache may take of a device, by its name; of the host any."""
+    most = _FREE * MACHINES[machine].memory
+    return lambda name: float("inf") if name in (CPU, HOST) else most
+
+
+def _stage(stage: StageModel, devices: tuple[str, ...], opened: Opened) -> StageView:
+    model, part = stage.model, stage.part
+    own = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
+    cache = sum(block_bytes(own, opened.kv_cache).values()) / BLOCK if own else 0.0
+    layers = [f"{stack} {_run(rows)}" for stack, rows in part.layers.items() if len(rows)]
+    words = [*(["embedding"] if part.first else []), *layers, *(["head"] if part.last else [])]
+    names = tuple(name if name == "cpu" else f"device {name}" for name in devices)
+    counts = collectives(stage, opened)
+    return StageView(names, tuple(words), nbytes(model.parameters), cache, counts)
+
+
+def _run(rows: range) -> str:
+    return str(rows.start) if len(rows) == 1 else f"{rows.start}-{rows.stop - 1}"
+
+
+def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
+    """What the devices of a stage exchange in a step, counted in what is traced of it."""
+    if stage.devices == 1:
+        return {}
+    ints: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
+    leaves = tuple(jax.tree.leaves(stage.model.parameters))
+    tree = jax.tree.structure(stage.model.parameters)
+    x = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
+    given: tuple[Any, ...]
+    if opened.spec.decoder is None:
+        texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        run: Any = partial(stage_forward.read, stage, ("hidden", "logits"))
+        given = (None if stage.part.first else x, texts, texts, ints)
+        several = False
+    else:
+        shapes = stage.model.caches
+        pools = jax.eval_shape(lambda: empty(shapes, 1, opened.kv_cache))
+        tables = {shape.group: jax.ShapeDtypeStruct((1, 1), jnp.int32) for shape in shapes.values()}
+        tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
+        places = Places(ints, ints, ints, ints, ints)
+        run = partial(stage_forward.flow, stage, ("logits",))
+        given = (pools, None if stage.part.first else x, places, tables, None)
+        several = True
+
+    def function(leaves: Any, *rest: Any) -> Any:
+        return run(jax.tree.unflatten(tree, leaves), *rest)
+
+    out = (P(), P()) if several else P()
+    mesh = AbstractMesh((stage.devices,), (AXIS,))
+    shared = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False)
+    counted = Counter(_exchanges(jax.make_jaxpr(shared)(leaves, *given).jaxpr))
+    return dict(counted)
+
+
+def _exchanges(jaxpr: Any) -> Iterator[str]:
+    """The collectives of a traced function and of all functions in it."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _SUMS:
+            yield _SUMS[name]
+        values = equation.params.values()
+        for value in (
+            each for one in values for each in (one if isinstance(one, tuple) else [one])
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _exchanges(inner)
+
+
+def to_text(plan: PlanView) -> str:
+    """The plan as a table."""
+    lines = [("device", "has", "weights", "cache", "exchanges a step")]
+    for stage in plan.stages:
+        cells = (
+            " + ".join(stage.layers),
+            bytes_text(stage.weights),
+            bytes_text(stage.cache * plan.context),
+            _exchanged(stage),
+        )
+        lines += [(name, *cells) for name in stage.devices]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([*rows, "", str(plan.memory), "", *_notes(plan)])
+
+
+def _exchanged(stage: StageView) -> str:
+    counts = sorted(stage.collectives.items(), reverse=True)
+    named = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts]
+    return ", ".join(named) or "nothing"
+
+
+def _notes(plan: PlanView) -> list[str]:
+    found = plan.estimate
+    return [
+        f"cache: of a sequence of {plan.context:,} tokens; "
+        f"{bytes_text(plan.moved)} a token go from stage to stage",
+        f"estimate for {plan.machine}: {found.step * 1e3:.1f} ms from a token to the next, "
+        f"{found.tokens:.0f} tokens a second with every stage busy with one sequence",
+    ]
+
+
+_STYLE = """
+.jp text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
+.jp .page{fill:#fcfcfb}.jp .stage{fill:#f3f4f5;stroke:#d5d8dc}
+.jp .device{fill:#e6eef7;stroke:#6b8fb5}
+.jp .wire{stroke:#3d5a80;stroke-width:2}.jp .tip{fill:#3d5a80}
+.jp .name{font-weight:600}.jp .soft{fill:#5c636d}
+@media (prefers-color-scheme:dark){
+.jp text{fill:#e4e6e9}.jp .soft{fill:#a9b0ba}.jp .page{fill:#1d1f22}
+.jp .stage{fill:#26292d;stroke:#43484f}.jp .device{fill:#27384a}
+.jp .wire{stroke:#8fb0d6}.jp .tip{fill:#8fb0d6}}
+"""
+_LINE, _PAD, _GAP = 17, 12, 96
+
+
+def to_svg(plan: PlanView) -> str:
+    """The plan as a picture: a column for each stage, a box for each device."""
+    parts, left, bottom = list[str](), float(_PAD), 0.0
+    for number, stage in enumerate(plan.stages):
+        if number:
+            parts += _arrow(left, _PAD + 3 * _LINE, bytes_text(plan.moved))
+            left += _GAP
+        drawn, width, height = _column(plan, stage, number, left)
+        parts += drawn
+        left, bottom = left + width, max(bottom, _PAD + height)
+    notes = _notes(plan)
+    width = max(left, CHARACTER * max(map(len, notes)) + _PAD) + _PAD
+    height = bottom + _LINE * (len(notes) + 1) + _PAD
+    parts += [
+        _text(_PAD, bottom + _LINE * (index + 1) + 4, note, "soft")
+        for index, note in enumerate(notes)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="jp" width="{width:.0f}" '
+        f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"><style>{_STYLE}</style>'
+        f'<rect class="page" width="100%" height="100%"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _column(
+    plan: PlanView, stage: StageView, number: int, left: float
+) -> tuple[list[str], float, float]:
+    """A stage, its width and its height."""
+    boxes = [[name, *_facts(plan, stage)] for name in stage.devices]
+    inside = CHARACTER * max(len(line) for box in boxes for line in box) + 2 * _PAD
+    tall = _LINE * len(boxes[0]) + _PAD
+    width, height = inside + 2 * _PAD, 2 * _LINE + len(boxes) * (tall + _PAD)
+    title = _text(left + _PAD, _PAD + _LINE + 2, f"stage {number}", "name")
+    parts = [_rect("stage", left, _PAD, width, height), title]
+    for place, box in enumerate(boxes):
+        top = _PAD + 1.6 * _LINE + place * (tall + _PAD)
+        parts.append(_rect("device", left + _PAD, top, inside, tall))
+        parts += [
+            _text(left + 2 * _PAD, top + _LINE * (index + 1), line, "soft" if index else "name")
+            for index, line in enumerate(box)
+        ]
+    return parts, width, height
+
+
+def _arrow(left: float, y: float, label: str) -> list[str]:
+    """What goes from a stage to the next one."""
+    ends = f'x1="{left + 4:.0f}" y1="{y:.0f}" x2="{left + _GAP - 10:.0f}" y2="{y:.0f}"'
+    tip = left + _GAP - 3
+    return [
+        f'<line class="wire" {ends}/>',
+        f'<path class="tip" d="M{tip:.0f} {y:.0f}l-9 -5v10z"/>',
+        _text(left + _GAP / 2, y - 8, label, "soft", "middle"),
+    ]
+
+
+def _facts(plan: PlanView, stage: StageView) -> list[str]:
+    return [
+        *stage.layers,
+        f"weights {bytes_text(stage.weights)}",
+        f"cache {bytes_text(stage.cache * plan.context)}",
+        f"exchanges {_exchanged(stage)}",
+    ]
+
+
+def _rect(style: str, x: float, y: float, width: float, height: float) -> str:
+    return (
+        f'<rect class="{style}" rx="6" x="{x:.0f}" y="{y:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
+    return (
+        f'<text class="{style}" x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )

@@ -1,0 +1,142 @@
+"""The machine that is measured on: what it is, what its memory gives, and who else uses it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jinfer.cpu import read_bandwidth
+from jinfer.cpu.cores import usable_cores
+from jinfer.quant.quantized_tensor import in_large_pages
+
+# By each thread, many times what caches hold: of twice as much a fifth still came from there.
+_READ_BYTES = 256 << 20
+_READ_MOST = 4 << 30  # by all together
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "asimddp")
+_QUIET_CORES, _QUIET_STEAL = 0.15, 0.01
+_STAT = Path("/proc/stat")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    values = _fields(Path("/proc/cpuinfo"))
+    flags = (values.get("flags") or values.get("Features") or "").split()
+    return {
+        "cpu": values.get("model name") or platform.processor() or platform.machine(),
+        "cores": usable_cores(),
+        "of": os.cpu_count(),
+        "features": [name for name in _FEATURES if name in flags],
+        "python": platform.python_version(),
+    }
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Lines of "key : value", the last of each key."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def read_rate(cores: int, repeats: int = 10) -> float:
+    """Bytes a second that so many threads together read from memory, the median of some runs.
+
+    Each reads an array of its own, in the pages that weights are in: a word of each line where
+    there are custom calls, else all words, for which some processors take longer than memory does.
+    Of several ways the one that gives most counts. Not the best run, which takes 20 ms: what it is
+    compared with takes seconds, in which other machines use the same memory.
+    """
+    nbytes = min(_READ_BYTES, _READ_MOST // cores)
+    arrays = [in_large_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
+    ways: list[Callable[[np.ndarray], Any]] = [np.bitwise_or.reduce]
+    if read_bandwidth.available():
+        ways = [partial(read_bandwidth.read, ahead=ahead) for ahead in read_bandwidth.AHEAD]
+    seconds: list[list[float]] = [[] for _ in ways]
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(repeats):
+            for way, taken in zip(ways, seconds, strict=True):
+                begun = time.perf_counter()
+                list(pool.map(way, arrays))
+                taken.append(time.perf_counter() - begun)
+    return cores * nbytes / min(map(statistics.median, seconds))
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the processors have done since the machine was started, in seconds.
+
+    Attributes:
+        clock: when it was read.
+        busy: in any process, of all processors together.
+        stolen: a processor was wanted, and the hypervisor gave it to another machine.
+        own: of this process and those of its children that have ended.
+    """
+
+    clock: float
+    busy: float
+    stolen: float
+    own: float
+
+
+def counters(stat: Path = _STAT) -> Counters | None:
+    """Reads them; None where the system has none."""
+    try:
+        name, *words = stat.read_text(encoding="utf-8").split("\n", 1)[0].split()
+        ticks = [int(word) for word in words]
+    except (OSError, ValueError):
+        return None
+    if name != "cpu" or len(ticks) < 8:
+        return None
+    user, nice, system, _, _, irq, softirq, stolen = ticks[:8]
+    unit = os.sysconf("SC_CLK_TCK")
+    own = sum(os.times()[:4])
+    return Counters(
+        time.monotonic(), (user + nice + system + irq + softirq) / unit, stolen / unit, own
+    )
+
+
+@dataclass(frozen=True)
+class Others:
+    """Who else used the machine during a run.
+
+    Attributes:
+        cores: how many cores other processes kept busy on average.
+        stolen: share of the processors' time that went to other machines.
+    """
+
+    cores: float
+    stolen: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody did, to speak of."""
+        return self.cores < _QUIET_CORES and self.stolen < _QUIET_STEAL
+
+    def __str__(self) -> str:
+        text = (
+            f"other processes kept {self.cores:.2f} cores busy, other machines took "
+            f"{self.stolen:.1%} of the processors' time"
+        )
+        return text if self.quiet else f"{text}: trust no figure, and ratios only roughly"
+
+
+def others(before: Counters | None, after: Counters | None) -> Others | None:
+    """What others did between two readings; None where nothing is known."""
+    if before is None or after is None or after.clock <= before.clock:
+        return None
+    seconds = after.clock - before.clock
+    busy = after.busy - before.busy - (after.own - before.own)
+    stolen = (after.stolen - before.stolen) / seconds / (os.cpu_count() or 1)
+    return Others(max(0.0, busy / seconds), max(0.0, stolen))

@@ -1,0 +1,147 @@
+"""A checkpoint laid beside a specification: which tensor is which parameter, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import Tensor
+from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.opening.resolve_model import Located, open_source
+from jinfer.opening.unused_config import consequences
+from jinfer.weights.model_size import Sizes, sizes_of
+from jinfer.weights.tensor_mapping import (
+    LoadError,
+    Origin,
+    by_name,
+    differing_copies,
+    look_for,
+    unused,
+)
+
+from .inspect_native import match_converted
+from .inspect_rows import Missing, Row, Rows
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that is known of a checkpoint.
+
+    Attributes:
+        family: its name; "" if none is known.
+        how: how the family was found.
+        problem: why there is no specification.
+        wrong: tensors of a wrong shape, one clause each.
+        unread: keys of config.json or GGUF's metadata that nothing looked up, with their values.
+        consequences: those of them, with dots inside tables, that are known to change the
+            computation -> their value, and how.
+    """
+
+    opened: Located
+    family: str
+    how: str
+    problem: str = ""
+    spec: ModelSpec | None = None
+    sizes: Sizes | None = None
+    rows: tuple[Row, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    wrong: tuple[str, ...] = ()
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    consequences: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def unused(self) -> list[Tensor]:
+        """Tensors that the specification has no place for."""
+        return [row.tensor for row in self.rows if row.note == "unused"]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can be loaded."""
+        misfits = self.unused or self.missing or self.wrong or self.refused
+        return bool(self.spec) and not misfits
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is not opened for keys that change the computation and are not followed."""
+        return bool(self.consequences and self.spec and self.spec.trust_config == "refuse")
+
+
+def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
+    """Describes a checkpoint as far as it is understood.
+
+    Raises:
+        SourceError, CheckpointError, SpecError: there is no checkpoint that can be opened.
+    """
+    opened = open_source(source, overrides)
+    bare = tuple(Row(tensor) for tensor in opened.checkpoint.tensors.values())
+    family, how = "", ""
+    try:
+        family, how = _family(opened, overrides)
+        spec, left = opened.resolved(overrides)
+    except SpecError as error:
+        problem = str(error).removeprefix(f"{opened.path}: ")
+        return Description(opened, family, how, problem, rows=bare)
+    model = build(spec, "float32")
+    if isinstance(opened.checkpoint, ConvertedCheckpoint):
+        rows, missing, wrong = match_converted(spec, model, opened.checkpoint)
+    else:
+        rows, missing, wrong = _match(opened, spec, model)
+    sizes = sizes_of(spec, model)
+    known = consequences(left, opened.config, spec)
+    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
+
+
+def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
+    if "family" in overrides:
+        return Path(str(overrides["family"])).stem, "named on the command line"
+    if "family" in opened.own:
+        return Path(str(opened.own["family"])).stem, "named by the specification"
+    if opened.describes_model:
+        return opened.path.stem, "written out in the specification"
+    found = Path(opened.family()).stem
+    if opened.checkpoint.format == "llama2c":
+        return found, "the family of llama2.c files"
+    key = "architectures" if opened.config.get("architectures") else "model_type"
+    key = "general.architecture" if opened.checkpoint.format == "gguf" else key
+    return found, f"found by {key} = {', '.join(opened.architectures)}"
+
+
+def _match(opened: Located, spec: ModelSpec, model: AbstractModel) -> Rows:
+    checkpoint = opened.checkpoint
+    rows = {name: Row(tensor) for name, tensor in checkpoint.tensors.items()}
+    files = by_name(checkpoint, spec.tensors)
+    shapes = {n: p.shape for n, p in zip(model.names, model.parameters, strict=True)}
+    origins: list[Origin] = []
+    missing: list[Missing] = []
+    wrong: list[str] = []
+    for name, shape in shapes.items():
+        place = spec.tensors.place(name)
+        origin, absent = look_for(name, shape, place, files, checkpoint) if place else (None, ())
+        if origin is None:
+            missing.append(Missing(name, shape, absent))
+            continue
+        origins.append(origin)
+        for e, file in enumerate(origin.files):
+            held = [part for part in origin.place.parts or (name,) if part in shapes]
+            held = [f"{part}[{e}]" for part in held] if origin.stacked else held
+            row = rows[file.name]
+            row.parameters += [part for part in held if part not in row.parameters]
+        try:
+            origin.check(shapes)
+        except LoadError as error:
+            wrong.append(str(error).removeprefix(f"{checkpoint.path}: "))
+            for file in origin.files:
+                rows[file.name].note = "wrong shape"
+    for tensor, reason in differing_copies(spec.tensors, files, origins):
+        wrong.append(reason)
+        rows[tensor.name].note = "differs"
+    left = set(unused(model.names, spec.tensors, files, origins))
+    for name, row in rows.items():
+        if not row.parameters and not row.note:
+            row.note = "unused" if name in left else "ignored"
+    return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))

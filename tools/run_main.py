@@ -1,0 +1,58 @@
+"""How a program of this package ends: its status, and errors as one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.cli.prog_name import program
+from jinfer.opening.sources import SourceError
+from jinfer.ops.disable_kernels import SwitchError
+from jinfer.ops.platforms import start
+from jinfer.progress import take_warnings, throughout
+
+
+def check_places(*files: str | None) -> None:
+    """Raises `SourceError` where a file cannot be written, before what takes long."""
+    for file in filter(None, files):
+        folder = Path(file).absolute().parent
+        if not folder.is_dir():
+            raise SourceError(f"{file}: there is no folder {folder}; make it first")
+        if Path(file).is_dir():
+            raise SourceError(f"{file}: is a folder; name a file in it")
+
+
+def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """What `work` returns; 2 after an error that the user can mend, which is one line.
+
+    On a terminal a line says that it goes on, wherever nothing else says more.
+    """
+    take_warnings()
+    try:
+        with throughout(program(work.__module__)):
+            return work(options)
+    except BrokenPipeError:
+        raise  # nobody reads any more, which is no error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    except (*USER_ERRORS, UnicodeDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RuntimeError, AssertionError):
+        try:
+            start()
+        except SwitchError as error:  # JAX could not be started, which is a line
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        raise
+
+
+def width(text: str) -> str:
+    """A format of weights as the specification names it: 3.5 is q3.5."""
+    return f"q{text}" if re.fullmatch(r"\d(\.\d)?", text) else text
