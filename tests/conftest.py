@@ -78,7 +78,7 @@ os.environ.setdefault(SEED, str(date.today().toordinal()))
 ONE_IN = {
     "tests/parallel/eight/": 8,
     "tests/test_docs.py::test_a_command_runs": 2,
-    **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "partition", "quant")},
+    **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "parallel", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
     "tests/ops/": 5,
     "tests/sampling/": 5,

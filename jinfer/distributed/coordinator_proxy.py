@@ -87,6 +87,15 @@ class Passage:
 
         _beside(serve)
 
+    def farewell(self, reason: str) -> None:
+        """Removes the socket of a process that ends at once.
+
+        One that is not there yet may be about to be bound by JAX in another thread, which crashes
+        where its folder has gone: that folder is removed by the next job, see `_clear`.
+        """
+        if os.path.exists(self.path):
+            self.close()
+
     def close(self) -> None:
         """Removes the socket; connections stay."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -69,7 +69,7 @@ def join(job: Job) -> Group:
         link.wait(None)
     mute = listen_at(links[1 if job.rank == 0 else 0].host)
     # Before JAX waits for the others: one may be lost meanwhile.
-    group = Group(job.rank, job.size, links, mute=mute, farewells=[lambda _: passage.close()])
+    group = Group(job.rank, job.size, links, mute=mute, farewells=[passage.farewell])
     try:
         _initialize(job, passage.service)
     except BaseException:

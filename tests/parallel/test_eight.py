@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHECKS = sorted((ROOT / "tests" / "partition" / "eight").glob("check_*.py"))
+CHECKS = sorted((ROOT / "tests" / "parallel" / "eight").glob("check_*.py"))
 
 
 def run_on_eight(*arguments: str | Path) -> None:
