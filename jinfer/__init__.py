@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from jinfer.api.async_llm import AsyncLLM
     from jinfer.api.llm import LLM
     from jinfer.api.user_errors import USER_ERRORS
-    from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage
+    from jinfer.engine.output.generation import Chunk, Completion, Usage
+    from jinfer.engine.output.token_logprob import TokenLogprob
     from jinfer.engine.requests import EngineError, RequestError
     from jinfer.sampling.sampling_params import SamplingParams
 
@@ -24,7 +25,7 @@ _HOMES = {
     "EngineError": "jinfer.engine.requests",
     "RequestError": "jinfer.engine.requests",
     "SamplingParams": "jinfer.sampling.sampling_params",
-    "TokenLogprob": "jinfer.engine.output.generation",
+    "TokenLogprob": "jinfer.engine.output.token_logprob",
     "Usage": "jinfer.engine.output.generation",
     "__version__": "jinfer.version",
 }

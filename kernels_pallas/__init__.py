@@ -8,8 +8,9 @@ is no GPU.
 
 import warnings
 
+from kernels_pallas.attention.batch import Queries, Scores
 from kernels_pallas.attention.kv_layout import Kept
-from kernels_pallas.attention.paged_attention import Queries, Scores, attend
+from kernels_pallas.attention.paged_attention import attend
 from kernels_pallas.matmul.grouped_quantized import expert_matmul
 from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import Packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,16 @@ from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Prepared
 from jinfer.engine.output.collect import Completions, best
-from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage, completion
+from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Types = Sequence[Sequence[int]]
 

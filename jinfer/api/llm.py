@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
@@ -20,14 +20,17 @@ from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Frontend, Prepared
 from jinfer.api.text_embeddings import tokens_of, vectors
 from jinfer.engine.output.collect import Completions, best, taken, whole
-from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, Usage
+from jinfer.engine.output.generation import Chunk, Completion, Usage
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
-from jinfer.shapes import Float
 from jinfer.xla.undisturbed import paused
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Prompts = Prompt | Sequence[Prompt]
 

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -44,7 +45,6 @@ from jinfer.ops.gpu_backend import asked_for
 from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import bound
 from jinfer.progress import each
-from jinfer.records import dataclass, replace
 from jinfer.sampling.param_keywords import FIELDS, is_parameter
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.unknown_params import ABSENT

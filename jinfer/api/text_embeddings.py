@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from jinfer.opening.pooling_config import (
     pool,
     to_length_1,
 )
-from jinfer.records import dataclass
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)

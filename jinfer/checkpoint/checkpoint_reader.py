@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jinfer.guard.sanitize import shown
-from jinfer.records import dataclass, field
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
-
-from jinfer.records import dataclass
 
 _CHUNK = 1 << 17  # values decoded at a time: float32 results and temporaries stay in the L2 cache
 

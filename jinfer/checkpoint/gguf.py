@@ -12,6 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,6 @@ from jinfer.checkpoint import ggml_types
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.gguf_cursor import Cursor
 from jinfer.checkpoint.mapped_file import MappedFile, as_array
-from jinfer.records import dataclass
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

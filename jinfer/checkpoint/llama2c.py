@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped_file import MappedFile, as_array
-from jinfer.records import dataclass
 
 MAGIC = struct.pack("<I", 0x616B3432)
 _HEADER_V0 = struct.Struct("<7i")

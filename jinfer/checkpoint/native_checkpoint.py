@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import Any, NoReturn, cast, get_args
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Format, Tensor
-from jinfer.records import dataclass
 
 FORMAT, VERSION = "jinfer", 1
 ALIGNMENT = 64

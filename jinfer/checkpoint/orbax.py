@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -36,7 +37,6 @@ from jinfer.checkpoint.native_checkpoint import (
 )
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 from jinfer.guard.safe_files import read_regular
-from jinfer.records import dataclass
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"
 # What tells Orbax's folders from others, and without which it reads none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Ten
 from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 from jinfer.guard.safe_files import dangling
-from jinfer.records import replace
 
 _MAX_NAME = 255  # bytes, as file systems have it
 

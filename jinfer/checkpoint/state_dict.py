@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.pickle_values import PickleDict, StridedTensor
-from jinfer.records import dataclass, field
 
 _WRAPPERS = ("state_dict", "model", "module")
 _MAX_DEPTH = 16

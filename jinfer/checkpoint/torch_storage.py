@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.dtypes import DTYPES, is_bool
 from jinfer.checkpoint.mapped_file import MappedFile, as_array, element_count
 from jinfer.checkpoint.pickle_values import StridedTensor
-from jinfer.records import dataclass, field
 
 # a view may repeat elements (stride 0); read, it may be as large as its storage or file, or this
 _MAX_REPEATED_BYTES = 16 << 20

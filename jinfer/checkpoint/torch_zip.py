@@ -11,12 +11,12 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from dataclasses import dataclass
 
 from jinfer.checkpoint.checkpoint_reader import ZIP_MAGIC, CheckpointError
 from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.pickle_machine import MAX_PICKLE_BYTES
 from jinfer.checkpoint.torch_storage import Extent, read_extent
-from jinfer.records import dataclass
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _IN_ZIP64 = 0xFFFFFFFF

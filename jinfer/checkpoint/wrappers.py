@@ -8,9 +8,9 @@ is.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from jinfer.checkpoint.checkpoint_reader import Checkpoint
-from jinfer.records import replace
 
 _ANYWHERE = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.shapes import Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 def available() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -10,7 +11,9 @@ from jax import Array
 
 from jinfer.cpu import build_library
 from jinfer.cpu.quantized_matmul import ACTIVATIONS, selection
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def available() -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import numpy as np
 from jax import Array
 
 from jinfer.cpu.build_library import register
-from jinfer.shapes import DTypeLike
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 def available() -> bool:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.shapes import Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt
 
 
 class Operation(IntEnum):

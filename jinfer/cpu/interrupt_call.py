@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.shapes import Bool, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 _FLAGS = 1024  # as in interrupt.cc; two that share one only end early more often
 _numbers = count()

@@ -5,14 +5,16 @@ What a row gets is the same to the bit whatever other rows there are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def available() -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jinfer.cpu import build_library
-from jinfer.shapes import UInt8
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
 
 
 def repack(

@@ -6,13 +6,17 @@ axis are cut into other parts from some thousand numbers on.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import numpy as np
 from jax import Array
 
 from jinfer.cpu import build_library
 from jinfer.cpu.quantized_matmul import ACTIVATIONS
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _CALLS = ("norm", "rotate", "hadamard", "scores", "activate", "argmax")
 

@@ -6,13 +6,16 @@ A row's token depends on its logits, parameters, progress and history alone, to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 def available() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from jinfer.distributed.wire_format import Ref
 from jinfer.distributed.worker_state import DONE, as_leaves
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.sampler_output import Chosen
-from jinfer.records import dataclass, field
 
 # How many of leaves, cache and state a program is given first: each process has its own.
 _OWN = {"logits": 3, "decode": 3, "choose": 1, "copy": 1, "admit": 1}

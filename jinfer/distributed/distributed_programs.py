@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.pipeline_programs import StagedPrograms
 from jinfer.parallel.stage_programs import float32, int32
-from jinfer.records import dataclass, field
 from jinfer.sampling.logprobs import log_probabilities
 
 LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jinfer.records import dataclass, field
 from jinfer.xla import trees
 
 type Values = Future[Any]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jinfer.opening.sources import SourceError
-from jinfer.records import dataclass
 
 PORT = 8476  # of process 0, where nobody names one
 FLAGS = {

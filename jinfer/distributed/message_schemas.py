@@ -7,12 +7,11 @@ other types, is not taken for anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jinfer.distributed.wire_format import FrameError
 from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.records import dataclass, field
 
 _ANYTHING = object
 _FIELDS: Mapping[str, Mapping[str, type]] = {

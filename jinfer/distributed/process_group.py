@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -18,7 +19,6 @@ from jinfer.distributed.futures import Results
 from jinfer.distributed.message_schemas import kind
 from jinfer.distributed.wire_format import FrameError
 from jinfer.opening.sources import SourceError
-from jinfer.records import dataclass, field
 
 LOST = 3  # the exit status of whoever loses another process
 _PARTING = 10.0  # seconds that others may take to end

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from jax import Array
-
-from jinfer.records import dataclass
 
 HEAD = 12  # bytes: how long the JSON is, and how long the arrays are
 _TEXT, _DATA = 64 << 20, 1 << 36  # bytes of each, at most

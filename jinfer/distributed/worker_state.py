@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from jinfer.engine.runner.flat_batch import Places
 from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.microbatches import Lanes
 from jinfer.parallel.stage_programs import Made, Making, Stage
-from jinfer.records import dataclass, field
 
 X = "x {}"  # the result's name of what a stage takes from the one before
 OUT, PLACES, DONE = "out", "places", "done"

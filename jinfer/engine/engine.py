@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,6 @@ from jinfer.engine.search.search_driver import Driver
 from jinfer.engine.speculator_protocol import Drafted, Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
-from jinfer.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher

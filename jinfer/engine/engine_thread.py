@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.runner.forward_passes import Passes, Pause
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.search.search_driver import Driver
-from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

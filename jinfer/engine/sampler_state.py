@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from jinfer.engine.runner.device_state import Choice, State, state_row
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass, field
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import Progress
 from jinfer.xla import trees

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.scheduler import Plan, Running
-from jinfer.records import dataclass
 
 if TYPE_CHECKING:
     from jinfer.engine.engine import Engine

@@ -13,9 +13,8 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-from jinfer.records import dataclass
 
 _NEW, _END = "new-", ".kept"
 _STALE = 3600.0  # seconds

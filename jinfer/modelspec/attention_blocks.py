@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 from jinfer.modelspec.position_blocks import Alibi, Disentangled, Relative, Rope
-from jinfer.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

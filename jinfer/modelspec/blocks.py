@@ -8,6 +8,7 @@ computes is in `jinfer.nn`, under the same kind. The docstrings are part of docs
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.attention_blocks import Attention, CrossAttention, LatentAttention, QKNorm
@@ -30,7 +31,6 @@ from jinfer.modelspec.position_blocks import (
     Scaling,
     SinusoidalPositions,
 )
-from jinfer.records import dataclass
 
 __all__ = [
     "ACTIVATION_ALIASES",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any
-
-from jinfer.records import dataclass, field
 
 
 @dataclass(frozen=True)

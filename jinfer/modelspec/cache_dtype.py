@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import ml_dtypes
 import numpy as np
 
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat
-from jinfer.shapes import DTypeLike
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 # What numbers of the cache are kept as.
 type Kind = DTypeLike | QuantFormat

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
-from jinfer.modelspec.model_spec import FollowSpec, LayerSpec, ModelSpec
+from jinfer.modelspec.layer_spec import FollowSpec, LayerSpec
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table, check_keys
-from jinfer.records import dataclass, replace
 
 FOLLOW_KEYS = ("layers", "width", "hidden")
 TAP = "tap"  # the module that keeps what a layer gives

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
-from jinfer.records import dataclass
 
 # Names of the same function in published config files, in brackets: silu (swish), gelu is the
 # exact erf form, gelu_tanh its approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).

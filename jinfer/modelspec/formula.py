@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -23,7 +24,6 @@ from jinfer.modelspec.expressions import (
 )
 from jinfer.modelspec.feed_forward_blocks import Activation
 from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.records import dataclass
 
 # What arrays hold: hidden states; tokens, positions and token types; an encoder's output.
 Sort = Literal["vectors", "indices", "encoded"]

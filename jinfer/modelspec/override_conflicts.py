@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec
@@ -11,7 +11,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import fields, read
 from jinfer.modelspec.toml_tables import same_kind
-from jinfer.records import dataclass, replace
 
 _BUILT = ("modules", "encoder", "decoder")
 

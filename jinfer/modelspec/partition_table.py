@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec.bounded_types import Count, Share, Size
@@ -10,7 +11,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table
-from jinfer.records import dataclass, replace
 
 AUTO, CPU = "auto", "cpu"
 _EXAMPLE = '"0&1;2&3" is two stages of two devices each'

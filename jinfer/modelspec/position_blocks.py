@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
-from jinfer.records import dataclass, field
 
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Literal
-
-from jinfer.records import dataclass
 
 type Width = Literal["2", "3", "3.5", "4", "5", "6", "8", "16"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, NotNegative
@@ -11,7 +12,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table
-from jinfer.records import dataclass, replace
 
 AUTO, PLAIN = "auto", "plain"
 _MOST_OUTLIERS = 0.1  # above, a wider format takes less memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from jinfer.modelspec.blocks import Block
@@ -29,7 +30,6 @@ from jinfer.modelspec.toml_tables import (
     texts_in,
 )
 from jinfer.modelspec.toml_tables import merge as merge
-from jinfer.records import dataclass, replace
 
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from

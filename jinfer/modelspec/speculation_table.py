@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, Size
@@ -10,7 +11,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table
-from jinfer.records import dataclass
 
 LOOKUPS = ("ngram", "suffix")  # drafts that need no model
 HEAD = "head"  # the model's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import formula
@@ -22,12 +23,11 @@ from jinfer.modelspec.blocks import (
 from jinfer.modelspec.bounded_types import Layers
 from jinfer.modelspec.draft_head import read_follows
 from jinfer.modelspec.formula import Formula, Sort, compile_formula
-from jinfer.modelspec.model_spec import LayerSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.spec_errors import SpecError, nearest, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, texts_in
-from jinfer.records import dataclass, replace
 
 STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
 # Parts of the tree that modules stand in, which the names of parameters leave out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
-from jinfer.records import dataclass, replace
 
 FORMATS = ("gguf", "llama2c")
 _LAYERS = "{layers}"  # in `ignore`: how many there are, and so the number after the last one's

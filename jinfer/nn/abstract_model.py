@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,12 +22,12 @@ from jinfer.modelspec.draft_head import Tap
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
-from jinfer.records import dataclass
-from jinfer.shapes import DTypeLike
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from jinfer.guard.disk_cache import Shelf
     from jinfer.nn.transformer import Model
 

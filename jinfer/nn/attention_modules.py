@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
@@ -21,7 +22,9 @@ from jinfer.ops.attention.hadamard import turned_keys, turned_queries
 from jinfer.ops.attention.kv_cache import ENCODER, LayerCache, Placement, write
 from jinfer.ops.attention.mask_rules import Bias, ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_text
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Attention(nnx.Module):

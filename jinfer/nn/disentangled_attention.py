@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from jinfer.modelspec import blocks
 from jinfer.nn.norm_modules import LayerNorm
 from jinfer.nn.parameter import parameter
 from jinfer.ops.attention.mask_rules import Bias
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class DisentangledBias(nnx.Module):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,8 +15,9 @@ from jinfer.modelspec import blocks
 from jinfer.nn.projections import Linear, project
 from jinfer.ops.activation import activate
 from jinfer.ops.matmul.matmul import gated_linear
-from jinfer.records import dataclass
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,7 +13,9 @@ from jinfer.ops.attention.hadamard import turned
 from jinfer.ops.attention.kv_cache import LayerCache, Placement, cache_group, write
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Copies(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -9,7 +11,9 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Concat(nnx.Module):

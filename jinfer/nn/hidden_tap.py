@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -9,7 +11,9 @@ from jax.typing import DTypeLike
 from jinfer.modelspec.draft_head import Tap
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention.kv_cache import LayerCache
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Kept(nnx.Module):

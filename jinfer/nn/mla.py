@@ -8,6 +8,7 @@ over the length of the context (arXiv 2405.04434, section 2.1).
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +23,9 @@ from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Linear
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.matmul.dense import by_head
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class LatentAttention(nnx.Module):

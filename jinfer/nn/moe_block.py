@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -13,7 +15,9 @@ from jinfer.nn.router import Router
 from jinfer.ops import moe
 from jinfer.ops.activation import activate
 from jinfer.ops.matmul.quantized import FUSED
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class StackedLinear(nnx.Module):

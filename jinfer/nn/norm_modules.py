@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -10,7 +12,9 @@ from jax.typing import DTypeLike
 from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
 from jinfer.ops.norm import normalize
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class RMSNorm(nnx.Module):

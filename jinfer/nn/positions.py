@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,9 @@ from jinfer.modelspec.blocks import (
 )
 from jinfer.nn.parameter import parameter
 from jinfer.ops.rope import rotate
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class CosSin(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +15,9 @@ from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Linear(nnx.Module):

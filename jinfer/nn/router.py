@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -10,7 +12,9 @@ from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.matmul import linear
 from jinfer.ops.moe_routing import route
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Router(nnx.Module):

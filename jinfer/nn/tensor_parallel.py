@@ -6,15 +6,17 @@ the projection onto it have rows of it on each device.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.modelspec import blocks
 from jinfer.nn.projections import Embedding, Head
-from jinfer.records import dataclass
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.model_spec import LayerSpec, ModelSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.attention_modules import Attention, CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.feed_forward import MLP, GatedMLP
@@ -30,7 +31,9 @@ from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.fusion.fuse_cpu import Chains, chained, chains_here
 from jinfer.ops.fusion.weight_pointers import Table, Told, together, told_of
 from jinfer.ops.matmul.dense import rounding, rounds
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _ATTENTIONS = (Attention, LatentAttention, CrossAttention)
 _FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec, PromptSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.records import dataclass, replace
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
 from jinfer.template.inferflow_template import Slot
 from jinfer.template.message_content import Render, rendered

@@ -24,7 +24,8 @@ from jinfer.modelspec.blocks import (
     RMSNorm,
     Rope,
 )
-from jinfer.modelspec.model_spec import LayerSpec, ModelSpec
+from jinfer.modelspec.layer_spec import LayerSpec
+from jinfer.modelspec.model_spec import ModelSpec
 
 # Whether a model does what a value says, given all of the file's keys.
 type Rule = Callable[[Any, Mapping[str, Any], ModelSpec], bool]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +16,6 @@ from jinfer.modelspec.spec_files import read_toml, specs_folder, with_families
 from jinfer.modelspec.toml_tables import check_parameters
 from jinfer.opening.local_weights import is_here
 from jinfer.opening.sources import SourceError
-from jinfer.records import dataclass
 from jinfer.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of
 
 _HEADS = ("name", "type", "size", "GiB in q4", "here")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from jinfer.opening.resolve_model import Recognized, recognize
 from jinfer.opening.sources import SourceError
 from jinfer.opening.unused_config import check_followed
 from jinfer.quant.quantized_tensor import Activations
-from jinfer.records import dataclass
 from jinfer.sampling.param_names import PARAMETERS
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer, load_tokenizer

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from jinfer.guard.safe_files import is_there
 from jinfer.modelspec.spec_errors import nearest, show
 from jinfer.opening.resolve_model import Recognized, read_json, read_json_value
 from jinfer.opening.sources import SourceError
-from jinfer.records import dataclass, field
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Pooling = Literal["mean", "first", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]

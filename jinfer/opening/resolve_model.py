@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
@@ -30,7 +31,6 @@ from jinfer.modelspec.toml_tables import check_text
 from jinfer.opening.resolve_name import in_full
 from jinfer.opening.sources import SourceError, locate
 from jinfer.opening.unused_config import consequences, unread
-from jinfer.records import dataclass
 from jinfer.weights.infer_from_tensors import heads_left_out, settle
 
 MAX_CONFIG_BYTES = 64 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax import Array
 from jinfer.cpu import rowwise as cpu
 from jinfer.cpu.quantized_matmul import ACTIVATIONS
 from jinfer.ops.backend import backend
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

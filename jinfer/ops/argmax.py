@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops.backend import backend
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _LANES = 64  # numbers reduced side by side
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import interrupt_call as cpu
 from jinfer.cpu.interrupt_call import Flag as Flag
 from jinfer.ops.backend import backend
-from jinfer.shapes import Bool, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:

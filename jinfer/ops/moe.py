@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -13,7 +13,9 @@ from jax import Array, lax
 from jinfer.cpu import moe_call as cpu
 from jinfer.ops.backend import backend
 from jinfer.ops.matmul.matmul import Weight, fuses, linear_of, linears_sorted, sorts_rows
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 # Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is
 # the smaller part, and padding the last block of an expert the greater.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,7 +13,9 @@ from jinfer.cpu import moe_call as cpu
 from jinfer.modelspec.blocks import MixtureOfExperts
 from jinfer.ops.backend import backend
 from jinfer.ops.norm import sigmoid, softmax
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def route(

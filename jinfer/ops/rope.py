@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ from jax.interpreters import mlir
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import backend
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 ROTATE = Primitive("rotate")  # on a GPU, where `jinfer.ops.fusion.fuse_gpu` finds it
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jax import Array
 
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.backend import backend, interpreted
-from jinfer.shapes import Float, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, UInt
 
 
 def available() -> bool:

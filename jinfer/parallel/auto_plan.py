@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from jinfer.parallel.cost_model import Machine, layouts, with_host
 from jinfer.parallel.layer_bytes import weigh
 from jinfer.parallel.memory_plan import Sizing, remedies, sizing_of
 from jinfer.parallel.placement import HOST_MACHINE, machine_of, plan_of, work_of
-from jinfer.records import dataclass, replace
 
 _WORDS = {"host_embeddings": "embeddings", "host_kv_cache": "cache", "cpu_layers": "layers"}
 _WORDS |= {"streamed_layers": "streamed"}  # as `with_host` calls them

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jax import Array
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.parallel.device_groups import Site
-from jinfer.records import dataclass
-from jinfer.shapes import Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 type Ids = Mapping[str, np.ndarray]
 

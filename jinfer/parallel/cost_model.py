@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
-
-from jinfer.records import dataclass, replace
 
 
 @dataclass(frozen=True)

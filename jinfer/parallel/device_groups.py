@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jinfer.parallel.sharding_rules import AXIS
-from jinfer.records import dataclass
 
 HOST_MEMORY = "pinned_host"  # the host's, from which a device reads at the link's speed
 

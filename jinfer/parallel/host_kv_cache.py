@@ -10,6 +10,7 @@ host's own, with its custom calls and threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from jinfer.parallel.stage_programs import (
     with_parts,
     zeros_like,
 )
-from jinfer.records import dataclass
 
 type Launch = Callable[..., Any]
 

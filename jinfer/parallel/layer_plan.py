@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from jinfer.modelspec.partition_table import CPU, PartitionSpec, device_groups
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.parallel.sharding_rules import Part
-from jinfer.records import dataclass
 
 type Groups = tuple[tuple[str, ...], ...]
 

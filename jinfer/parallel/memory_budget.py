@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks
@@ -13,7 +14,6 @@ from jinfer.ops.attention.kv_cache import ENCODER, CacheShape
 from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.sharding_rules import Part
 from jinfer.parallel.stage import StageModel
-from jinfer.records import dataclass, replace
 
 HOST = "host"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -24,7 +25,6 @@ from jinfer.parallel.memory_budget import (
 )
 from jinfer.parallel.placement import check_host_cache, main_stack, stage_models, streamed_layers
 from jinfer.parallel.substages import spread
-from jinfer.records import dataclass, replace
 from jinfer.weights.model_size import bytes_text
 
 _STEP = 0.05  # of shares that are tried

@@ -6,13 +6,13 @@ stages have something to do. Slot s is row s // lanes of lane s % lanes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
-from jinfer.records import dataclass
 
 type LaneStates = tuple[State, ...]
 

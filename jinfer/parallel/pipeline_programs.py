@@ -9,6 +9,7 @@ waits for what the one before gives, the host for nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -33,7 +34,6 @@ from jinfer.parallel.microbatches import LaneRows, Lanes, LaneStates
 from jinfer.parallel.stage_programs import Made, Making, Stage, float32, int32
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import Stream
-from jinfer.records import dataclass, field
 from jinfer.sampling.logprobs import log_probabilities
 
 type Caches = tuple[Any, ...]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import blocks
-from jinfer.modelspec.model_spec import LayerSpec, ModelSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
 from jinfer.nn.tensor_parallel import SplitAlibi, SplitEmbedding, SplitHead
 from jinfer.parallel.shard_sizes import Share, ShareError, even, heads
-from jinfer.records import dataclass, replace
 
 AXIS = "tensor"
 

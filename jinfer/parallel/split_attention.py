@@ -8,7 +8,8 @@ computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,8 +21,9 @@ from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend_part
 from jinfer.ops.attention.partial_merge import Part, joined
 from jinfer.parallel.stage import StageModel
-from jinfer.records import dataclass, field
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 type Leaves = tuple[Array, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -12,7 +13,6 @@ from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.parallel.shard_params import abstract_part, block_of, check_blocks, shares_of
 from jinfer.parallel.shard_sizes import Share, ShareError
 from jinfer.parallel.sharding_rules import Part, Shares, divided, stage_spec
-from jinfer.records import dataclass, replace
 
 
 @dataclass(frozen=True)

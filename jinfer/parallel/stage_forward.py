@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +13,9 @@ from jinfer.nn.abstract_model import Want
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention.kv_cache import Cache, Placement
 from jinfer.parallel.stage import StageModel
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 type Leaves = tuple[Array, ...]
 type Results = dict[str, Array]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,7 +33,6 @@ from jinfer.parallel.device_groups import Site
 from jinfer.parallel.microbatches import Lanes
 from jinfer.parallel.stage import StageModel
 from jinfer.progress import task
-from jinfer.records import dataclass, field
 
 
 @dataclass(frozen=True)

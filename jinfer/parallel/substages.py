@@ -7,9 +7,9 @@ places, each have programs of their own; the layers between them stay together.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from jinfer.parallel.sharding_rules import Part
-from jinfer.records import dataclass
 
 
 @dataclass(frozen=True)

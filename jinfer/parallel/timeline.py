@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import jax
-
-from jinfer.records import dataclass, field
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jinfer.parallel.device_groups import Site
-from jinfer.records import dataclass, field
 
 type Leaves = tuple[jax.Array, ...]
 

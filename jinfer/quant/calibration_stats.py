@@ -14,16 +14,18 @@ tool does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.records import dataclass
-from jinfer.shapes import Bool, Float
 from jinfer.xla import trees
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 # "squares" of each input, or "products" of all pairs: importance, or what error feedback needs.
 Kind = Literal["squares", "products"]

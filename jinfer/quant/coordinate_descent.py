@@ -10,6 +10,7 @@ off the loss on other texts than the one that H is of, six rounds 1% more.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ from jinfer.matmul_precision import product
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import decoded, in_blocks
 from jinfer.quant.row_blocks import by_rows
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 ROUNDS = 2
 

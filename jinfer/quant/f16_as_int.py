@@ -10,11 +10,15 @@ would do for.)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from jinfer.modelspec.quant_format import WIDE
 from jinfer.quant.bit_packing import pack
-from jinfer.shapes import Float, Int, UInt, UInt8
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt, UInt8
 
 BYTES = 2 * WIDE.block  # of a block in a file
 TYPE = "F16"  # of checkpoints

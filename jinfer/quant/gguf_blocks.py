@@ -21,7 +21,9 @@ is asked for: see `jinfer.quant.f16_as_int`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,8 +35,9 @@ from jinfer.modelspec.quant_format import WIDE, QuantFormat, Width
 from jinfer.quant import f16_as_int
 from jinfer.quant.bit_packing import pack_fours
 from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty, fill
-from jinfer.records import dataclass
-from jinfer.shapes import Int, UInt8
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, UInt8
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the numbers of E2M1, times half their scale.

@@ -16,7 +16,7 @@ because a block's numbers belong to its inputs wherever it comes.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ from jinfer.quant.cholesky import cholesky
 from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes
 from jinfer.quant.row_blocks import by_rows
 from jinfer.quant.scale_search import block_weights, numbers, rounded
-from jinfer.shapes import Bool, Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +12,11 @@ from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import PIECES, unpack_four
-from jinfer.records import dataclass, field
-from jinfer.shapes import Float
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 BLOCK = 32  # numbers that share a scale
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,11 @@ from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import pack, unpack
-from jinfer.records import dataclass, field
-from jinfer.shapes import Float, Int
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 LANES = 16  # words of a CPU's widest vector
 MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read

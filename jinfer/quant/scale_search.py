@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import in_blocks
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # How far a range reaches beyond the extremes, in steps; affine: at each end.
 _AFFINE = (-1.2, -0.7, -0.2, 0.3)

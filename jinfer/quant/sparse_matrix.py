@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor, abstract
-from jinfer.records import dataclass, field
-from jinfer.shapes import Float, Int
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _BYTES = 12  # of a weight: its row, its column and its value
 

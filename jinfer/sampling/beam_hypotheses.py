@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-
-from jinfer.records import dataclass, field
 
 
 @dataclass(frozen=True)

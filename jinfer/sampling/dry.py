@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jinfer.sampling.sampling_metadata import Turn
 from jinfer.sampling.token_history import History, scatter_ids
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 # Longer repetitions count as this long: at the usual base 1.75 that is 1e31 times the multiplier,
 # and a text of one token over and over would be compared with itself at all lengths.

@@ -7,15 +7,17 @@ which nobody samples; and rules may leave none of what it allows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.records import dataclass
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
 from jinfer.sampling.sampling_metadata import Sampler
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.shapes import UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt
 
 
 @dataclass(frozen=True, eq=False)

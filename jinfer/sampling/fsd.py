@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
 from jinfer.sampling.rng import chance
 from jinfer.sampling.sampling_metadata import Sampler, Turn
 from jinfer.sampling.token_history import History
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class _Counts(NamedTuple):

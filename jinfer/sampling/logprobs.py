@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import sampler_calls
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 type LogProbabilities = tuple[
     Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.sampling.sampling_metadata import Sampler, Turn
 from jinfer.sampling.thresholds import greatest
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _LN2 = 0.6931471805599453
 _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to

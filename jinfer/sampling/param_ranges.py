@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from jinfer.records import dataclass
 
 MAX_STOP_IDS = 16  # ids that a request may name
 MAX_END_IDS = 64  # ids that end a request, the model's own included, for `min_tokens` to forbid

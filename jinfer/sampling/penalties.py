@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -9,7 +11,9 @@ from jax import Array
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
 from jinfer.sampling.sampling_metadata import Turn
 from jinfer.sampling.token_history import scatter_ids
-from jinfer.shapes import Bool, Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, UInt
 
 type Logits = Float[Array, "rows vocab"]
 type _Counts = tuple[Array, Array]  # whether a token was seen, and how often it was written

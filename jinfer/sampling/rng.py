@@ -7,14 +7,16 @@ from other words hashed with the key.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend.random import threefry_2x32
 
-from jinfer.shapes import Float, Int, UInt
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt
+
 
 # The first of the two words that are hashed with a key; `fold_in` has 0 there.
 _STREAMS = {"xtc": 1, "random_fsd": 2}

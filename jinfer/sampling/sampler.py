@@ -9,6 +9,7 @@ always.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -25,7 +26,9 @@ from jinfer.sampling.rng import noise
 from jinfer.sampling.sampling_metadata import LAST_STAGE, Progress, Sampler, Turn
 from jinfer.sampling.temperature import dynatemp, temperature
 from jinfer.sampling.token_history import History
-from jinfer.shapes import Bool, Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, UInt
 
 type _Stage = Callable[[Array, Turn], Array]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from jax import Array
@@ -20,8 +20,10 @@ from jinfer.sampling.param_ranges import (
 from jinfer.sampling.sampler_chain import chain
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.token_history import History
-from jinfer.shapes import Float, Int, UInt
 from jinfer.xla.device import put
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt
 
 # The parameters that the device looks at, a column each.
 NUMBERS = (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, cast, get_args
 
 from jinfer.modelspec.spec_errors import show
-from jinfer.records import dataclass
 from jinfer.sampling.param_names import (
     DEFAULTS,
     SAMPLERS,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.sampling.sampling_metadata import Turn
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 _COLDEST = 1e-37  # below it float32 has only a few numbers left
 

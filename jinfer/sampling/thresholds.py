@@ -8,12 +8,15 @@ On a GPU kernels do it, four bits at once (`kernels_pallas.topk_threshold`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops import topk_threshold
-from jinfer.shapes import Bool, Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, UInt
 
 _LEAST_MASS = 1e-30
 

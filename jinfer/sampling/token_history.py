@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.shapes import Bool, Int
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
 
 BLOCK = 1024  # positions looked at together
 NOTHING = -1  # the token at a position that a sequence does not have

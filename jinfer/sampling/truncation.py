@@ -6,6 +6,8 @@ sampling sorts.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,7 +17,9 @@ from jinfer.sampling.rng import chance
 from jinfer.sampling.sampling_metadata import Turn
 from jinfer.sampling.temperature import entropy
 from jinfer.sampling.thresholds import heaviest, largest
-from jinfer.shapes import Bool, Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 type Logits = Float[Array, "rows vocab"]
 

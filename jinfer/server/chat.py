@@ -6,11 +6,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob
+from jinfer.engine.output.generation import Chunk, Completion
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
-from jinfer.records import dataclass, field, replace
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server import stream_frames, usage
 from jinfer.server.http_errors import as_api_error, invalid, unsupported

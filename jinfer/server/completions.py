@@ -6,10 +6,11 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob
-from jinfer.records import dataclass, field
+from jinfer.engine.output.generation import Chunk, Completion
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import stream_frames, usage
 from jinfer.server.http_errors import unsupported
 from jinfer.server.http_responses import DONE, Reply, Stream, dumps, event

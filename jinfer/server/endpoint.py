@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from jinfer.records import dataclass
 from jinfer.server import request_body
 from jinfer.server.http_errors import as_api_error, ended_by
 from jinfer.server.http_responses import Reply, Stream, refusal

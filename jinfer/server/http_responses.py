@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from starlette.types import Send
 
-from jinfer.records import dataclass, field
 from jinfer.server.http_errors import ApiError, as_api_error, ended_by
 
 JSON = "application/json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
-from jinfer.records import dataclass, replace
 from jinfer.server.http_errors import ApiError, invalid, unsupported
 from jinfer.server.http_responses import Reply, Stream, dumps
 from jinfer.server.model_manager import Hosted

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from jinfer.engine.output.generation import Chunk, Completion, TokenLogprob, completion
-from jinfer.records import dataclass
+from jinfer.engine.output.generation import Chunk, Completion, completion
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import usage as figures
 from jinfer.server.http_errors import unsupported
 from jinfer.server.http_responses import Reply, Stream, event

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.api.build_engine import all_shapes
@@ -17,7 +18,6 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.process_group import current
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
-from jinfer.records import dataclass, field
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http_errors import ApiError, closing, loading, silent, unknown_model
 from jinfer.server.server_settings import Source

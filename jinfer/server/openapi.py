@@ -12,10 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jinfer.server.endpoint import Empty, Endpoint
-from jinfer.server.http_responses import Reply
 from jinfer.server.info import own_version
 from jinfer.server.schemas.schema_base import ErrorAnswer
-from jinfer.server.service import Call
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -42,22 +40,15 @@ _QUERY = {
 _BY_QUERY = ("/props", "/slots")
 
 
-async def describe(call: Call[Any]) -> Reply:
-    """OpenAPI's JSON."""
-    return Reply(description())
-
-
 @cache
-def description() -> dict[str, Any]:
-    """What every route takes and gives."""
-    from jinfer.server.routes import ENDPOINTS
-
-    models = _models(ENDPOINTS)
+def description(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
+    """OpenAPI's JSON: what every route takes and gives."""
+    models = _models(endpoints)
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
     )
     paths: dict[str, Any] = {}
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         for path in endpoint.paths:
             plain = path.replace(":path}", "}")
             operation = _operation(endpoint, path, lambda m: references[m, "validation"])
@@ -120,14 +111,10 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
 _NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
 
 
-async def page(call: Call[Any]) -> Reply:
-    """The description as a page, without a script and without another host."""
-    return Reply(_page(), media_type="text/html; charset=utf-8")
-
-
 @cache
-def _page() -> bytes:
-    made = description()
+def page(endpoints: tuple[Endpoint, ...]) -> bytes:
+    """The description as HTML, without a script and without another host."""
+    made = description(endpoints)
     schemas = made["components"]["schemas"]
     parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]
     parts.append('<p><a href="openapi.json">openapi.json</a></p>')

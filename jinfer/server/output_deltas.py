@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
-
-from jinfer.records import dataclass, field, replace
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jinfer.api.session import Frontend
-from jinfer.engine.output.generation import TokenLogprob
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.runner.forward_passes import forward
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.server.http_errors import invalid, unsupported

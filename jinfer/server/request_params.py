@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.api.session import Frontend
-from jinfer.records import dataclass, field
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.param_names import PARAMETERS, own_names
 from jinfer.sampling.param_ranges import RANGES

@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ from jinfer.api.session import Frontend, Prepared
 from jinfer.engine.output.collect import best
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
-from jinfer.records import dataclass, field, replace
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http_errors import as_api_error, invalid, too_long
 from jinfer.server.metrics import Watch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.records import dataclass, field
 from jinfer.server.output_deltas import CallDelta, Delta
 
 Kind = Literal["message", "reasoning", "function_call"]

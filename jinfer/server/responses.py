@@ -6,10 +6,10 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.output.generation import Chunk
-from jinfer.records import dataclass, field
 from jinfer.server import usage as figures
 from jinfer.server.chat import prepare_chat
 from jinfer.server.http_errors import ApiError, invalid, unsupported

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jinfer.server import embeddings, inferflow_api, info, llamacpp_api, openapi, tokenize
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
-from jinfer.server.http_responses import EVENTS
+from jinfer.server.http_responses import EVENTS, Reply
 from jinfer.server.page import static_files
 from jinfer.server.responses import respond
 from jinfer.server.schemas import chat as chat_schemas
@@ -16,10 +18,20 @@ from jinfer.server.schemas import info as about_schemas
 from jinfer.server.schemas import llamacpp_api as llama_schemas
 from jinfer.server.schemas import responses as response_schemas
 from jinfer.server.schemas import tokenize as token_schemas
+from jinfer.server.service import Call
 
 _ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
 _VECTORS, _TOKENS = "vectors", "tokens"
 PAGE = "page"
+
+
+async def _openapi(call: Call[Any]) -> Reply:
+    return Reply(openapi.description(ENDPOINTS))
+
+
+async def _docs(call: Call[Any]) -> Reply:
+    return Reply(openapi.page(ENDPOINTS), media_type="text/html; charset=utf-8")
+
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -34,7 +46,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/openapi.json",),
-        openapi.describe,
+        _openapi,
         "This description",
         gives=about_schemas.Description,
         group=_ABOUT,
@@ -42,7 +54,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         "GET",
         ("/docs",),
-        openapi.page,
+        _docs,
         "This description, for a person",
         group=_ABOUT,
         media_type="text/html",

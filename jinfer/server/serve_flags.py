@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,7 +17,6 @@ from jinfer.distributed.job_config import FLAGS as JOB
 from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.opening.sources import SourceError
-from jinfer.records import dataclass
 from jinfer.server.auth import read_keys
 from jinfer.server.server_settings import Settings, Source
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from jinfer.engine.requests import DeadlineError
-from jinfer.records import dataclass, field
 from jinfer.server import ignored_fields
 from jinfer.server.http_errors import ApiError, closing, unsupported
 from jinfer.server.metrics import Metrics, Watch

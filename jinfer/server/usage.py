@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jinfer.engine.output.generation import TokenLogprob, Usage
+from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server.request_runner import Job
 from jinfer.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jinfer.records import dataclass
+from dataclasses import dataclass
 
 _FIRST_REST, _LONGER, _LONGEST_REST = 1, 4, 256  # calls; each rest is so many times the one before
 _MISSES, _AFTER_MISSES = 3, 8  # so often without a draft, and so many calls without a look

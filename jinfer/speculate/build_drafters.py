@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.modelspec.speculation_table import HEAD, LOOKUPS, DraftSpec
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import Opened, open_model
-from jinfer.records import dataclass, replace
 from jinfer.speculate.calibrate_costs import measure
 from jinfer.speculate.draft_length import Control
 from jinfer.speculate.draft_model import DraftModel, draft_programs

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import Failed, Request
 from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.scheduling.scheduler import Running
 from jinfer.engine.speculator_protocol import Drafted
-from jinfer.records import dataclass, replace
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.speculate.draft_length import Control, Mean
 from jinfer.speculate.drafter import Drafter

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from jinfer.records import dataclass, field
 from jinfer.speculate.token_tree import ROOT, Tree
 
 _MEMORY = 32  # tries that a mean looks back on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -16,7 +17,6 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.scheduling.scheduler import Running
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.records import dataclass, field
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_length import Mean
 from jinfer.speculate.drafter import Drafter

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.shapes import UInt
 from jinfer.speculate.token_tree import ROOT, Tree
 
 if TYPE_CHECKING:
+    from jaxtyping import UInt
+
     from jinfer.sampling.structured import Matcher
 
 EVERYTHING = np.uint32(0xFFFFFFFF)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ import numpy as np
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.model_runner import FEW, SIZES
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_model import DraftModel
 from jinfer.speculate.other_device import PlacedPrograms

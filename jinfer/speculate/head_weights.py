@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +16,6 @@ from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import Opened
-from jinfer.records import dataclass, replace
 from jinfer.speculate.other_device import PlacedPrograms
 from jinfer.weights.plan_weights import Weights, find_weights
 from jinfer.weights.qk_equalization import equalized

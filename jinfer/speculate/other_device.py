@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from jinfer.engine.runner.program_cache import compiled
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.backend import target
 from jinfer.parallel.shard_params import as_here
-from jinfer.records import dataclass
 
 
 @dataclass(kw_only=True)

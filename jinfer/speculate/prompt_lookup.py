@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass, field
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.token_tree import Tree, merged
 

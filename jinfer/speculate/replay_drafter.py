@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.token_tree import Tree
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jinfer.engine.engine import Engine
-from jinfer.engine.output.draft_trace import DraftedStep
+from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.block_manager import Copy, Held
 from jinfer.engine.scheduling.scheduler import Plan, Running
-from jinfer.records import dataclass, field
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.backoff import Pace
 from jinfer.speculate.draft_length import Control, Mean

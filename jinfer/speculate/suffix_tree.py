@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass, field
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.token_tree import ROOT, Tree
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from jinfer.records import dataclass
+from dataclasses import dataclass
 
 ROOT = -1  # the parent of what follows the sequence's last token
 

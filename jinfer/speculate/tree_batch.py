@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jinfer.engine.runner.verify import Nodes
 from jinfer.nn.forward_context import Copies
-from jinfer.records import dataclass, field
 from jinfer.speculate.token_tree import ROOT, Tree
 
 PLACES = 4  # for each token of a batch: the branches that it may stand in, on the average

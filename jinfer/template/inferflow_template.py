@@ -29,8 +29,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from jinfer.records import dataclass
 from jinfer.template.template_errors import TemplateError
 from jinfer.tokenizer import Tokenizer
 

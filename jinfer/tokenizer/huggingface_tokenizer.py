@@ -8,13 +8,13 @@ import re
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jinfer.records import dataclass, replace
 from jinfer.tokenizer.language_tokens import languages
 from jinfer.tokenizer.piece_bytes import from_decoder, plain
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, splitter

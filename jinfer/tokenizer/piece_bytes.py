@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
-
-from jinfer.records import dataclass
 
 SPACE_MARK = "▁"  # U+2581 stands for a space in sentencepiece's vocabularies
 

@@ -9,10 +9,9 @@ Syntax: Oniguruma, which `tokenizers` uses.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
-
-from jinfer.records import dataclass
 
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # of English words: it's, don't, we're
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

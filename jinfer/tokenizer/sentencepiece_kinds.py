@@ -8,12 +8,12 @@ those of the classes of that name in transformers, and of ChatGLM's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import sentencepiece
 
 from jinfer.guard.safe_files import is_there
-from jinfer.records import dataclass, replace
 from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer

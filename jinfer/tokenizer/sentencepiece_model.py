@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from jinfer.records import dataclass
 from jinfer.tokenizer.tokenizer_base import TokenizerError, library_errors
 
 if TYPE_CHECKING:

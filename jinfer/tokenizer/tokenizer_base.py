@@ -7,10 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinfer.guard import sanitize
-from jinfer.records import dataclass, field
 from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.piece_bytes import Surface

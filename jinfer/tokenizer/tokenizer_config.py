@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinfer.guard.download_check import read_downloaded
 from jinfer.guard.safe_files import FileRefused, is_there
-from jinfer.records import dataclass, field
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # ids of a vocabulary are below it

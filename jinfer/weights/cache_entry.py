@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.progress import line
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.records import replace
 from jinfer.weights import quantized_cache
 from jinfer.weights.load_native import packing, part_names, weight_settings
 from jinfer.weights.safetensors_writer import Writer

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import Inputs
 from jinfer.quant.quantized_tensor import empty
-from jinfer.shapes import Float
 from jinfer.weights.row_reader import PIECE as _PIECE
 from jinfer.weights.row_reader import row_reader
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes
 from jinfer.xla import trees
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # Called with each piece, the values that it was quantized from, and what it is multiplied with, if
 # that is known.

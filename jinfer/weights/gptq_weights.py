@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
 from jinfer.nn.abstract_model import build
 from jinfer.quant.gptq import VERSION
-from jinfer.records import dataclass
 from jinfer.weights import quantized_cache
 from jinfer.weights.cache_entry import EntryWriter, say
 from jinfer.weights.choose_method import obstacle

@@ -7,6 +7,7 @@ family; one that stores a head or a table of its own means that one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from jinfer.modelspec.blocks import Block, Head, LearnedPositions, SinusoidalPos
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.tensor_names import TensorMap
-from jinfer.records import dataclass, replace
 from jinfer.weights.row_reader import PIECE, row_reader, same_values
 from jinfer.weights.tensor_mapping import by_name
 

@@ -7,7 +7,7 @@ as quantized tensors, or wrapped so that their inputs are recorded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import Step
 from jinfer.nn.transformer import Model
 from jinfer.ops.attention import kv_cache
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 type Leaves = Mapping[str, Any]
 type Vectors = Float[Array, "texts tokens hidden"]

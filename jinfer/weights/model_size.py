@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, Role, usual_word
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.quant import QuantFormat, parse_format
-from jinfer.records import dataclass
 
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,14 +14,15 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.matmul.half_precision import faster_as_whole_numbers, reads_as_stored
 from jinfer.quant.quantized_tensor import Activations
-from jinfer.records import dataclass, replace
-from jinfer.shapes import DTypeLike
 from jinfer.weights.choose_method import fed_names, searched, with_feedback
 from jinfer.weights.load_native import check_settings, load_converted, place_converted, stored_as
 from jinfer.weights.load_weights import Place, find_origins
 from jinfer.weights.quantized_weights import Searched
 from jinfer.weights.row_slices import Wanted
 from jinfer.weights.storage_plan import choose_storages, in_types, kept_types, stored
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.records import dataclass, replace
-from jinfer.shapes import Float, Int
 from jinfer.xla import trees
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _SAMPLE = 256  # inputs of a row that its magnitude is measured by, about
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,14 +23,15 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 from jinfer.quant.quantized_tensor import in_large_pages
-from jinfer.records import dataclass, replace
-from jinfer.shapes import Int
 from jinfer.weights.load_weights import Place
 from jinfer.weights.plan_weights import Weights
 from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
 from jinfer.weights.row_slices import Rows, Wanted
 from jinfer.xla import trees
 from jinfer.xla.device import put, ready
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 _log = logging.getLogger("jinfer")
 

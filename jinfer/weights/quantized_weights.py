@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant.quantized_tensor import Activations
-from jinfer.records import dataclass
 from jinfer.weights import quantized_cache
 from jinfer.weights.cache_entry import EntryWriter, entry_bytes, entry_key, say
 from jinfer.weights.load_native import load_converted, place_converted, stored_as

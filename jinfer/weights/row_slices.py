@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.ggml_types import BLOCKS, PLAIN, decode
-from jinfer.records import dataclass, replace
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes
 

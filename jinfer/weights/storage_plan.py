@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -34,7 +35,6 @@ from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
 from jinfer.quant.quantized_tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.sparse_matrix import abstract_outliers
-from jinfer.records import dataclass, replace
 from jinfer.weights.tensor_mapping import Origin, Shapes
 from jinfer.xla.abstract import Abstract
 

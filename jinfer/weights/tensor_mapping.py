@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.guard.sanitize import shown
 from jinfer.modelspec.tensor_names import Place, TensorMap
-from jinfer.records import dataclass
 from jinfer.weights.row_reader import same_values
 
 type Shapes = Mapping[str, tuple[int, ...]]

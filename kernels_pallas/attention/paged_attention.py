@@ -6,7 +6,7 @@ A sequence's row of the tables names its blocks; only those that a query sees ar
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,54 +14,14 @@ from jax import Array
 
 from kernels_pallas.attention import grid as pieces
 from kernels_pallas.attention import mosaic, tiles
+from kernels_pallas.attention.batch import Queries, Scores
 from kernels_pallas.attention.kv_layout import TOKENS, Kept
 from kernels_pallas.attention.triton import Changes, Given, Static, Tokens, attend_pieces
 from kernels_pallas.matmul.round_fp16 import rounded
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
-
-class Queries(NamedTuple):
-    """Where the tokens of a flat batch stand, and what they see.
-
-    Tokens of one sequence stand next to each other: a run. Along a run the number of keys between
-    low and last only rises or only falls.
-
-    Attributes:
-        rows: which row of `tables` is each token's sequence's; -1: padding.
-        positions: of each token in its sequence.
-        low, last: the first and the last key that it may see: a window's, and its own position
-            where attention is causal; low may be negative.
-        tables: entry j is the block of keys TOKENS * j and so on. What nobody sees may be anything.
-    """
-
-    rows: Int[Array, " tokens"]
-    positions: Int[Array, " tokens"]
-    low: Int[Array, " tokens"]
-    last: Int[Array, " tokens"]
-    tables: Int[Array, "rows blocks"]
-
-
-class Scores(NamedTuple):
-    """What is done to products of queries and keys; a distance is query's minus key's position.
-
-    Attributes:
-        scale: multiplies them.
-        softcap: then they become softcap * tanh(score / softcap).
-        by_distance: then column distance - lowest of this is added; distances beyond its ends
-            count as the nearest that it has.
-        slopes: then slope * distance is subtracted.
-        sinks: scores that take part in the softmax and have no value.
-    """
-
-    scale: float
-    softcap: float | None = None
-    by_distance: Float[Array, "heads distances"] | None = None
-    lowest: int = 0
-    slopes: Float[Array, " heads"] | None = None
-    sinks: Float[Array, " heads"] | None = None
+    from jaxtyping import Float
 
 
 def attend(

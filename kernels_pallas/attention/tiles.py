@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas.attention import grid as pieces
-from kernels_pallas.attention import mosaic as mosaic
+from kernels_pallas.attention import mosaic
+from kernels_pallas.attention.batch import Queries, Scores
 from kernels_pallas.attention.kv_layout import TOKENS, Kept
 from kernels_pallas.attention.mosaic import LOWEST, Rows, Sums, power_of_two
 from kernels_pallas.mosaic_common import ROWS
-
-if TYPE_CHECKING:
-    from kernels_pallas.attention.paged_attention import Queries, Scores
 
 _FAR = 1 << 30  # beyond every place
 

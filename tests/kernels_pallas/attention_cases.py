@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.attention.batch import Queries, Scores
 from kernels_pallas.attention.kv_layout import TOKENS, Kept
-from kernels_pallas.attention.paged_attention import Queries, Scores, attend
+from kernels_pallas.attention.paged_attention import attend
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
 

@@ -12,8 +12,9 @@ from jinfer.modelspec.cache_dtype import PLAIN
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
 from jinfer.quant.gguf_blocks import KEPT as GGUF
 from jinfer.quant.kv_vectors import zeros
+from kernels_pallas.attention.batch import Queries, Scores
 from kernels_pallas.attention.kv_layout import Kept
-from kernels_pallas.attention.paged_attention import Queries, Scores, attend, attend_part
+from kernels_pallas.attention.paged_attention import attend, attend_part
 from kernels_pallas.attention.write_kv import Heads, Places, Rotation, enter
 from kernels_pallas.matmul.dequantize import decode
 from kernels_pallas.matmul.grouped_dense import dense_expert_matmul

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import grid as pieces
+from kernels_pallas.attention.batch import Scores
 from kernels_pallas.attention.kv_layout import TOKENS
 from kernels_pallas.attention.mosaic import power_of_two, takes
-from kernels_pallas.attention.paged_attention import Scores, attend_part
+from kernels_pallas.attention.paged_attention import attend_part
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case
 from tests.kernels_pallas.helpers import H200, kept

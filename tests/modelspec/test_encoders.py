@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.blocks import CrossAttention, Pool
-from jinfer.modelspec.model_spec import ModelSpec, StackSpec
+from jinfer.modelspec.layer_spec import StackSpec
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.toml_tables import merge, nested
 
 from .helpers import error_of, model, resolved

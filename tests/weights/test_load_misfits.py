@@ -1,12 +1,13 @@
 """Loading what does not fit the specification: every error names the tensor and the parameter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.tensor_names import TensorMap, read_tensor_map
-from jinfer.records import replace
 from jinfer.weights.load_weights import LoadError
 
 from .loading import GROUPED, checkpoint, error_of, good, lazy, load_file, model

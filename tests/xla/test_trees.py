@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ import pytest
 
 from jinfer.modelspec.quant_format import FORMATS
 from jinfer.quant.quantized_tensor import abstract
-from jinfer.records import dataclass, field
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
 from tests.xla.processes import needs_known, run

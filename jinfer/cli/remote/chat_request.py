@@ -6,13 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.cli.remote.http_client import Server, objects
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
-from jinfer.records import dataclass, field
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -8,12 +8,12 @@ import json
 import socket
 import sys
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from jinfer.engine.requests import RequestError
 from jinfer.guard.sanitize import shown
-from jinfer.records import dataclass
 from jinfer.version import __version__
 
 DEFAULT = "http://127.0.0.1:8080"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from jinfer.cli.terminal.generate_flags import sampling, spelled
-from jinfer.records import dataclass
 from jinfer.sampling.param_names import SAMPLERS
 from jinfer.sampling.sampling_params import SamplingParams
 

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from jinfer.api.prompt_inputs import messages
 from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import FileRefused, read_regular
 from jinfer.modelspec.spec_errors import nearest
 from jinfer.modelspec.spec_files import parse_override
-from jinfer.records import dataclass
+from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_names import own_names
-
-if TYPE_CHECKING:
-    from jinfer.cli.terminal.chat_loop import Dialogue
+from jinfer.sampling.sampling_params import SamplingParams
 
 MAX_BYTES = 16 << 20  # of a conversation in a file
+
+
+class Dialogue(Protocol):
+    """What commands use of a `chat_loop.Dialogue`."""
+
+    messages: list[Message]
+    sampling: dict[str, Any]
+    file: Path | None
+    ended: bool
+
+    def answer(self, message: str) -> None: ...
+    def params(self, **changes: Any) -> SamplingParams: ...
+    def stats(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Protocol
 
-from jinfer.engine.output.generation import Completion, TokenLogprob
+from jinfer.engine.output.token_logprob import TokenLogprob
 
 _BOX = (
     "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,Menlo,Consolas,monospace;"
@@ -15,6 +16,19 @@ _BOX = (
 _SMALL = "font-size:12px;opacity:.7"
 _MOST = 20_000  # characters, or tokens, of an answer
 _SHADE = "217,95,2"  # legible on white and on black
+
+
+class Completion(Protocol):
+    """What is shown of a `generation.Completion`, whose notebook view imports this module."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
 
 
 def completions_html(answers: Sequence[Completion]) -> str:

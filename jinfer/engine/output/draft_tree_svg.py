@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from jinfer.engine.output.draft_trace import DraftedStep, Step
+from jinfer.engine.output.drafted_step import DraftedStep
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16
 _CHARACTERS = 12  # of a token's text
@@ -23,6 +22,14 @@ _STYLE = """
 .jt text{fill:#e4e6e9}.jt .soft{fill:#a9b0ba}.jt .page{fill:#1d1f22}.jt .box{fill:#2f3338}
 .jt .wire{stroke:#6b717a}.jt .way{stroke:#e4e6e9}}
 """
+
+
+class Step(Protocol):
+    """What is drawn of a `draft_trace.Step`, whose notebook view imports this module."""
+
+    @property
+    def drafted(self) -> DraftedStep: ...
+    def text(self, token: int, /) -> str: ...
 
 
 def draw(steps: Sequence[Step], left_out: int = 0) -> str:

@@ -5,30 +5,16 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from jinfer.engine.output.draft_trace import DraftedStep, Steps
+from jinfer.engine.output.draft_trace import Steps
+from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.output.stop_strings import StopTexts
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import FinishReason, Request, Token
-from jinfer.records import dataclass, field
 from jinfer.tokenizer import Tokenizer
 
 _SHORT = reprlib.Repr(maxstring=60, maxlist=8)
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token and how likely the model found it.
-
-    Attributes:
-        id, text: the token.
-        logprob: its natural log-probability, before temperature and filters.
-        top: the likeliest tokens at its place, likeliest first.
-    """
-
-    id: int
-    text: str
-    logprob: float
-    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

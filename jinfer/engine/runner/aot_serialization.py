@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.attention.kv_cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.records import dataclass
 from jinfer.sampling.sampling_metadata import Progress, Sampler
 from jinfer.xla.arrays import aval
 from jinfer.xla.device import device_list, first_device, platform

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
@@ -33,7 +34,6 @@ from jinfer.ops.attention.kv_cache import BLOCK, Cache, CacheShape, abstract, un
 from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
-from jinfer.records import dataclass, field
 from jinfer.sampling.sampling_metadata import mask_words
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract

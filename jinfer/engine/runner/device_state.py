@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
-from jinfer.records import dataclass
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
     Progress,
@@ -22,8 +22,11 @@ from jinfer.sampling.sampling_metadata import (
     sampler_row,
 )
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.shapes import Bool, DTypeLike, Int, UInt
 from jinfer.xla.device import put
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+    from jaxtyping import Bool, Int, UInt
 
 
 class State(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
 from jinfer.sampling.sampler import filtered, noisy
 from jinfer.sampling.token_history import History
-from jinfer.shapes import Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 WIDTH = 4  # tokens proposed for each place
 

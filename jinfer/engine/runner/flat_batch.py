@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
 from jinfer.nn.forward_context import Copies, Step
-from jinfer.shapes import Bool, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from jinfer.engine.runner.model_runner import SIZES, padded_length
 from jinfer.engine.scheduling.block_manager import Held
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.shapes import Float
 from jinfer.xla import trees
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # Why it pauses: a piece is computed; other requests hold the blocks that it needs; or it has to
 # wait for a program.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from jinfer.engine.runner.sampler_output import Chosen
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from jinfer.engine.scheduling.block_manager import GIVEN_BACK, Copy, Held
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.records import dataclass, field
 from jinfer.xla import trees
 
 # Tokens of flat batches; the largest is `prefill_chunk`.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax import Array
 
 from jinfer.sampling.sampling_metadata import Progress
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 MAX_STEPS = 8  # of a call of `decode`
 # A call takes as many steps as fit into this, in seconds, so that the host has little to do with a

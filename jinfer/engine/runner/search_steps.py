@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax import Array, lax
 
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.sampling.contrastive_score import candidates, contrastive
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def best_beams(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends, sample
-from jinfer.shapes import Bool, Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, UInt
 
 type Leaves = tuple[Array, ...]
 

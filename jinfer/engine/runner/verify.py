@@ -14,7 +14,7 @@ windows, biases by distance and quantized caches are right among nodes to the la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,9 @@ from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import Copies
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
-from jinfer.shapes import Float, Int, UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, UInt
 
 
 class Nodes(NamedTuple):

@@ -13,9 +13,9 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.records import dataclass, field
 
 GIVEN_BACK = -1  # stands in a table for a block that a window has left behind
 WORTH_A_COPY = 8  # tokens; fewer are computed sooner than a block is copied

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from jinfer.engine.output.draft_trace import DraftedStep
+from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.engine.scheduling.block_manager import WORTH_A_COPY, BlockManager, Copy, Held, common
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.records import dataclass, field
 
 STEP = 16  # tokens that cost as much as a step does beside its tokens
 

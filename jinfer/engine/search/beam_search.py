@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.compiled_programs import Shape
 from jinfer.engine.scheduling.block_manager import Copy, Held
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass, field
 from jinfer.sampling.beam_hypotheses import Beams
 
 

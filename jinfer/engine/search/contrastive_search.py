@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from jinfer.engine.runner.compiled_programs import Shape
 from jinfer.engine.runner.forward_passes import NoRoomError, at_once, forward
 from jinfer.engine.scheduling.block_manager import Copy, Held
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.records import dataclass, field
 
 
 @dataclass(eq=False)

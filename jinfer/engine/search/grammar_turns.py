@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jinfer.engine.requests import Failed, Token
-from jinfer.records import dataclass, field, replace
 from jinfer.sampling.forbidden_tokens import Forbidden
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.shapes import UInt
 
 if TYPE_CHECKING:
+    from jaxtyping import UInt
+
     from jinfer.sampling.structured import Matcher
 
 BUDGET = 0.005  # seconds that others wait for a turn

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,12 +26,12 @@ from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.scheduler import Running
 from jinfer.engine.search.grammar_turns import BUDGET, Beside, Position, Turn, ready, take_turn
-from jinfer.records import dataclass, field
 from jinfer.sampling.forbidden_tokens import Forbidden, token_ids
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
-from jinfer.shapes import UInt
 
 if TYPE_CHECKING:
+    from jaxtyping import UInt
+
     from jinfer.engine.engine import Engine
     from jinfer.sampling.structured import Matcher
 

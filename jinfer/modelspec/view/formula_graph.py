@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.modelspec.expressions import FUNCTIONS, evaluate
 from jinfer.modelspec.formula import Formula
-from jinfer.records import dataclass, field
 
 Kind = Literal["input", "module", "join", "number", "output"]
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "×", ast.Div: "/"}

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
-from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.view.model_svg import draw
+from jinfer.modelspec.view.model_svg import Drawable, draw
 
 _TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0"
 
 
-def spec_html(spec: ModelSpec) -> str:
+class Described(Drawable, Protocol):
+    """What is shown of a `ModelSpec`, whose notebook view imports this module."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def dims(self) -> Mapping[str, Any]: ...
+
+
+def spec_html(spec: Described) -> str:
     """The model's type, sizes and wiring."""
     sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
     heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"

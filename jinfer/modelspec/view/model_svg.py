@@ -7,14 +7,15 @@ dark, and it has a background, so it is readable on any page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Protocol
 
 from jinfer.modelspec.blocks import Attention, Block, CrossAttention, Head, LatentAttention
-from jinfer.modelspec.model_spec import LayerSpec, ModelSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.view.block_labels import shortened, summary
 from jinfer.modelspec.view.formula_graph import Graph, Node, graph_of
-from jinfer.records import dataclass
 
 CHARACTER = 7.3  # width of one at 12 pixels; monospaced fonts have 0.55 to 0.602 of their size
 _LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
@@ -58,7 +59,16 @@ class _Place:
     h: float
 
 
-def draw(spec: ModelSpec) -> str:
+class Drawable(Protocol):
+    """What is drawn of a `ModelSpec`, whose notebook view imports this module."""
+
+    @property
+    def shared(self) -> Sequence[tuple[str, Block]]: ...
+    @property
+    def stacks(self) -> Sequence[StackSpec]: ...
+
+
+def draw(spec: Drawable) -> str:
     """The model as an SVG document: its stacks side by side."""
     parts, x, height = [], _MARGIN, 0.0
     for stack in spec.stacks:
@@ -98,7 +108,7 @@ def numbers_text(numbers: list[int]) -> str:
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _sections(spec: ModelSpec, stack: StackSpec) -> list[_Section]:
+def _sections(spec: Drawable, stack: StackSpec) -> list[_Section]:
     shared, own = dict(spec.shared), dict(stack.modules)
     known = {**shared, **own}
     whole = len(spec.stacks) > 1 and stack.name == "encoder"
@@ -135,7 +145,7 @@ def _size(section: _Section, node: Node) -> tuple[float, float]:
     return width / 2, (len(lines) * _LINE + _PADDING) / 2
 
 
-def _draw_stack(spec: ModelSpec, stack: StackSpec, left: float) -> tuple[list[str], float, float]:
+def _draw_stack(spec: Drawable, stack: StackSpec, left: float) -> tuple[list[str], float, float]:
     """A stack's drawing, its width and height."""
     sections = _sections(spec, stack)
     sizes = [[_size(section, node) for node in section.graph.nodes] for section in sections]

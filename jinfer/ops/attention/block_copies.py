@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from jax import Array, lax
 
 from jinfer.cpu import block_copies_call as cpu
 from jinfer.ops.backend import backend
-from jinfer.shapes import Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 def copy_blocks(

@@ -12,12 +12,13 @@ from jinfer.ops.attention.kv_cache import Placement, Rows
 from jinfer.ops.attention.partial_merge import Part
 from jinfer.ops.backend import interpreted
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.shapes import Float, Int
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
     from jinfer.ops.attention.mask_rules import ScoreRules
+    from kernels_pallas.attention.batch import Queries, Scores
     from kernels_pallas.attention.kv_layout import Kept
-    from kernels_pallas.attention.paged_attention import Queries, Scores
 
 
 def serves(keys: Rows, values: Rows | None, rules: ScoreRules) -> bool:
@@ -71,7 +72,7 @@ def _given(
     q: Array, keys: Rows, values: Rows | None, at: Placement, last: Array, rules: ScoreRules
 ) -> tuple[Array, Kept, Kept | None, Queries, Scores]:
     """What the kernel is given."""
-    from kernels_pallas.attention.paged_attention import Queries, Scores
+    from kernels_pallas.attention.batch import Queries, Scores
 
     low = jnp.zeros_like(at.positions)
     if rules.window is not None:

@@ -14,7 +14,7 @@ all backends give the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,9 @@ from jax import Array
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops.backend import backend
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 PART = 512  # of a head that is transformed together, at most
 

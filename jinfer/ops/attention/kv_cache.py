@@ -7,7 +7,7 @@ sequences may have blocks in common.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,10 +17,12 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
-from jinfer.shapes import Float, Int
 from jinfer.xla import trees
 from jinfer.xla.abstract import Abstract
 from jinfer.xla.device import platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 BLOCK = 64  # tokens
 

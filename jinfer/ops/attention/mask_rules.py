@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.shapes import Float, Int
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
 
 # What is added to the scores, [batch, heads, tokens, keys], from query position minus key position.
 Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]

@@ -13,7 +13,7 @@ of its blocks or the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,9 @@ from jinfer.ops.attention.xla import (
 )
 from jinfer.ops.backend import backend
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def extend(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.shapes import Float
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Part(NamedTuple):

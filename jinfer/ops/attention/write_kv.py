@@ -5,7 +5,7 @@ So `jinfer.ops.fusion.fuse_gpu` finds it, and the products and rotations that it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import Array
@@ -14,7 +14,9 @@ from jax.interpreters import mlir
 
 from jinfer.ops import gpu_backend
 from jinfer.ops.attention.kv_cache import LayerCache, Placement, write
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 ENTER = Primitive("enter_cache")
 ENTER.multiple_results = True

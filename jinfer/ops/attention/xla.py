@@ -7,7 +7,7 @@ cache only the blocks at hand are decoded.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jinfer.ops.attention.kv_cache import LayerCache, Placement, Rows, write
 from jinfer.ops.attention.mask_rules import ScoreRules, changed, seen
 from jinfer.ops.attention.partial_merge import Part
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 STEP = 256  # keys a step of a loop looks at
 FEW = 64  # tokens up to which each fetches the blocks of its own sequence

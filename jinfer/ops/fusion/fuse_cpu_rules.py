@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from jax.extend.core import Literal
 
 from jinfer.cpu.fused_layers import Attending, Program
 from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot
-from jinfer.records import dataclass
 
 type Known = Mapping[Slot, Any]  # an array's slot -> the array
 type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that gives it

@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array, lax
 
-from jinfer.shapes import UInt
 from jinfer.xla.abstract import Abstract
 from jinfer.xla.arrays import address
 from jinfer.xla.device import put_beside
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt
 
 type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,7 +17,9 @@ from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.matmul import half_precision
 from jinfer.ops.matmul.quantized import FUSED, pick
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 _ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
 

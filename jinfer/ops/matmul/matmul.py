@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,7 +13,9 @@ from jinfer.ops.matmul import dense, half_precision
 from jinfer.ops.matmul.quantized import FUSED, pick, products, sorts
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import Recorded, record
-from jinfer.shapes import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 type Weight = Array | QuantizedTensor | OutlierTensor | Recorded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.matmul.quantized_xla import product_decoded, product_xla
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantized_tensor import MOST_COLUMNS
-from jinfer.shapes import Float, Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Activation functions that the product with a gate can apply, so that nothing is written between.
 FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}

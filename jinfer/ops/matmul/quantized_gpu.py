@@ -6,7 +6,7 @@ So `jinfer.ops.fusion.fuse_gpu` finds them, and what their rows are computed fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jinfer.ops.backend import interpreted
-from jinfer.shapes import Float, Int
 from kernels_pallas import Backend
 from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import Packed
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 PRODUCT = Primitive("packed_product")
 PRODUCT.multiple_results = True

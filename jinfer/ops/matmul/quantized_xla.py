@@ -17,6 +17,8 @@ at 128.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,7 +26,9 @@ from jax import Array, lax
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.bit_packing import PIECES
 from jinfer.quant.quantized_tensor import SUPER
-from jinfer.shapes import Float
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 _FEW_ROWS = 8  # above, decoding the weights once costs less than decoding them for every row
 _DECODED_BYTES = 1 << 20  # of float32 weights at a time: they stay in the second-level cache

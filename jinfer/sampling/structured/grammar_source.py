@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from jinfer.records import dataclass
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.json_schema import prepare_schema, subschemas
 

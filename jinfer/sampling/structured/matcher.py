@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher
@@ -13,7 +13,9 @@ from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured.grammar_source import Kind
 from jinfer.sampling.structured.llguidance_errors import one_line, too_much_forced
 from jinfer.sampling.structured.token_trie import Vocabulary
-from jinfer.shapes import UInt
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt
 
 # Bytes that a grammar may force at once; they are tokenized again for each mask among them.
 MAX_FORCED = 1 << 14

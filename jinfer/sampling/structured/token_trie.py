@@ -8,13 +8,13 @@ only a grammar that names them (`<|im_end|>`) does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from typing import cast
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from jinfer.records import dataclass
 from jinfer.tokenizer import Tokenizer
 
 MAX_TOKEN_BYTES = 1000  # llguidance's trie is at most 1,024 deep

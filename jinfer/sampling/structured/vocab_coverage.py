@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.token_trie import Vocabulary
-from jinfer.shapes import Int
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 MAX_STEPS = 500
 _CLOSING = b'}]")>,:.0123456789'  # what tends to end something, the likeliest first

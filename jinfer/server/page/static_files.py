@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.records import dataclass
 from jinfer.server.http_errors import ApiError
 from jinfer.server.http_responses import Reply
 from jinfer.server.service import Call

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from jinfer.records import dataclass
 from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
 from jinfer.server.tool_parsers.json_calls import Tools
 from jinfer.server.tool_parsers.lark_grammar import Lark

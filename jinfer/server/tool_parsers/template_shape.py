@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jinfer.records import dataclass
 from jinfer.template import ChatTemplate, TemplateError
 
 _WORD, _KEY = "zweiundvierzig", "wieviel"

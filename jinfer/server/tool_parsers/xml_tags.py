@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jinfer.records import dataclass
 from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
 from jinfer.server.tool_parsers.json_calls import Tools, is_text
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
