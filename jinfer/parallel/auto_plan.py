@@ -1,7 +1,8 @@
-"""`devices = "auto"` where the devices' memory does not suffice: what the host takes over.
+"""Automatic offload: what `devices = "auto"` moves to the host where device memory is too small.
 
-Of all that would fit, the least of each kind of change on each division of the devices, the one
-whose tokens come soonest by the cost model is taken. Where everything fits nothing changes.
+For each layout of the devices and each kind of offload, the smallest change that fits is a
+candidate; the one with the shortest decode step by the cost model is taken. Where everything fits
+nothing changes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from jinfer.parallel.memory_plan import Sizing, remedies, sizing_of
 from jinfer.parallel.placement import HOST_MACHINE, machine_of, plan_of, work_of
 
 _WORDS = {"host_embeddings": "embeddings", "host_kv_cache": "cache", "cpu_layers": "layers"}
-_WORDS |= {"streamed_layers": "streamed"}  # as `with_host` calls them
-_SHOWN = 4  # of what would fit
+_WORDS |= {"streamed_layers": "streamed"}  # key of `[partition]` -> `with_host`'s argument
+_SHOWN = 4  # candidates that the report lists
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,22 @@ class Option:
     """A way to make a model fit.
 
     Attributes:
-        keys: of `[partition]`.
-        step: seconds from a token to the next one, estimated.
+        keys: keys of `[partition]` and their values.
+        step: estimated seconds of a decode step.
     """
 
     keys: Mapping[str, Any]
     step: float
 
     def __str__(self) -> str:
-        """As it would be written."""
+        """The keys as they would be written in TOML."""
         values = {key: f'"{v}"' if isinstance(v, str) else str(v) for key, v in self.keys.items()}
         return ", ".join(f"{key} = {value.lower()}" for key, value in values.items())
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to fit where."""
+    """Checks whether a model fits with certain keys of `[partition]`."""
 
     spec: ModelSpec
     model: AbstractModel
@@ -60,13 +61,13 @@ class _Asked:
     free: Callable[[str], float]
 
     def sizing(self, keys: Mapping[str, Any]) -> Sizing:
-        """Of a specification with these keys. Raises `SpecError` where they cannot be."""
+        """The memory planner with these keys. Raises `SpecError` where they are not possible."""
         spec = replace(self.spec, partition=replace(self.spec.partition, **keys))
         plan = plan_of(spec, self.model, self.context, self.dtype, self.kind, imagined=True)
         return sizing_of(plan, spec, self.model, self.dtype, self.kind, self.context, self.free)
 
     def fits(self, keys: Mapping[str, Any]) -> bool:
-        """Whether all memories have room with these keys."""
+        """Whether everything fits with these keys."""
         try:
             return not self.sizing(keys).asked().problem
         except SpecError:
@@ -76,10 +77,10 @@ class _Asked:
 def settled(
     spec: ModelSpec, model: AbstractModel, context: int, dtype: DTypeLike, kind: Kind
 ) -> tuple[ModelSpec, str]:
-    """The specification with what "auto" chooses of the host's memory, and why, for people.
+    """The specification with the offload that "auto" chooses, and a report that says why.
 
-    Nothing changes where the devices suffice, where a key of host memory is set, and where the
-    devices are the host's own.
+    Nothing changes where the devices' memory suffices, where the specification sets a key of host
+    memory itself, and where the devices are CPUs.
     """
     part = spec.partition
     if part.devices is None or part.devices.strip() != AUTO or not has_own_memory(jax.devices()):
@@ -90,22 +91,22 @@ def settled(
     if _Asked(spec, model, context, dtype, kind, free).fits({}):
         return spec, ""
     machine = machine_of(jax.devices())
-    found = options(spec, model, context, dtype, kind, machine, count, free)
-    if not found:
+    fitting = options(spec, model, context, dtype, kind, machine, count, free)
+    if not fitting:
         return spec, ""
-    return replace(spec, partition=replace(part, **found[0].keys)), told(found, count)
+    return replace(spec, partition=replace(part, **fitting[0].keys)), told(fitting, count)
 
 
 def has_own_memory(devices: Sequence[jax.Device]) -> bool:
-    """Whether devices have a memory that is not the host's."""
+    """Whether the devices have memory apart from the host's."""
     return devices[0].platform != CPU
 
 
 def memories() -> Callable[[str], float]:
-    """Bytes of the memory of each device, by its number, and of the host."""
-    own = {str(number): free_memory(device) for number, device in enumerate(jax.devices())}
+    """A function from a device's number, or `HOST`, to its free bytes."""
+    free = {str(number): free_memory(device) for number, device in enumerate(jax.devices())}
     host = host_memory()
-    return lambda name: own.get(name, host)
+    return lambda name: free.get(name, host)
 
 
 def options(
@@ -118,15 +119,15 @@ def options(
     count: int,
     free: Callable[[str], float],
 ) -> list[Option]:
-    """What would fit on so many devices and the host, the fastest first.
+    """The offload options that fit on so many devices and the host, the fastest first.
 
     Args:
-        machine: what a device can do.
-        free: bytes of the memory of each device, and of the host.
+        machine: the speeds of a device.
+        free: a function from a device's number, or `HOST`, to its free bytes.
     """
     asked = _Asked(spec, model, context, dtype, kind, free)
     work = work_of(spec, model, weigh(spec, model), dtype, kind)
-    found = list[Option]()
+    fitting = list[Option]()
     for layout in layouts(count):
         if layout[0] > work.layers:
             continue
@@ -134,16 +135,16 @@ def options(
         for keys in _changes(asked, devices, work.layers):
             use = {_WORDS[key]: value for key, value in keys.items()}
             step = with_host(work, machine, HOST_MACHINE, layout, context=context, **use)
-            found.append(Option(devices | dict(keys), step))
-    return sorted(found, key=lambda option: (option.step, len(option.keys)))
+            fitting.append(Option(devices | dict(keys), step))
+    return sorted(fitting, key=lambda option: (option.step, len(option.keys)))
 
 
 def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator[Mapping[str, Any]]:
-    """Of each kind of change the least that fits."""
+    """For each kind of offload, the smallest change that fits."""
     for start in ({}, {"host_embeddings": True}):
         try:
             sizing = asked.sizing({**devices, **start})
-        except SpecError:  # it cannot be divided like that
+        except SpecError:  # the model cannot be divided among these devices
             continue
         if not sizing.asked().problem:
             yield start
@@ -160,12 +161,12 @@ def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator
 def _named(layout: tuple[int, int]) -> str:
     """The devices of a layout, in the grammar of `partition.devices`."""
     pipe, tensor = layout
-    rows = (range(row * tensor, (row + 1) * tensor) for row in range(pipe))
-    return ";".join("&".join(map(str, row)) for row in rows)
+    stages = (range(stage * tensor, (stage + 1) * tensor) for stage in range(pipe))
+    return ";".join("&".join(map(str, stage)) for stage in stages)
 
 
 def told(found: Sequence[Option], count: int) -> str:
-    """Why the first option was taken."""
+    """The report: why the first option was taken, and the next best ones."""
     noun = f"{count} devices" if count > 1 else "one device"
     lines = [f'devices = "{AUTO}": the model alone does not fit on {noun}; what would, estimated:']
     for number, option in enumerate(found[:_SHOWN]):

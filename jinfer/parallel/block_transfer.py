@@ -1,4 +1,4 @@
-"""Copies of blocks where some are on the device and others on the host."""
+"""KV cache offload: copies cache blocks on the device, on the host, and between the two."""
 
 from __future__ import annotations
 
@@ -22,41 +22,43 @@ type Ids = Mapping[str, np.ndarray]
 
 
 def take(model: AbstractModel, cache: Cache, ids: Mapping[str, Int[Array, " copies"]]) -> Cache:
-    """Some blocks of each attention; an id that is none gives any block."""
+    """Gathers blocks of each layer's cache; an id out of range gives an arbitrary block."""
 
-    def taken(name: str) -> Any:
-        own = ids[model.caches[name].group]
-        return jax.tree.map(lambda pool: pool.at[own].get(mode="clip"), cache[name])
+    def blocks_of(name: str) -> Any:
+        blocks = ids[model.caches[name].group]
+        return jax.tree.map(lambda pool: pool.at[blocks].get(mode="clip"), cache[name])
 
-    return {name: taken(name) for name in cache}
+    return {name: blocks_of(name) for name in cache}
 
 
 def put(
     model: AbstractModel, cache: Cache, blocks: Cache, ids: Mapping[str, Int[Array, " copies"]]
 ) -> Cache:
-    """The cache with blocks of another place; one whose id is below 0 is put nowhere."""
+    """Scatters blocks into the cache; those with a negative id are dropped."""
 
-    def into(name: str) -> Any:
-        own = ids[model.caches[name].group]
+    def updated(name: str) -> Any:
+        targets = ids[model.caches[name].group]
         return jax.tree.map(
-            lambda pool, new: pool.at[jnp.where(own >= 0, own, pool.shape[0])].set(
+            lambda pool, new: pool.at[jnp.where(targets >= 0, targets, pool.shape[0])].set(
                 new, mode="drop"
             ),
             cache[name],
             blocks[name],
         )
 
-    return {name: into(name) if name in blocks else cache[name] for name in cache}
+    return {name: updated(name) if name in blocks else cache[name] for name in cache}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where some of a cache's blocks are, and the programs that copy them.
+    """A memory that has some of a cache's blocks, and the programs that copy them.
 
     Attributes:
-        copy: within the place.
-        take, put: to and from another place; None where there is no other.
-        launch: launches them.
+        site: the device, or the host's.
+        copy: copies blocks within the memory.
+        take: gathers blocks for the other memory; None where that has none.
+        put: scatters blocks from the other memory; None where that has none.
+        launch: launches these programs.
     """
 
     site: Site
@@ -68,11 +70,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Copies blocks within the two places of a stage's cache, and between them.
+    """Copies blocks of a stage's cache that is split between device and host.
 
     Attributes:
-        boundaries: of each group the first block that is in the second place.
-        both: attentions that have blocks in both.
+        boundaries: for each cache group, the first block that is on the host.
+        both: names of the layers' caches that have blocks in both memories.
+        places: the device and the host.
     """
 
     boundaries: Mapping[str, int]
@@ -82,39 +85,39 @@ class Exchange:
     def __call__(
         self, caches: tuple[Cache, Cache], sources: Ids, targets: Ids, count: Any
     ) -> list[Cache]:
-        """The pools of both places, with blocks copied.
+        """The pools of both memories, with `count` blocks copied from `sources` to `targets`.
 
-        Of none of them the source is a block that one before has for its target.
+        No source may be the target of an earlier copy.
         """
         groups = list(sources)
         begin = {group: self.boundaries[group] for group in groups}
         above = {g: (sources[g] >= begin[g], targets[g] >= begin[g]) for g in groups}
-        crosses = any(bool((one != other).any()) for one, other in above.values())
-        coming: list[Any] = [None, None]
+        crosses = any(bool((source != target).any()) for source, target in above.values())
+        incoming: list[Any] = [None, None]
         shift = [dict.fromkeys(groups, 0), begin]
         if crosses:
-            # Before anything is overwritten.
+            # Gather all blocks that cross before anything is overwritten.
             for index, place in enumerate(self.places):
-                assert place.take is not None, "there are blocks in both places"
-                some = {name: caches[index][name] for name in self.both}
+                assert place.take is not None, "there are blocks in both memories"
+                split = {name: caches[index][name] for name in self.both}
                 ids = {g: sources[g] - shift[index][g] for g in groups}
-                found = place.launch(place.take, some, ids)
-                coming[1 - index] = self.places[1 - index].site.taken(found)
-        done = []
+                blocks = place.launch(place.take, split, ids)
+                incoming[1 - index] = self.places[1 - index].site.taken(blocks)
+        copied = []
         for index, place in enumerate(self.places):
-            own = {g: (a == index) & (b == index) for g, (a, b) in above.items()}
-            # What is no copy of this place copies its first block onto itself.
-            each = [
-                {g: np.where(own[g], ids[g] - shift[index][g], np.int32(0)) for g in groups}
+            inside = {g: (a == index) & (b == index) for g, (a, b) in above.items()}
+            # Copies that are not within this memory become a copy of its first block onto itself.
+            local_ids = [
+                {g: np.where(inside[g], ids[g] - shift[index][g], np.int32(0)) for g in groups}
                 for ids in (sources, targets)
             ]
-            cache = place.launch(place.copy, caches[index], *each, count)
+            cache = place.launch(place.copy, caches[index], *local_ids, count)
             if crosses:
                 assert place.put is not None, "as above"
                 ids = {
                     g: np.where((a != b) & (b == index), targets[g] - shift[index][g], np.int32(-1))
                     for g, (a, b) in above.items()
                 }
-                cache = place.launch(place.put, cache, coming[index], ids)
-            done.append(cache)
-        return done
+                cache = place.launch(place.put, cache, incoming[index], ids)
+            copied.append(cache)
+        return copied

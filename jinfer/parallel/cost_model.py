@@ -1,4 +1,4 @@
-"""A model of what a step costs: memory read, sums among devices, vectors passed on."""
+"""Cost model: estimates a decode step from memory reads, all-reduces and pipeline transfers."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from math import inf
 
 @dataclass(frozen=True)
 class Link:
-    """What carries bytes from one device to another.
+    """A link between two devices.
 
     Attributes:
-        rate: bytes a second.
-        latency: seconds that a message takes at least.
+        rate: bandwidth in bytes a second, in one direction.
+        latency: seconds of an empty message.
     """
 
     rate: float
     latency: float
 
     def seconds(self, size: float) -> float:
-        """What a message takes."""
+        """Seconds that a message takes."""
         return self.latency + size / self.rate
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device can do, and the links between devices.
+    """The speeds of a kind of device, and of the links between devices.
 
     Attributes:
-        memory: bytes of a device.
-        read: bytes a second that it reads of its memory.
-        flops: a second, of products.
-        sums: the link over which devices of a stage add up.
-        passes: the link over which stages pass vectors on.
-        call: seconds that starting a stage takes.
-        host: the link to the host's memory.
-        together: bytes a second that all devices read, where they share a memory.
-        apart: seconds of a step that neither reading nor multiplying explains: what the devices of
-            a stage do each for themselves.
+        memory: bytes of a device's memory.
+        read: memory bandwidth, bytes a second.
+        flops: matrix multiplication, operations a second.
+        sums: the link for all-reduces within a stage.
+        passes: the link between stages.
+        call: seconds to launch a stage's program.
+        host: the link to host memory.
+        together: bandwidth of all devices together, where they share a memory.
+        apart: seconds of a step beside reading and multiplying, which devices of a stage do not
+            divide among themselves.
     """
 
     memory: float
@@ -53,7 +53,7 @@ class Machine:
 
 
 def _card(memory: float, read: float, flops: float, link: Link) -> Machine:
-    """A device as its maker's data sheet says; what a call costs is a guess."""
+    """A device by its maker's data sheet; the cost of a launch is a guess."""
     return Machine(memory, read, flops, link, link, 1e-4)
 
 
@@ -68,19 +68,19 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a model asks for.
+    """The sizes of a model that its cost follows from.
 
     Attributes:
-        weights: bytes of all layers, embeddings and head...
-        active: ...and of those that one token is multiplied with: of experts, the chosen ones.
-        parameters: numbers of them that a token is multiplied with.
-        layers: whose attentions and feed-forwards are summed up.
-        hidden: bytes of a token's vector between layers.
+        weights: bytes of all weights.
+        active: bytes of the weights that one token is multiplied with; of experts, the chosen ones.
+        parameters: number of the weights that one token is multiplied with.
+        layers: number of layers.
+        hidden: bytes of a token's hidden state between layers.
         vocab: bytes of a token's logits.
         cache: bytes of a token's keys and values, in all layers.
-        kv_heads: key and value heads, at most so many of which the cache is divided among.
-        sums: in a layer.
-        tables: of the weights those that are looked up by tokens alone.
+        kv_heads: key and value heads; the cache is divided among at most so many devices.
+        sums: all-reduces in a layer.
+        tables: bytes of the weights that are only looked up by token, such as the embedding.
     """
 
     weights: float
@@ -97,14 +97,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs.
+    """The estimated cost of a layout.
 
     Attributes:
-        pipe, tensor: the layout.
-        step: seconds from a token to the next one of the same sequence.
-        tokens: a second, of all sequences together, with all stages busy.
-        device: bytes that a device has of weights and cache.
-        moved: bytes that leave a device in a step.
+        pipe: number of pipeline stages.
+        tensor: devices of each stage.
+        step: latency: seconds between two tokens of a sequence.
+        tokens: throughput: tokens a second of all sequences, with all stages busy.
+        device: bytes of weights and cache on a device.
+        moved: bytes that a device sends in a step.
     """
 
     pipe: int
@@ -125,17 +126,17 @@ def estimate(
     context: int = 1024,
     shares: Sequence[float] = (),
 ) -> Estimate:
-    """What a step of decoding costs.
+    """The cost of a decode step.
 
-    A stage reads its weights and its sequences' cache once, multiplies, and adds up twice a layer:
-    each device sends and receives 2 (T - 1) / T of the vectors.
+    A stage reads its weights and its sequences' cache once, multiplies, and all-reduces twice per
+    layer: in a ring each of T devices sends and receives 2 (T - 1) / T of the hidden states.
 
     Args:
-        batch: sequences of a lane.
-        context: tokens that each has in the cache.
-        shares: of what is read, which part each stage has; all the same where it is empty.
+        batch: sequences of a micro-batch.
+        context: tokens of each in the cache.
+        shares: each stage's fraction of the model; empty: all the same.
     """
-    parts = shares or (1 / pipe,) * pipe
+    fractions = shares or (1 / pipe,) * pipe
     vectors, ring = batch * work.hidden, 2 * (tensor - 1) / tensor
     sums = work.sums * work.layers / pipe * (tensor > 1)
     adding = sums * (2 * machine.sums.latency + ring * vectors / machine.sums.rate)
@@ -143,11 +144,11 @@ def estimate(
     gathering = (tensor > 1) * machine.sums.seconds(batch * work.vocab) / pipe
     moving = adding + passing + gathering + machine.call + machine.apart / pipe
     alone, busy = (
-        [_computing(work, machine, part, tensor, batch, context, devices) for part in parts]
+        [_computing(work, machine, part, tensor, batch, context, devices) for part in fractions]
         for devices in (tensor, pipe * tensor)
     )
     shared = pipe * _among(work, tensor)
-    # As many lanes as stages, so that each stage always has one of them.
+    # As many micro-batches as stages, so that all stages are busy.
     held = work.weights / (pipe * tensor) + pipe * batch * context * work.cache / shared
     moved = sums * ring * vectors + (pipe > 1) * vectors
     step = sum(alone) + pipe * moving
@@ -163,11 +164,11 @@ def _computing(
     context: int,
     devices: int,
 ) -> float:
-    """Seconds that a device reads and multiplies for a stage.
+    """Seconds that a device of a stage reads and multiplies: the larger of the two (roofline).
 
     Args:
-        part: of the model that the stage has.
-        devices: how many of all stages read at the same time.
+        part: the stage's fraction of the model.
+        devices: how many devices, of all stages, read at the same time.
     """
     weights = min(work.weights - work.tables, batch * work.active) / tensor
     cache = batch * context * work.cache / _among(work, tensor)
@@ -176,7 +177,7 @@ def _computing(
 
 
 def _among(work: Work, tensor: int) -> int:
-    """How many devices of a stage the cache is divided among."""
+    """How many devices of a stage the cache is divided among; the others replicate it."""
     return min(tensor, max(1, work.kv_heads))
 
 
@@ -192,43 +193,43 @@ def with_host(
     layers: int = 0,
     streamed: int = 0,
 ) -> float:
-    """Seconds from a token to the next one of a sequence, where the host takes part.
+    """Seconds of a decode step with offload to the host.
 
     Args:
-        layout: stages and devices of each, beside the host.
+        layout: stages, and devices of each, beside the host.
         context: tokens in the cache.
-        embeddings: whether the host has the table of embeddings.
-        cache: the share of the cache's blocks that it has.
-        layers: that it computes.
-        streamed: layers whose weights come from its memory.
+        embeddings: whether the host has the embedding table.
+        cache: fraction of the KV cache's blocks on the host.
+        layers: number of layers that the host computes.
+        streamed: number of layers whose weights are offloaded.
     """
     pipe, tensor = layout
-    there, vector = layers / work.layers, machine.host.seconds(work.hidden)
-    rest = _portion(work, 1 - there)
+    on_host, vector = layers / work.layers, machine.host.seconds(work.hidden)
+    rest = _portion(work, 1 - on_host)
     step = estimate(
         replace(rest, cache=(1 - cache) * rest.cache), machine, pipe, tensor, context=context
     ).step
     if embeddings or layers:
-        step += vector + estimate(_portion(work, there), host, 1, 1, context=context).step
+        step += vector + estimate(_portion(work, on_host), host, 1, 1, context=context).step
     if cache:
-        # A layer waits for its queries to arrive, for a call there, and for what comes back; the
-        # device attends to its own blocks meanwhile.
+        # A layer waits for the transfer of its queries, a launch on the host, and the transfer
+        # back; the device attends to its own blocks meanwhile.
         waited = max(0.0, context * rest.cache * (cache / host.read - (1 - cache) / machine.read))
         step += rest.layers * (2 * vector + host.call) + waited
-    # Copies go on while layers compute, and a token waits for the slower of both.
+    # Weight copies overlap with computation: the slower of the two decides.
     copied = machine.host.seconds(work.weights / work.layers / tensor)
     return max(step, streamed * copied)
 
 
 def _portion(work: Work, share: float) -> Work:
-    """The work of some of the layers."""
+    """The cost of a fraction of the layers."""
     names = ("weights", "active", "parameters", "cache", "tables")
     sizes = {name: share * getattr(work, name) for name in names}
     return replace(work, **sizes, layers=round(share * work.layers))
 
 
 def layouts(devices: int) -> Iterator[tuple[int, int]]:
-    """(stages, devices of a stage) that all these devices make."""
+    """All layouts (stages, devices per stage) that use all devices."""
     yield from (
         (devices // tensor, tensor) for tensor in range(1, devices + 1) if not devices % tensor
     )
@@ -237,14 +238,14 @@ def layouts(devices: int) -> Iterator[tuple[int, int]]:
 def best(
     work: Work, machine: Machine, allowed: Sequence[tuple[int, int]], *, context: int
 ) -> Estimate | None:
-    """The layout whose sequences wait least, of those that fit; None where none does.
+    """The layout with the lowest latency of those that fit into memory; None where none does.
 
-    Of equally fast ones that of fewer devices.
+    Of equally fast ones the one with fewer devices.
     """
     fitting = [
-        found
+        cost
         for pipe, tensor in allowed
-        if (found := estimate(work, machine, pipe, tensor, context=context)).device
+        if (cost := estimate(work, machine, pipe, tensor, context=context)).device
         <= 0.9 * machine.memory
     ]
     return min(fitting, key=lambda e: (round(e.step, 9), e.pipe * e.tensor), default=None)

@@ -1,4 +1,4 @@
-"""The devices of a stage: how arrays get there, and how functions are compiled for them."""
+"""Mesh: the tensor-parallel device group of a pipeline stage, with its shardings and transfers."""
 
 from __future__ import annotations
 
@@ -14,57 +14,56 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jinfer.parallel.sharding_rules import AXIS
 
-HOST_MEMORY = "pinned_host"  # the host's, from which a device reads at the link's speed
+HOST_MEMORY = "pinned_host"  # JAX's memory kind for page-locked host memory, for fast copies
 
 
 @dataclass(frozen=True)
 class Site:
-    """Some devices that compute a stage together.
+    """The devices that compute a stage together: a mesh of one axis, `TENSOR_AXIS`.
 
-    An array is either the same on all of them, or each has its own part: these are an array whose
-    first axis is that of all parts one after the other, so that a program sees its device's part
-    as it is.
+    An array is either replicated or sharded. A sharded array is the concatenation of the devices'
+    shards along its first axis, so that inside `shard_map` each device sees its shard unchanged.
     """
 
     devices: tuple[jax.Device, ...]
 
     @property
     def platform(self) -> str:
-        """What kind of devices they are."""
+        """The devices' platform, such as "cpu" or "gpu"."""
         return self.devices[0].platform
 
     @cached_property
     def here(self) -> tuple[int, ...]:
-        """Which of the devices are this process's, by their places."""
-        own = jax.process_index()
-        return tuple(i for i, one in enumerate(self.devices) if one.process_index == own)
+        """Indices in `devices` of those that belong to this process."""
+        rank = jax.process_index()
+        return tuple(i for i, device in enumerate(self.devices) if device.process_index == rank)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The devices as one axis."""
+        """The devices as a mesh of one axis."""
         return Mesh(np.array(self.devices), (AXIS,))
 
     @cached_property
     def same(self) -> Sharding:
-        """Of arrays that every device has whole."""
+        """The sharding of replicated arrays."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
     def parts(self) -> Sharding:
-        """Of arrays of which each device has its own part."""
+        """The sharding of arrays of which each device has its own shard."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
     def take(self, array: Any) -> Array:
-        """An array of the host or of another site, on all devices here; nobody waits for it."""
+        """An array of the host or of another group, replicated on this group; asynchronous."""
         sources = [array]
         if isinstance(array, Array):
             if array.sharding.device_set == set(self.devices):
                 return array
-            # JAX would send an array between sets of different sizes through the host.
+            # `device_put` between device sets of different sizes would go through the host.
             sources = [shard.data for shard in array.addressable_shards]
         elif len(self.here) == len(self.devices):
             return jax.device_put(array, self.same)
@@ -74,18 +73,18 @@ class Site:
         return jax.make_array_from_single_device_arrays(array.shape, self.same, copies)
 
     def taken(self, tree: Any) -> Any:
-        """`take` of each array of a tree."""
+        """`replicate` for each array of a tree."""
         return jax.tree.map(self.take, tree)
 
     def joined(self, parts: Sequence[Any], memory: str | None = None) -> Array:
-        """The parts of the devices, from the host, as one array; of this process's alone.
+        """A sharded array from this process's shards, which are in host memory.
 
         Args:
-            memory: where it is to be; None: in the devices' own.
+            memory: JAX's memory kind to put it in; None: the devices' own memory.
         """
         arrays = [
-            jax.device_put(part, SingleDeviceSharding(self.devices[i], memory_kind=memory))
-            for part, i in zip(parts, self.here, strict=True)
+            jax.device_put(shard, SingleDeviceSharding(self.devices[i], memory_kind=memory))
+            for shard, i in zip(parts, self.here, strict=True)
         ]
         if len(self.devices) == 1:
             return arrays[0]
@@ -95,42 +94,42 @@ class Site:
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def of_parts(self, tree: Any) -> Any:
-        """The abstract arrays of all devices, of which one has these."""
-        times = len(self.devices)
+        """The abstract sharded arrays whose shards on one device are the arrays of `tree`."""
+        count = len(self.devices)
 
-        def of_all(part: Any) -> jax.ShapeDtypeStruct:
-            # XLA gives arrays without elements back as if all devices had them whole.
-            sharding = self.parts if part.size else self.same
-            shape = (times * part.shape[0], *part.shape[1:])
-            return jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding)
+        def whole_array(shard: Any) -> jax.ShapeDtypeStruct:
+            # XLA returns arrays without elements as if they were replicated.
+            sharding = self.parts if shard.size else self.same
+            shape = (count * shard.shape[0], *shard.shape[1:])
+            return jax.ShapeDtypeStruct(shape, shard.dtype, sharding=sharding)
 
-        return jax.tree.map(of_all, tree)
+        return jax.tree.map(whole_array, tree)
 
     def of_same(self, tree: Any) -> Any:
-        """The abstract arrays that all devices have whole."""
+        """The abstract replicated arrays of a tree."""
         return jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self.same), tree
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.same), tree
         )
 
     def shared(
         self, function: Callable[..., Any], parts: Sequence[bool], out: Any
     ) -> Callable[..., Any]:
-        """A function that each device runs on its own parts.
+        """`jax.shard_map` of a function over the group; on one device the function itself.
 
         Args:
-            parts: of which arguments each device has its own part.
-            out: the same of the results: a boolean, or a tuple of them.
+            parts: for each argument, whether it is sharded; else it is replicated.
+            out: the same for the results: a boolean, or a tuple of them.
         """
         if len(self.devices) == 1:
             return function
-        own, whole = PartitionSpec(AXIS), PartitionSpec()
-        results = jax.tree.map(lambda is_part: own if is_part else whole, out)
-        given = tuple(own if is_part else whole for is_part in parts)
+        sharded, replicated = PartitionSpec(AXIS), PartitionSpec()
+        out_specs = jax.tree.map(lambda is_sharded: sharded if is_sharded else replicated, out)
+        in_specs = tuple(sharded if is_sharded else replicated for is_sharded in parts)
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=given, out_specs=results, check_vma=False
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 
 def first_copy(array: Array) -> Array:
-    """An array that every device of a site has whole, as the first of them has it."""
+    """The first device's copy of a replicated array."""
     return array if len(array.sharding.device_set) == 1 else array.addressable_data(0)

@@ -1,10 +1,10 @@
-"""Programs of layers of whose cache a part is in host memory.
+"""KV cache offload: programs of layers that have some of their cache blocks in host memory.
 
-Blocks of a lower number are on the device, the others on the host; the engine knows of neither. A
-layer's new queries, keys and values go to the host, what its attention finds there comes back, and
-meanwhile the device attends to the blocks that it has: no block moves. So a layer takes several
-programs, launched in turn: in one program for both, the host's part could not be a program of the
-host's own, with its custom calls and threads.
+Blocks with low numbers are on the device, the others on the host; the engine knows only numbers.
+Blocks do not move. A layer's new queries, keys and values are copied to the host, which attends to
+its blocks while the device attends to its own, and the partial results are merged
+(`split_attention`). Each layer is several programs, launched in turn: only as a program of its own
+can the host's attention use the CPU's custom calls and threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ type Launch = Callable[..., Any]
 
 
 class Pools(NamedTuple):
-    """A stage's cache in two places. An attention whose blocks are all in one is in that alone."""
+    """A stage's KV cache pools in device and host memory.
+
+    An attention whose blocks are all in one memory has a pool only there.
+    """
 
     device: Cache
     host: Cache
@@ -46,7 +49,15 @@ class Pools(NamedTuple):
 
 @dataclass(frozen=True)
 class _Attention:
-    """The programs of one attention."""
+    """The programs of one attention of a layer.
+
+    Attributes:
+        name: of its cache.
+        group: the cache group.
+        ask: computes its inputs.
+        here: attention over the device's blocks; None where the device has none.
+        there: attention over the host's blocks.
+    """
 
     name: str
     group: str
@@ -57,7 +68,7 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's programs, to be called as one."""
+    """A layer's programs, called like one program of a stage."""
 
     stage: Stage
     host: Site
@@ -75,36 +86,36 @@ class _Layer:
         _: None,
         there: tuple[Places, Tables],
     ) -> tuple[Pools, Array]:
-        """The cache and the layer's output.
+        """The pools and the layer's output.
 
         Args:
-            there: places and tables, on the host.
+            there: `places` and `tables` in host memory.
         """
-        device, host, told = dict(cache.device), dict(cache.host), dict[str, Any]()
+        device, host, attended = dict(cache.device), dict(cache.host), dict[str, Any]()
         caches = self.stage.model.model.caches
-        whole = {name: one for name, one in device.items() if caches[name].group == ENCODER}
-        at, on_host = (places, tables), self.host
-        for each in self.attentions:
-            name, group, found = each.name, each.group, list[Any]()
-            asked = each.ask(leaves, whole, x, *at, told)
-            # First, as it need not wait: what is asked has to reach the host.
-            if each.here is not None:
-                given = asked, device[name], places.rows, places.positions, tables[group]
-                part, device[name] = each.here(*given)
-                found.append(part)
-            own = (there[0].rows, there[0].positions, there[1][group])
-            moved = on_host.taken(asked), host[name], *own
-            part, host[name] = self.launch("host", each.there, *moved)
-            told[name] = (*found, self.stage.site.taken(part))
-        return Pools(device, host), self.tell(leaves, whole, x, *at, told)
+        cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
+        batch, host_places, host_tables = (places, tables), *there
+        for attention in self.attentions:
+            name, group, partials = attention.name, attention.group, list[Any]()
+            inputs = attention.ask(leaves, cross, x, *batch, attended)
+            # The device's attention is launched first: the host's waits for the inputs to arrive.
+            if attention.here is not None:
+                arguments = inputs, device[name], places.rows, places.positions, tables[group]
+                partial_result, device[name] = attention.here(*arguments)
+                partials.append(partial_result)
+            on_host = host_places.rows, host_places.positions, host_tables[group]
+            arguments = self.host.taken(inputs), host[name], *on_host
+            partial_result, host[name] = self.launch("host", attention.there, *arguments)
+            attended[name] = (*partials, self.stage.site.taken(partial_result))
+        return Pools(device, host), self.tell(leaves, cross, x, *batch, attended)
 
 
 @dataclass(kw_only=True)
 class HostedMaking(Making):
-    """Makes programs of stages of which some have a part of their cache in host memory.
+    """Compiles the programs of stages some of which have cache blocks in host memory.
 
     Attributes:
-        hosted: blocks of each group that are there: those of the highest numbers.
+        hosted: how many blocks of each cache group are on the host: those with the highest numbers.
         launch: launches the host's programs.
     """
 
@@ -112,23 +123,23 @@ class HostedMaking(Making):
     launch: Launch
 
     def _there(self, stage: Stage) -> tuple[Site, Any]:
-        """The host, and the abstract pools there."""
-        assert stage.host is not None, "of stages with a part there alone"
+        """The host's device, and a stage's abstract pools there."""
+        assert stage.host is not None, "the stage has blocks on the host"
         return stage.host, self.pools(stage, self.hosted, stage.host)
 
     def _cache(self, stage: Stage) -> Any:
-        """The abstract pools on the stage's devices."""
+        """A stage's abstract pools on its devices."""
         if stage.host is None:
             return super()._cache(stage)
         total = self.sizes.blocks
         return self.pools(stage, {group: self._boundary(group) for group in total})
 
     def _boundary(self, group: str) -> int:
-        """The first block that is on the host."""
+        """The first block of a group that is on the host."""
         return self.sizes.blocks[group] - self.hosted.get(group, 0)
 
     def empty_cache(self, stage: Stage) -> Any:
-        """As `Making.empty_cache`, in both places."""
+        """As `StageCompiler.empty_cache`, in both memories."""
         device = super().empty_cache(stage)
         if stage.host is None:
             return device
@@ -148,28 +159,29 @@ class HostedMaking(Making):
             return super()._flow(stage, x, tokens, rows, chosen, wants, copies)
         site, (host, pools) = stage.site, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
-        whole = {name: one for name, one in device.items() if caches[name].group == ENCODER}
+        cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
         places, tables, _ = self.flat(tokens, rows, chosen, copies)
-        at = site.of_same((x, places, tables))
-        attentions, told = list[_Attention](), dict[str, Any]()
+        batch = site.of_same((x, places, tables))
+        attentions, attended = list[_Attention](), dict[str, Any]()
         for _ in pools:
             question = split_attention.Question()
             function = with_parts(stage, partial(split_attention.ask, stage.model, question))
-            given = leaves_of(stage), whole, *at, site.of_same(told)
-            made = self.lowered(function, (), given, site)
+            arguments = leaves_of(stage), cross, *batch, site.of_same(attended)
+            inputs = self.lowered(function, (), arguments, site)
             name, group = question.name, caches[question.name].group
             begin, end = self._boundary(group), self.sizes.blocks[group]
-            of = partial(self._part, question, made.out, places, tables[group])
-            there = of((begin, end), pools[name], host)
-            here = of((0, begin), device[name], site) if begin else None
-            parts = [each.out[0] for each in (here, there) if each is not None]
-            told[name] = tuple(parts)
-            programs = None if here is None else here.program, there.program
-            attentions.append(_Attention(name, group, made.program, *programs))
+            attend = partial(self._part, question, inputs.out, places, tables[group])
+            on_host = attend((begin, end), pools[name], host)
+            on_device = attend((0, begin), device[name], site) if begin else None
+            partials = [made.out[0] for made in (on_device, on_host) if made is not None]
+            attended[name] = tuple(partials)
+            programs = None if on_device is None else on_device.program, on_host.program
+            attentions.append(_Attention(name, group, inputs.program, *programs))
         function = with_parts(stage, partial(split_attention.tell, stage.model))
-        tell = self.lowered(function, (), (leaves_of(stage), whole, *at, site.of_same(told)), site)
-        layer = _Layer(stage, host, tuple(attentions), tell.program, self.launch)
-        return Made(layer, (Pools(device, pools), tell.out))
+        arguments = leaves_of(stage), cross, *batch, site.of_same(attended)
+        rest = self.lowered(function, (), arguments, site)
+        layer = _Layer(stage, host, tuple(attentions), rest.program, self.launch)
+        return Made(layer, (Pools(device, pools), rest.out))
 
     def _part(
         self,
@@ -181,14 +193,15 @@ class HostedMaking(Making):
         pool: Any,
         site: Site,
     ) -> Made:
-        """`apart.part` over some blocks, at a site."""
-        given = *site.of_same((asked,)), pool, *site.of_same((places.rows, places.positions, table))
+        """`split_attention.partial_attention` over the blocks of one memory."""
+        batch = site.of_same((places.rows, places.positions, table))
+        arguments = *site.of_same((asked,)), pool, *batch
         function = partial(split_attention.part, question.rules, blocks)
-        key = "part", site, blocks, repr(question.rules), repr(given)
-        return self.once(key, lambda: self.lowered(function, 1, given, site))
+        key = "part", site, blocks, repr(question.rules), repr(arguments)
+        return self.once(key, lambda: self.lowered(function, 1, arguments, site))
 
     def fill(self, number: int, encoded: Any) -> Made:
-        """As `Making.fill`: what is kept of an encoder's output is on the device."""
+        """As `StageCompiler.fill`; the cross-attention's cache is always on the device."""
         made = super().fill(number, encoded)
         if self.stages[number].host is None:
             return made
@@ -199,7 +212,7 @@ class HostedMaking(Making):
         return Made(run, made.out)
 
     def copy(self, number: int) -> Made:
-        """As `Making.copy`, also from one place to the other."""
+        """As `StageCompiler.copy`, also between device and host."""
         stage = self.stages[number]
         if stage.host is None:
             return super().copy(number)
@@ -221,7 +234,7 @@ class HostedMaking(Making):
             copy = made("copy", partial(steps.copy_blocks, model), 0, given, site)
             taking = made("take", partial(take, model), (), (some, ids), site) if both else None
             putting = made("put", partial(put, model), 0, (own, new, ids), site) if both else None
-            # The whole is launched by the stage's thread: a second time would wait for itself.
+            # The stage's thread runs all of this; to launch there again would be a deadlock.
             launch = partial(self.launch, "host") if site is host else _at_once
             places.append(Place(site, copy, taking, putting, launch))
         exchange = Exchange(boundaries, frozenset(both), (places[0], places[1]))

@@ -1,8 +1,8 @@
-"""From which thread programs are launched.
+"""Launcher: launches each pipeline stage's programs from a thread of its own, on CPUs.
 
-XLA:CPU runs what one thread launches strictly one after the other, on whichever devices it is. So
-each stage, and what each lane does at home, is launched from a thread of its own there; elsewhere
-every device has its own order, and nothing is gained.
+XLA:CPU runs the programs that one thread launches one after the other, whatever their devices. So
+on CPUs each stage, and each micro-batch's sampling, has its own launching thread, else stages
+would not overlap. Other devices have queues of their own, and need no threads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Launcher:
-    """Launches programs, each in the thread of its name, and waits until they are launched.
+    """Launches programs, each in a thread chosen by name, and waits until they are launched.
 
     Attributes:
-        threaded: whether there are threads.
+        threaded: whether to use threads; else the caller's thread launches.
     """
 
     def __init__(self, threaded: bool) -> None:
@@ -24,7 +24,7 @@ class Launcher:
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def __call__(self, name: str, program: Callable[..., Any], *given: Any) -> Any:
-        """What the program gives, which need not be computed yet."""
+        """Launches a program in the thread `name`; returns its result, possibly still pending."""
         if not self.threaded:
             return program(*given)
         if name not in self._pools:
@@ -32,7 +32,7 @@ class Launcher:
         return self._pools[name].submit(program, *given).result()
 
     def close(self) -> None:
-        """Ends the threads; new ones are started where another program is launched."""
+        """Ends the threads; a later launch starts new ones."""
         for pool in self._pools.values():
             pool.shutdown(wait=False)
         self._pools = {}

@@ -1,4 +1,4 @@
-"""What a model's parts take: bytes of weights of each layer, as they are stored."""
+"""Bytes of weights per layer, as they are stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jinfer.parallel.sharding_rules import Part, stage_spec
 
 
 def weigh(spec: ModelSpec, model: AbstractModel) -> Weight:
-    """The bytes of a model.
+    """The bytes of a model's layers, and of what stands before and after them.
 
     Args:
-        model: with its parameters as they will be stored.
+        model: the model, with its parameters as they will be stored.
     """
     sizes = dict(zip(model.names, map(nbytes, model.parameters), strict=True))
     layers = {stack.name: [0] * len(stack.layers) for stack in spec.stacks}
@@ -36,7 +36,7 @@ def weigh(spec: ModelSpec, model: AbstractModel) -> Weight:
 
 
 def _outside(spec: ModelSpec, first: bool, last: bool) -> Iterable[str]:
-    """Prefixes of the names of what a stage without layers has."""
+    """Prefixes of the parameter names of a stage without layers."""
     part = Part({stack.name: range(0) for stack in spec.stacks}, first, last)
     stage = stage_spec(spec, part)
     yield from (f"{name}." for name, _ in stage.shared)
@@ -45,5 +45,5 @@ def _outside(spec: ModelSpec, first: bool, last: bool) -> Iterable[str]:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of arrays, abstract ones too."""
+    """Bytes of a tree's arrays, concrete or abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

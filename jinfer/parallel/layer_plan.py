@@ -1,4 +1,7 @@
-"""Which devices have which layers: from `[partition]`, the devices there are, and their sizes."""
+"""Pipeline parallelism: divides a model's layers among stages, balanced by bytes.
+
+The plan follows from `[partition]`, the number of devices, and the bytes of each layer.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ type Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """Bytes of a model, as it is stored.
+    """Bytes of a model's weights, as they are stored.
 
     Attributes:
-        layers: of each layer of each stack.
-        before: of what the first stage has beside layers...
-        after: ...and of what the last one has.
+        layers: bytes of each layer of each stack.
+        before: bytes that the first stage has beside its layers, such as the embedding's.
+        after: bytes that the last stage has beside its layers, such as the head's.
     """
 
     layers: Mapping[str, Sequence[int]]
@@ -28,24 +31,24 @@ class Weight:
 
     @property
     def total(self) -> int:
-        """Of all together."""
-        return self.before + self.after + sum(sum(each) for each in self.layers.values())
+        """Bytes of the whole model."""
+        return self.before + self.after + sum(sum(sizes) for sizes in self.layers.values())
 
     def of(self, part: Part) -> int:
-        """Of a stage."""
-        own = sum(
-            sum(self.layers[name][rows.start : rows.stop]) for name, rows in part.layers.items()
+        """Bytes of a slice of the model."""
+        layers = sum(
+            sum(self.layers[name][span.start : span.stop]) for name, span in part.layers.items()
         )
-        return own + part.first * self.before + part.last * self.after
+        return layers + part.first * self.before + part.last * self.after
 
 
 @dataclass(frozen=True)
 class Row:
-    """A stage.
+    """A pipeline stage of a plan.
 
     Attributes:
-        devices: their numbers, or "cpu".
-        part: what they have of the model.
+        devices: their numbers, or "cpu". Several are a tensor-parallel group.
+        part: the slice of the model that they have.
     """
 
     devices: tuple[str, ...]
@@ -54,11 +57,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which devices have what.
+    """Which devices have which slice of the model.
 
     Attributes:
-        rows: the stages, in their order.
-        lanes: groups of sequences on their way through them at a time.
+        rows: the stages, in pipeline order.
+        lanes: the number of micro-batches.
     """
 
     rows: tuple[Row, ...]
@@ -76,13 +79,13 @@ def make_plan(
     """The plan that `[partition]` asks for.
 
     Args:
-        devices: that there are, beside the host.
-        slots: sequences that run at a time.
+        devices: how many devices there are, beside the host.
+        slots: sequences that run at a time (`engine.slots`).
         path: the specification's file, for errors.
         automatic: chooses the groups of devices for "auto".
 
     Raises:
-        SpecError: it cannot be: says what is there instead.
+        SpecError: the devices or layers do not allow it; the message says what there is.
     """
     groups = _groups(spec, devices, path, automatic)
     main = max(weight.layers, key=lambda name: (name == "decoder", len(weight.layers[name])))
@@ -93,11 +96,11 @@ def make_plan(
     layers = {name: balance(sizes, 0, 0, len(groups), 0) for name, sizes in weight.layers.items()}
     layers[main] = counts
     last = len(groups) - 1
-    rows = tuple(
-        Row(group, Part({name: _run(each, i) for name, each in layers.items()}, i == 0, i == last))
+    stages = tuple(
+        Row(group, Part({name: _run(n, i) for name, n in layers.items()}, i == 0, i == last))
         for i, group in enumerate(groups)
     )
-    return Plan(rows, spec.lanes or min(len(groups), slots))
+    return Plan(stages, spec.lanes or min(len(groups), slots))
 
 
 def _run(counts: Sequence[int], index: int) -> range:
@@ -134,7 +137,7 @@ def _groups(
 def _main_counts(
     spec: PartitionSpec, weight: Weight, groups: Groups, main: str, path: object
 ) -> list[int]:
-    """Layers of each stage, of the stack that decides."""
+    """How many layers of the main stack each stage has."""
     sizes, stages = weight.layers[main], len(groups)
     host = spec.cpu_layers
     added = bool(host or spec.host_embeddings)
@@ -164,16 +167,19 @@ def _main_counts(
 
 
 def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: int) -> list[int]:
-    """How many layers each stage has, so that the largest stage is as small as it can be.
+    """How many layers each stage has, such that the largest stage is as small as possible.
+
+    Of divisions with equally large largest stages, the second largest stage decides, and so on.
 
     Args:
-        sizes: of the layers.
-        before, after: what the first and the last stage have beside them.
-        least: layers of a stage, where there are enough.
+        sizes: bytes of each layer.
+        before, after: bytes of the first and the last stage beside their layers.
+        least: the fewest layers of a stage.
     """
     count = len(sizes)
     sums = [sum(sizes[:end]) for end in range(count + 1)]
-    # best[end]: the largest stage's size, and the counts, of some first stages with `end` layers.
+    # Dynamic programming over stages. best[end]: stage sizes, largest first, and layer counts of
+    # the best division of the first `end` layers among the stages so far.
     best: dict[int, tuple[tuple[int, ...], list[int]]] = {0: ((), [])}
     for stage in range(stages):
         extra = (before if stage == 0 else 0) + (after if stage == stages - 1 else 0)
@@ -181,7 +187,6 @@ def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: i
         for begin, (loads, counts) in best.items():
             for end in range(begin + least, count + 1):
                 load = sums[end] - sums[begin] + extra
-                # Of equally large ones those whose next largest stage is smaller.
                 key = tuple(sorted((*loads, load), reverse=True))
                 if end not in fuller or key < fuller[end][0]:
                     fuller[end] = key, [*counts, end - begin]

@@ -1,4 +1,7 @@
-"""How much of the cache there is room for, and what of a model goes into which memory."""
+"""Memory budget: bytes of weights and KV cache in each device's memory and in the host's.
+
+From these follows how many KV cache blocks fit.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.sharding_rules import Part
 from jinfer.parallel.stage import StageModel
 
-HOST = "host"
+HOST = "host"  # the name of the host's memory
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What each device of a stage holds, in bytes.
+    """The memory that each device of a pipeline stage needs, in bytes.
 
     Attributes:
         devices: their names; "cpu" for the host.
-        weights: that stay there, without the tables...
-        tables: ...which are looked up by tokens.
-        layers: of each layer of the stack that is cut.
-        streamed: which of these layers stay in host memory; their weights are not in `weights`.
-        caches: what is kept of each token.
+        weights: bytes of weights that stay on the device, without `tables`.
+        tables: bytes of embedding tables.
+        layers: bytes of each layer of the main stack.
+        streamed: layers whose weights are offloaded; their bytes are not in `weights`.
+        caches: shapes of the KV cache per token.
     """
 
     devices: tuple[str, ...]
@@ -40,48 +43,48 @@ class Holding:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host computes it."""
+        """Whether the stage runs on the host."""
         return CPU in self.devices
 
     @property
     def passing(self) -> int:
-        """Of the weights of two layers, one of which is computed while the other comes."""
+        """Bytes of the two offloaded layers that are on the device at a time (double buffering)."""
         return 2 * max((self.layers[layer] for layer in self.streamed), default=0)
 
     @property
     def waiting(self) -> int:
-        """Of all weights that stay in host memory."""
+        """Bytes of all offloaded weights, in host memory."""
         return len(self.devices) * sum(self.layers[layer] for layer in self.streamed)
 
     @property
     def used(self) -> int:
-        """Of a device's memory, without the cache."""
+        """Bytes of a device's memory that are needed beside the KV cache."""
         return self.weights + self.tables + self.passing
 
     def with_streamed(self, streamed: frozenset[int]) -> Holding:
-        """The same with other layers that stay in host memory."""
+        """The same with other layers offloaded."""
         before, after = (
-            sum(self.layers[layer] for layer in which & self.layers.keys())
-            for which in (self.streamed, streamed)
+            sum(self.layers[layer] for layer in offloaded & self.layers.keys())
+            for offloaded in (self.streamed, streamed)
         )
-        own = frozenset(streamed & self.layers.keys())
-        return replace(self, streamed=own, weights=self.weights + before - after)
+        of_stage = frozenset(streamed & self.layers.keys())
+        return replace(self, streamed=of_stage, weights=self.weights + before - after)
 
 
 def holding(stage: StageModel, devices: tuple[str, ...], main: str) -> Holding:
-    """What each device of a stage holds, with all its weights.
+    """The memory that each device of a stage needs, with nothing offloaded.
 
     Args:
-        main: the stack that is cut into stages.
+        main: the stack whose layers may be offloaded.
     """
-    model, own = stage.model, _layers(stage.part, main)
-    layers = dict.fromkeys(own.values(), 0)
+    model, numbers = stage.model, _layers(stage.part, main)
+    layers = dict.fromkeys(numbers.values(), 0)
     weights = tables = 0
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
         size = nbytes(parameter)
         stack, number, *_ = (*name.split("."), "")
-        if stack == main and number in own:
-            layers[own[number]] += size
+        if stack == main and number in numbers:
+            layers[numbers[number]] += size
         if role == "table":
             tables += size
         else:
@@ -90,17 +93,17 @@ def holding(stage: StageModel, devices: tuple[str, ...], main: str) -> Holding:
 
 
 def _layers(part: Part, main: str) -> dict[str, int]:
-    """A stage's words for its layers, and the whole model's numbers of them."""
+    """The stage's layer numbers, as in its parameter names -> the whole model's."""
     return {str(index): layer for index, layer in enumerate(part.layers[main])}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of each group.
+    """KV cache blocks of each cache group.
 
     Attributes:
-        total: of all places together.
-        hosted: of those, how many are in host memory.
+        total: blocks on the device and on the host together.
+        hosted: how many of them are in host memory (KV cache offload).
     """
 
     total: Mapping[str, int]
@@ -115,23 +118,24 @@ def sized(
     share: float,
     free: Callable[[str], float],
 ) -> Blocks:
-    """Blocks that every stage has room for: tables are the same for all of them.
+    """The KV cache blocks that every stage has room for: all stages share the block tables.
 
     Args:
-        kind: of the cache's numbers.
-        share: of the blocks that are in host memory.
-        free: bytes of a device's memory, by its name, and of `HOST`.
+        kind: dtype of the KV cache.
+        share: fraction of the blocks that are in host memory.
+        free: a function from a device's name, or `HOST`, to its free bytes.
     """
     total: dict[str, int] = {}
-    on_host = free(HOST) - _host_weights(holdings)
-    divided = sum(not each.on_host for each in holdings)
-    for own in holdings:
-        room = min(map(free, own.devices)) - own.used
-        if share and not own.on_host:
-            places = [on_host / divided / share, *([room / (1 - share)] if share < 1 else [])]
-            room = min(places)
-        found = cache_blocks(
-            own.caches,
+    host_room = free(HOST) - _host_weights(holdings)
+    device_stages = sum(not stage.on_host for stage in holdings)
+    for stage in holdings:
+        room = min(map(free, stage.devices)) - stage.used
+        if share and not stage.on_host:
+            limits = [host_room / device_stages / share]
+            limits += [room / (1 - share)] if share < 1 else []
+            room = min(limits)
+        counts = cache_blocks(
+            stage.caches,
             kind,
             slots=engine.slots,
             context=context,
@@ -140,7 +144,7 @@ def sized(
             used=0,
             free=int(min(room, 1e18)),
         )
-        for group, count in found.items():
+        for group, count in counts.items():
             total[group] = min(count, total.get(group, count))
     hosted = {
         group: min(count, max(1, min(round(share * count), count - (share < 1))))
@@ -151,19 +155,21 @@ def sized(
 
 
 def _host_weights(holdings: Sequence[Holding]) -> float:
-    """Bytes of weights in host memory."""
-    return sum(each.used if each.on_host else each.waiting for each in holdings)
+    """Bytes of weights in host memory: of stages that run there, and offloaded ones."""
+    return sum(stage.used if stage.on_host else stage.waiting for stage in holdings)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A memory, and what is in it, in bytes.
+    """What is in one memory, in bytes.
 
     Attributes:
-        weights: that stay there...
-        tables: ...and those of them that are looked up by tokens.
-        streamed: on a device room for the weights that pass, on the host all of them.
-        free: what there is of it.
+        name: the device's number, or `HOST`.
+        weights: weights that stay there, without `tables`.
+        tables: embedding tables.
+        streamed: offloaded weights: on a device the buffers for two layers, on the host all.
+        cache: KV cache.
+        free: bytes of the memory.
     """
 
     name: str
@@ -175,7 +181,7 @@ class Place:
 
     @property
     def together(self) -> float:
-        """All that is in it."""
+        """Bytes in use."""
         return self.weights + self.tables + self.streamed + self.cache
 
 
@@ -183,20 +189,21 @@ def places(
     holdings: Sequence[Holding], kind: Kind, blocks: Blocks, free: Callable[[str], float]
 ) -> list[Place]:
     """What is in each memory; the host's comes last, if anything is in it."""
-    found, host = list[Place](), Place(HOST, 0, 0, 0, 0, free(HOST))
-    for own in holdings:
-        sizes = block_bytes(own.caches, kind)
-        whole = sum(size * blocks.total[group] for group, size in sizes.items())
-        apart = sum(size * blocks.hosted.get(group, 0) for group, size in sizes.items())
-        if own.on_host:
-            host = _more(host, own.weights, own.tables, 0, whole)
+    devices, host = list[Place](), Place(HOST, 0, 0, 0, 0, free(HOST))
+    for stage in holdings:
+        sizes = block_bytes(stage.caches, kind)
+        cache = sum(size * blocks.total[group] for group, size in sizes.items())
+        offloaded = sum(size * blocks.hosted.get(group, 0) for group, size in sizes.items())
+        if stage.on_host:
+            host = _more(host, stage.weights, stage.tables, 0, cache)
             continue
-        host = _more(host, 0, 0, own.waiting, apart)
-        found += [
-            Place(name, own.weights, own.tables, own.passing, whole - apart, free(name))
-            for name in own.devices
+        host = _more(host, 0, 0, stage.waiting, offloaded)
+        on_device = cache - offloaded
+        devices += [
+            Place(name, stage.weights, stage.tables, stage.passing, on_device, free(name))
+            for name in stage.devices
         ]
-    return [*found, *([host] if host.together else [])]
+    return [*devices, *([host] if host.together else [])]
 
 
 def _more(place: Place, *more: float) -> Place:
@@ -211,6 +218,6 @@ def _more(place: Place, *more: float) -> Place:
 
 
 def too_full(found: Sequence[Place]) -> Place | None:
-    """The memory that lacks most; None where all fits."""
+    """The memory that lacks most bytes; None where everything fits."""
     worst: Any = max(found, key=lambda place: place.together - place.free)
     return worst if worst.together > worst.free else None

@@ -1,4 +1,4 @@
-"""The memory plan: what goes where, before anything is loaded, or why it does not fit."""
+"""Memory plan: what goes into which memory, before anything is loaded, or why it does not fit."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from jinfer.parallel.placement import check_host_cache, main_stack, stage_models
 from jinfer.parallel.substages import spread
 from jinfer.weights.model_size import bytes_text
 
-_STEP = 0.05  # of shares that are tried
+_STEP = 0.05  # between fractions of the KV cache that are tried on the host
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What goes where.
+    """What goes into which memory.
 
     Attributes:
-        places: memories, and what is in each.
-        blocks: of the cache.
-        problem: why it does not fit, and what would; "" where it does.
+        places: what is in each memory.
+        blocks: the KV cache's blocks.
+        problem: why it does not fit, and what would; "" where it fits.
     """
 
     places: tuple[Place, ...]
@@ -50,34 +50,35 @@ class MemoryPlan:
             ("memory", "weights", "tables", "streamed", "cache", "together", "of")
         ]
         for place in self.places:
-            parts = place.weights, place.tables, place.streamed, place.cache, place.together
-            there = bytes_text(place.free) if place.free < float("inf") else "-"
-            lines.append((_name(place), *(bytes_text(part) for part in parts), there))
+            sizes = place.weights, place.tables, place.streamed, place.cache, place.together
+            free = bytes_text(place.free) if place.free < float("inf") else "-"
+            lines.append((_name(place), *map(bytes_text, sizes), free))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         return "\n".join([*rows, *self._room()])
 
     def _room(self) -> list[str]:
-        """What the cache has room for."""
-        own = {group: count for group, count in self.blocks.total.items() if group != ENCODER}
-        if not own:
+        """The line that says how many tokens the KV cache has room for."""
+        blocks = {group: count for group, count in self.blocks.total.items() if group != ENCODER}
+        if not blocks:
             return []
-        # Attentions that look back a window alone have blocks for that.
-        most = max(own, key=lambda group: own[group])
-        apart = self.blocks.hosted.get(most, 0)
-        there = f", {apart * BLOCK:,} of them on the host" if apart else ""
-        return [f"room for {own[most] * BLOCK:,} tokens in the cache{there}"]
+        # Groups of sliding-window layers have fewer blocks: they hold a window only.
+        largest = max(blocks, key=lambda group: blocks[group])
+        hosted = self.blocks.hosted.get(largest, 0)
+        on_host = f", {hosted * BLOCK:,} of them on the host" if hosted else ""
+        return [f"room for {blocks[largest] * BLOCK:,} tokens in the cache{on_host}"]
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """All that a memory plan follows from but what may be changed to make it fit.
+    """Makes memory plans, with more or less offloaded to the host.
 
     Attributes:
-        kind, context: of the cache.
-        free: bytes of a device's memory, by its name, and of `HOST`.
-        holdings: of each stage, with all its weights on its devices.
-        streamed: layers whose weights the specification keeps on the host.
+        kind: dtype of the KV cache.
+        context: tokens of a sequence in it.
+        free: a function from a device's name, or `HOST`, to its free bytes.
+        holdings: the memory that each stage needs with nothing offloaded.
+        streamed: layers whose weights the specification offloads.
     """
 
     spec: ModelSpec
@@ -88,19 +89,19 @@ class Sizing:
     streamed: frozenset[int]
 
     def asked(self) -> MemoryPlan:
-        """As the specification has it, or why that does not fit."""
-        found = self.plan(self.spec.partition.host_kv_cache, self.streamed)
-        lacking = too_full(found.places)
-        return found if lacking is None else replace(found, problem=_refusal(self, lacking))
+        """The plan with the specification's own offload; its `problem` says if it does not fit."""
+        plan = self.plan(self.spec.partition.host_kv_cache, self.streamed)
+        lacking = too_full(plan.places)
+        return plan if lacking is None else replace(plan, problem=_refusal(self, lacking))
 
     def plan(self, share: float, streamed: frozenset[int]) -> MemoryPlan:
-        """With a share of the cache on the host, and some layers' weights."""
-        own = [each.with_streamed(_on_devices(each, streamed)) for each in self.holdings]
-        blocks = sized(own, self.kind, self.spec.engine, self.context, share, self.free)
-        return MemoryPlan(tuple(places(own, self.kind, blocks, self.free)), blocks)
+        """The plan with a fraction of the KV cache and some layers' weights offloaded."""
+        stages = [stage.with_streamed(_on_devices(stage, streamed)) for stage in self.holdings]
+        blocks = sized(stages, self.kind, self.spec.engine, self.context, share, self.free)
+        return MemoryPlan(tuple(places(stages, self.kind, blocks, self.free)), blocks)
 
     def fits(self, share: float, streamed: frozenset[int]) -> bool:
-        """Whether all memories have room for that."""
+        """Whether that plan fits into all memories."""
         return too_full(self.plan(share, streamed).places) is None
 
 
@@ -117,7 +118,7 @@ def memory_plan(
     context: int,
     free: Callable[[str], float],
 ) -> MemoryPlan:
-    """What goes where; arguments and errors as of `sizing_of`."""
+    """The memory plan of a specification; arguments and errors as of `memory_planner`."""
     return sizing_of(plan, spec, model, dtype, kind, context, free).asked()
 
 
@@ -130,20 +131,23 @@ def sizing_of(
     context: int,
     free: Callable[[str], float],
 ) -> Sizing:
-    """What the memory plans of a plan of devices follow from.
+    """The memory planner of a partition plan.
 
     Args:
-        model: with its parameters as they will be stored.
-        kind, context: of the cache.
-        free: bytes of a device's memory, by its name in the plan, and of `HOST`.
+        model: the model, with its parameters as they will be stored.
+        dtype: dtype of the computation.
+        kind: dtype of the KV cache.
+        context: tokens of a sequence in it.
+        free: a function from a device's name in the plan, or `HOST`, to its free bytes.
 
     Raises:
-        SpecError: what it asks for cannot be, whatever there is of memory.
+        SpecError: the specification asks for what is not possible with any amount of memory.
     """
     check_host_cache(plan, spec)
     stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
     holdings = tuple(
-        holding(stage, row.devices, main) for stage, row in zip(stages, plan.rows, strict=True)
+        holding(stage, planned.devices, main)
+        for stage, planned in zip(stages, plan.rows, strict=True)
     )
     return Sizing(spec, kind, context, free, holdings, streamed_layers(plan, spec))
 
@@ -168,18 +172,19 @@ def _name(place: Place) -> str:
 
 
 def remedies(sizing: Sizing) -> Iterator[Mapping[str, Any]]:
-    """Keys of `[partition]` that make it fit: of each kind of change the least that does."""
-    own = sizing.spec.partition
-    share, count = own.host_kv_cache, own.streamed_layers
-    layers = sorted(layer for held in sizing.holdings if not held.on_host for layer in held.layers)
+    """Keys of `[partition]` that make it fit: for each kind of offload the smallest change."""
+    stages, partition = sizing.holdings, sizing.spec.partition
+    share, count = partition.host_kv_cache, partition.streamed_layers
+    layers = sorted(layer for stage in stages if not stage.on_host for layer in stage.layers)
     shares = [round(_STEP * i, 2) for i in range(1, round(1 / _STEP) + 1) if _STEP * i > share]
-    if sizing.spec.decoder is None or any(len(held.devices) > 1 for held in sizing.holdings):
+    if sizing.spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
         shares = []
+    # One or two offloaded layers save nothing: the device has buffers for two.
     counts = range(max(3, count + 1), len(layers) + 1)
-    now = spread(layers, count) if count else frozenset()
-    for other in shares:
-        if sizing.fits(other, now):
-            yield {"host_kv_cache": other}
+    streamed = spread(layers, count) if count else frozenset()
+    for larger in shares:
+        if sizing.fits(larger, streamed):
+            yield {"host_kv_cache": larger}
             break
     for more in counts:
         if sizing.fits(share, spread(layers, more)):

@@ -1,7 +1,9 @@
-"""Lanes: groups of slots whose sequences go through the stages together.
+"""Micro-batches: groups of slots whose sequences go through the pipeline's stages together.
 
-Each lane has a state of its own, so that no lane waits for the tokens of another one, and all
-stages have something to do. Slot s is row s // lanes of lane s % lanes.
+Each micro-batch has a sampling state of its own, so that its next step does not wait for the
+tokens of another one: while one is in the second stage, another is in the first. Slot s is row
+s // count of micro-batch s % count. In TOML (`partition.lanes`), in variables and in names of
+threads a micro-batch is a `lane`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ type LaneStates = tuple[State, ...]
 
 @dataclass(frozen=True)
 class LaneRows:
-    """Rows of a lane's state, where the device has them."""
+    """Rows of a micro-batch's state, in device memory."""
 
     lane: int
     rows: Array
@@ -27,11 +29,11 @@ class LaneRows:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How slots are divided among lanes.
+    """How slots are divided among micro-batches.
 
     Attributes:
-        count: of lanes.
-        slots: of all lanes together.
+        count: number of micro-batches.
+        slots: slots of all micro-batches together.
     """
 
     count: int
@@ -39,13 +41,14 @@ class Lanes:
 
     @property
     def rows(self) -> int:
-        """Slots of a lane, at most."""
+        """Slots of a micro-batch, at most."""
         return -(-self.slots // self.count)
 
     def of_slots(self, slots: np.ndarray) -> tuple[int, np.ndarray]:
-        """The lane of some slots, which all have the same, and their rows in it.
+        """The micro-batch that all of some slots belong to, and their rows in it.
 
-        Below 0 is none, and stays; what is not below `slots` becomes the spare row.
+        A negative slot means none and becomes -1; a slot number past the end becomes the spare
+        row.
         """
         real = slots[(slots >= 0) & (slots < self.slots)]
         lane = int(real[0]) % self.count if real.size else 0
@@ -54,14 +57,14 @@ class Lanes:
         return lane, np.where(inside, slots // self.count, rows).astype(np.int32)
 
     def tables(self, lane: int, tables: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The tables of a lane's rows."""
+        """The block tables of a micro-batch's rows, padded to `rows`."""
 
-        def own(table: np.ndarray) -> np.ndarray:
-            taken = table[lane :: self.count]
-            return np.pad(taken, ((0, self.rows - len(taken)), (0, 0)))
+        def rows_of(table: np.ndarray) -> np.ndarray:
+            rows = table[lane :: self.count]
+            return np.pad(rows, ((0, self.rows - len(rows)), (0, 0)))
 
-        return {group: own(table) for group, table in tables.items()}
+        return {group: rows_of(table) for group, table in tables.items()}
 
     def changed(self, states: LaneStates, lane: int, state: Any) -> LaneStates:
-        """The states with a new one of a lane."""
+        """The states with one micro-batch's replaced."""
         return (*states[:lane], state, *states[lane + 1 :])

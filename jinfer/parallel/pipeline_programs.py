@@ -1,9 +1,9 @@
-"""The programs of a model whose stages are on several devices.
+"""Pipeline parallelism: the engine's programs for a model in stages on several devices.
 
-For the engine they are like those of one device: it gives leaves, cache and state, and gets them
-back. Here leaves and cache are the stages' own, one after the other, and the state is that of each
-lane, on the last stage's first device, where tokens are chosen. A call only launches: each stage
-waits for what the one before gives, the host for nobody.
+The engine uses them like those of one device: it passes parameters, cache and state, and gets them
+back. Here parameters and cache are those of each stage, and there is a state for each micro-batch,
+on the last stage's first device ("home"), where tokens are sampled. Calls are asynchronous: each
+stage waits for its input from the previous one, the host for none.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ type Caches = tuple[Any, ...]
 
 @dataclass(kw_only=True)
 class StagedPrograms(Programs):
-    """The programs of several stages.
+    """The programs of a pipeline.
 
     Attributes:
-        stages: in their order.
-        lanes: how slots are divided.
-        timeline: notes when stages are busy, if it is there.
-        hosted: blocks of each group that are in host memory, where a stage's cache is divided.
-        memory: what goes where, for people.
+        stages: the pipeline's stages, in order.
+        lanes: how slots are divided among micro-batches.
+        timeline: records when stages are busy; None: nothing is recorded.
+        hosted: how many cache blocks of each group are in host memory (KV cache offload).
+        memory: the memory plan as a table, to be shown.
     """
 
     stages: tuple[Stage, ...]
@@ -60,46 +60,46 @@ class StagedPrograms(Programs):
 
     @cached_property
     def making(self) -> Making:
-        """Makes the stages' programs."""
-        given = self.model, self.sizes, self.stages, self.lanes, self._tracing
+        """Compiles the stages' programs."""
+        arguments = self.model, self.sizes, self.stages, self.lanes, self._tracing
         if not self.hosted:
-            return Making(*given)
-        return HostedMaking(*given, hosted=self.hosted, launch=self.launch)
+            return Making(*arguments)
+        return HostedMaking(*arguments, hosted=self.hosted, launch=self.launch)
 
     @cached_property
     def streams(self) -> dict[int, Stream]:
-        """What brings the weights of stages that stay in host memory."""
-        found: dict[int, Stream] = {}
+        """Weight offload: the prefetcher of each offloaded stage, by the stage's number."""
+        prefetchers: dict[int, Stream] = {}
         for site in dict.fromkeys(stage.site for stage in self.stages if stage.streamed):
             turns = tuple(
-                n for n, each in enumerate(self.stages) if each.streamed and each.site == site
+                n for n, stage in enumerate(self.stages) if stage.streamed and stage.site == site
             )
-            found |= dict.fromkeys(turns, Stream(site, turns))
-        return found
+            prefetchers |= dict.fromkeys(turns, Stream(site, turns))
+        return prefetchers
 
     @property
     def told(self) -> Mapping[str, slice]:
-        """None: stages are given their weights, each where its devices have them."""
+        """No weight pointers: stages get their weights as arguments."""
         return {}
 
     def leaves_of(self, number: int, leaves: Any) -> Any:
-        """A stage's parameters, where its programs need them."""
-        own = leaves[self.stages[number].leaves]
+        """A stage's parameters, on its devices."""
+        stage_leaves = leaves[self.stages[number].leaves]
         if number not in self.streams:
-            return own
+            return stage_leaves
         return self.streams[number].take(
             number, {n: leaves[self.stages[n].leaves] for n in self.streams[number].turns}
         )
 
     @cached_property
     def width(self) -> int:
-        """Of logits."""
+        """The number of logits of a token."""
         shape = Shape("forward", 1, rows=1)
         return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
 
     @cached_property
     def launch(self) -> Launcher:
-        """Launches the stages' programs, and those at home."""
+        """Launches the stages' programs, and those at home, where samples are drawn."""
         on_cpu = any(stage.site.platform == "cpu" for stage in self.stages)
         return Launcher(on_cpu and (len(self.stages) > 1 or bool(self.hosted)))
 
@@ -112,19 +112,19 @@ class StagedPrograms(Programs):
             stream.forget()
 
     def empty_cache(self) -> Any:
-        """The pools of each stage, which nobody has written to."""
+        """The KV cache pools of each stage, filled with zeros."""
         return tuple(map(self.making.empty_cache, self.stages))
 
     def empty_state(self) -> Any:
-        """A state for each lane, in which nobody runs."""
+        """A state for each micro-batch, without running sequences."""
         return tuple(self.making.empty_state() for _ in range(self.lanes.count))
 
     def _compile(self, shape: Shape) -> Program:
         check_maps()
-        made: Callable[[Shape], Program] | None = getattr(self, f"_{shape.kind}", None)
-        if made is None:
+        make: Callable[[Shape], Program] | None = getattr(self, f"_{shape.kind}", None)
+        if make is None:
             raise EngineError(f"there is no {shape.kind} on several devices; leave out [partition]")
-        return made(shape)
+        return make(shape)
 
     def _logits(self, shape: Shape) -> Program:
         begin, flow = self._of_state(shape.tokens, shape.chosen)
@@ -134,11 +134,12 @@ class StagedPrograms(Programs):
             tables: Any, last: Any,
         ) -> Any:  # fmt: skip
             lane, rows = self.lanes.of_slots(slots)
-            given = states[lane], rows, positions, last
-            places, chooses = self.launch(f"lane {lane}", begin, *given)
-            own = self.lanes.tables(lane, tables)
-            caches, out = flow(leaves, caches, places, own, last, lane)
-            return caches, out["logits"], LaneRows(lane, chooses)
+            places, sampled_rows = self.launch(
+                f"lane {lane}", begin, states[lane], rows, positions, last
+            )
+            lane_tables = self.lanes.tables(lane, tables)
+            caches, out = flow(leaves, caches, places, lane_tables, last, lane)
+            return caches, out["logits"], LaneRows(lane, sampled_rows)
 
         return run
 
@@ -146,10 +147,10 @@ class StagedPrograms(Programs):
         program = self.making.choose(shape.chosen, self.width, shape.stages).program
 
         def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
-            known = isinstance(rows, LaneRows)
-            lane, own = (rows.lane, rows.rows) if known else self.lanes.of_slots(rows)
-            given = states[lane], logits, own, mask, masked
-            state, chosen = self.launch(f"lane {lane}", program, *given)
+            in_lane = isinstance(rows, LaneRows)
+            lane, lane_rows = (rows.lane, rows.rows) if in_lane else self.lanes.of_slots(rows)
+            arguments = states[lane], logits, lane_rows, mask, masked
+            state, chosen = self.launch(f"lane {lane}", program, *arguments)
             return self.lanes.changed(states, lane, state), chosen
 
         return run
@@ -163,14 +164,15 @@ class StagedPrograms(Programs):
 
         def run(
             leaves: Any, caches: Caches, states: LaneStates, slots: Any, tables: Any, *_: Any
-        ) -> Any:  # of one step, which nobody interrupts
+        ) -> Any:  # the other arguments are for several steps in one call, and for interrupts
             lane, rows = self.lanes.of_slots(slots)
-            given = states[lane], rows, newest, every
-            places, chooses = self.launch(f"lane {lane}", begin, *given)
-            own = self.lanes.tables(lane, tables)
-            caches, out = flow(leaves, caches, places, own, every, lane)
-            drawn = states[lane], out["logits"], chooses, *unmasked
-            state, chosen = self.launch(f"lane {lane}", choose, *drawn)
+            places, sampled_rows = self.launch(
+                f"lane {lane}", begin, states[lane], rows, newest, every
+            )
+            lane_tables = self.lanes.tables(lane, tables)
+            caches, out = flow(leaves, caches, places, lane_tables, every, lane)
+            arguments = states[lane], out["logits"], sampled_rows, *unmasked
+            state, chosen = self.launch(f"lane {lane}", choose, *arguments)
             return caches, self.lanes.changed(states, lane, state), chosen
 
         return run
@@ -186,38 +188,38 @@ class StagedPrograms(Programs):
             mask: Any = None,
         ) -> Any:  # fmt: skip
             lane, owners = self.lanes.of_slots(np.asarray(nodes.owners))
-            own = nodes._replace(owners=cast("Any", owners))
-            places = self.launch(f"lane {lane}", begin, states[lane], own)
+            lane_nodes = nodes._replace(owners=cast("Any", owners))
+            places = self.launch(f"lane {lane}", begin, states[lane], lane_nodes)
             caches, out = flow(leaves, caches, places, tables, None, lane)
-            given = states[lane], own, out["logits"], mask
-            state, chosen = self.launch(f"lane {lane}", choose, *given)
+            arguments = states[lane], lane_nodes, out["logits"], mask
+            state, chosen = self.launch(f"lane {lane}", choose, *arguments)
             return caches, self.lanes.changed(states, lane, state), chosen
 
         return run
 
     def kept(self, cache: Any) -> Any:
-        """As `Programs.kept`, of each stage."""
+        """As `Programs.kept`, for each stage."""
         of_stages = zip(self.stages, cache, strict=True)
-        named = [(taps(stage.model.model.caches), own) for stage, own in of_stages]
-        return tuple(tuple(own[name] for name in names) for names, own in named)
+        tapped = [(taps(stage.model.model.caches), pools) for stage, pools in of_stages]
+        return tuple(tuple(pools[name] for name in names) for names, pools in tapped)
 
     def _kept(self, shape: Shape) -> Program:
         made = [self.making.kept(number, shape.tokens) for number in range(len(self.stages))]
-        out = [one.out for one in made if one is not None]
+        out = [program.out for program in made if program is not None]
         join = self.making.finish(shape, partial(jnp.concatenate, axis=-1), out).program
 
-        def run(layers: Any, *given: Any) -> Any:
-            parts = []
-            for number, (one, own) in enumerate(zip(made, layers, strict=True)):
-                if one is not None:
-                    part = self.launch(f"stage {number}", one.program, own, *given)
-                    parts.append(self.making.home.take(first_copy(part)))
-            return join(parts)
+        def run(layers: Any, *batch: Any) -> Any:
+            hidden = []
+            for number, (stage_program, tapped) in enumerate(zip(made, layers, strict=True)):
+                if stage_program is not None:
+                    states = self.launch(f"stage {number}", stage_program.program, tapped, *batch)
+                    hidden.append(self.making.home.take(first_copy(states)))
+            return join(hidden)
 
         return run
 
     def _of_state(self, tokens: int, chosen: int) -> tuple[Program, _Flow]:
-        """What comes before the first stage, and all stages, for sequences of a state."""
+        """Batch preparation, and the forward pass of all stages, for sequences in a state."""
         rows = self.lanes.rows
         made = self.making.flow(tokens, (rows, rows + 1), chosen, ("logits",))
         return self.making.begin(tokens, chosen).program, _Flow(self, made)
@@ -258,11 +260,12 @@ class StagedPrograms(Programs):
         *more: Any,
         several: bool = False,
     ) -> Program:
-        """A pass over sequences without a state, and what is made of its results at home.
+        """A forward pass over sequences without a state, and a function of its results at home.
 
         Args:
-            more: of what shape `finish` gets what follows the flat batch.
-            several: whether it gives several results, which follow the cache one by one.
+            finish: the function of the results and of the call's arguments after the flat batch.
+            more: the abstract arrays of those arguments.
+            several: whether `finish` returns a tuple, whose members follow the cache one by one.
         """
         made = self.making.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
         flow, (_, out) = _Flow(self, made), made[-1].out
@@ -274,33 +277,33 @@ class StagedPrograms(Programs):
         ) -> Any:  # fmt: skip
             places = Places(tokens, rows, positions, prompts, encoded)
             caches, out = flow(leaves, caches, places, tables, None, 0)
-            done = end(out, *rest)
-            return (caches, *done) if several else (caches, done)
+            finished = end(out, *rest)
+            return (caches, *finished) if several else (caches, finished)
 
         return run
 
     def _fill(self, shape: Shape) -> Program:
         made = self.making.read(1, shape.tokens, ("hidden",))
-        assert made[-1] is not None, "the last stage gives what an encoder gives"
-        given = made[-1].out["hidden"]
+        assert made[-1] is not None, "the last stage returns the encoder's output"
+        abstract = made[-1].out["hidden"]
         fills = {
-            number: self.making.fill(number, given).program
+            number: self.making.fill(number, abstract).program
             for number, stage in enumerate(self.stages)
-            if any(kept.group == ENCODER for kept in stage.model.model.caches.values())
+            if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
         }
 
         def run(leaves: Any, caches: Caches, tokens: Any, lengths: Any, table: Any) -> Any:
             encoded = self._read(made, leaves, tokens, np.zeros_like(tokens), lengths)["hidden"]
-            done = list(caches)
+            filled = list(caches)
             for number, fill in fills.items():
                 stage = self.stages[number]
-                given = stage.site.take(encoded), lengths, table
-                arguments = self.leaves_of(number, leaves), caches[number], *given
-                done[number] = self.launch(f"stage {number}", fill, *arguments)
+                text = stage.site.take(encoded), lengths, table
+                arguments = self.leaves_of(number, leaves), caches[number], *text
+                filled[number] = self.launch(f"stage {number}", fill, *arguments)
                 if stage.streamed:
-                    # What it gives is given away to the next step.
-                    jax.block_until_ready(done[number])
-            return tuple(done)
+                    # The prefetcher cannot wait for the result, which the next step donates.
+                    jax.block_until_ready(filled[number])
+            return tuple(filled)
 
         return run
 
@@ -314,24 +317,24 @@ class StagedPrograms(Programs):
         return run
 
     def _read(self, made: tuple[Made | None, ...], leaves: Any, *texts: Any) -> Any:
-        """What the last stage gives of an encoder."""
+        """The results of an encoder's forward pass through all stages."""
         x = None
-        for number, (stage, each) in enumerate(zip(self.stages, made, strict=True)):
-            if each is None:
+        for number, (stage, encoder) in enumerate(zip(self.stages, made, strict=True)):
+            if encoder is None:
                 continue
             x = None if x is None else stage.site.take(x)
-            x = each.program(self.leaves_of(number, leaves), x, *texts)
+            x = encoder.program(self.leaves_of(number, leaves), x, *texts)
             if stage.streamed:
                 self.streams[number].computed(x)
         return x
 
     def _copy(self, shape: Shape) -> Program:
-        made = [self.making.copy(number).program for number in range(len(self.stages))]
+        copies = [self.making.copy(number).program for number in range(len(self.stages))]
 
-        def run(caches: Caches, *given: Any) -> Any:
+        def run(caches: Caches, *ids: Any) -> Any:
             return tuple(
-                self.launch(f"stage {number}", copy, cache, *given)
-                for number, (copy, cache) in enumerate(zip(made, caches, strict=True))
+                self.launch(f"stage {number}", copy, cache, *ids)
+                for number, (copy, cache) in enumerate(zip(copies, caches, strict=True))
             )
 
         return run
@@ -340,8 +343,8 @@ class StagedPrograms(Programs):
         program = self.making.admit().program
 
         def run(states: LaneStates, row: Any, slot: Any) -> LaneStates:
-            lane, own = self.lanes.of_slots(np.array([slot]))
-            state = self.launch(f"lane {lane}", program, states[lane], row, own[0])
+            lane, rows = self.lanes.of_slots(np.array([slot]))
+            state = self.launch(f"lane {lane}", program, states[lane], row, rows[0])
             return self.lanes.changed(states, lane, state)
 
         return run
@@ -349,7 +352,7 @@ class StagedPrograms(Programs):
 
 @dataclass(frozen=True)
 class _Flow:
-    """A call of all stages over a flat batch."""
+    """The forward pass of all stages over a flat batch."""
 
     programs: StagedPrograms
     made: tuple[Made, ...]
@@ -364,26 +367,26 @@ class _Flow:
         lane: int,
     ) -> tuple[Caches, Any]:
         """The caches, and the results at home."""
-        done, x = list[Any](), None
+        new_caches, x = list[Any](), None
         programs, timeline = self.programs, self.programs.timeline
-        known: dict[Site, tuple[Places, Any]] = {}
+        batches: dict[Site, tuple[Places, Any]] = {}
 
-        def at(site: Site) -> tuple[Places, Any]:
-            if site not in known:
-                known[site] = site.taken((places, tables))
-            return known[site]
+        def batch_on(site: Site) -> tuple[Places, Any]:
+            if site not in batches:
+                batches[site] = site.taken((places, tables))
+            return batches[site]
 
         for number, (stage, made) in enumerate(zip(programs.stages, self.made, strict=True)):
-            given, here = stage.site.taken(x), at(stage.site)
-            own = programs.leaves_of(number, leaves)
-            arguments = own, caches[number], given, *here, last if stage.last else None
-            more = () if stage.host is None else (at(stage.host),)
-            cache, x = programs.launch(f"stage {number}", made.program, *arguments, *more)
-            # The device lets them go when it has computed.
-            del own, arguments
+            hidden, batch = stage.site.taken(x), batch_on(stage.site)
+            weights = programs.leaves_of(number, leaves)
+            arguments = weights, caches[number], hidden, *batch, last if stage.last else None
+            on_host = () if stage.host is None else (batch_on(stage.host),)
+            cache, x = programs.launch(f"stage {number}", made.program, *arguments, *on_host)
+            # So that offloaded weights are freed as soon as the device has used them.
+            del weights, arguments
             if stage.streamed:
                 programs.streams[number].computed(x)
-            done.append(cache)
+            new_caches.append(cache)
             if timeline is not None:
-                timeline.note(number, lane, here[0].tokens if given is None else given, x)
-        return tuple(done), jax.tree.map(first_copy, x)
+                timeline.note(number, lane, batch[0].tokens if hidden is None else hidden, x)
+        return tuple(new_caches), jax.tree.map(first_copy, x)

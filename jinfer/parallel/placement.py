@@ -1,4 +1,4 @@
-"""From `[partition]` to stages on devices, and what of the cache they have room for."""
+"""Placement: resolves `[partition]` to pipeline stages on JAX devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jinfer.parallel.stage import StageModel, stage_model
 from jinfer.parallel.stage_programs import Stage
 from jinfer.parallel.substages import pieces, spread
 
-# What is taken for granted of devices that say nothing of themselves: the order of today's.
+# Assumed speeds, of the order of current hardware: devices do not report theirs.
 _GPU = Machine(0, 1.5e12, 2e14, Link(1e11, 1e-5), Link(1e11, 1e-5), 2e-4)
 _MANY = 100_000
 HOST_MACHINE = Machine(0, 2e10, 2e11, Link(1e10, 5e-5), Link(1e10, 5e-5), 3e-4)
@@ -46,15 +46,17 @@ def plan_of(
     *,
     imagined: bool = False,
 ) -> Plan:
-    """The plan that a specification asks for, on the devices that there are.
+    """The plan that a specification asks for, on the devices of this machine or job.
 
     Args:
-        model: with its parameters as they will be stored.
-        context, kind: of the cache.
-        imagined: whether all devices that it names count as if they were there.
+        model: the model, with its parameters as they will be stored.
+        context: tokens of a sequence in the KV cache.
+        dtype: dtype of the computation.
+        kind: dtype of the KV cache.
+        imagined: whether to accept device numbers that do not exist, for a dry run.
 
     Raises:
-        SpecError: it cannot be.
+        SpecError: the plan is not possible.
     """
     weight, count = weigh(spec, model), _MANY if imagined else len(jax.devices())
 
@@ -72,10 +74,10 @@ def _automatic(
     dtype: DTypeLike,
     kind: Kind,
 ) -> Groups:
-    """The devices of each stage, as the cost model finds them best."""
+    """`devices = "auto"`: the device groups of the layout that the cost model finds fastest."""
     machine, work = machine_of(jax.devices()), work_of(spec, model, weight, dtype, kind)
     count = len(jax.devices())
-    # Each process of a job has to have something to do.
+    # Every process of a job needs at least one device of the plan.
     last = max(device.process_index for device in jax.devices())
     least = next(n for n, device in enumerate(jax.devices(), 1) if device.process_index == last)
     possible = [
@@ -85,8 +87,8 @@ def _automatic(
         and pipe <= work.layers
         and _divides(spec, model, tensor, dtype)
     ]
-    found = best(work, machine, possible, context=context)
-    if found is None:
+    layout = best(work, machine, possible, context=context)
+    if layout is None:
         raise SpecError(
             spec.path,
             "partition.devices",
@@ -95,7 +97,8 @@ def _automatic(
             "bits, set engine.context, or take more devices",
         )
     return tuple(
-        tuple(str(row * found.tensor + i) for i in range(found.tensor)) for row in range(found.pipe)
+        tuple(str(stage * layout.tensor + i) for i in range(layout.tensor))
+        for stage in range(layout.pipe)
     )
 
 
@@ -108,23 +111,23 @@ def _divides(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLik
 
 
 def machine_of(devices: Sequence[jax.Device]) -> Machine:
-    """What these devices are taken to be."""
-    # Of those of other processes nobody here knows: they are taken to be like these.
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    if own[0].platform == "cpu":
-        return replace(HOST_MACHINE, memory=free_memory(own[0]) / len(own))
-    return replace(_GPU, memory=min(map(free_memory, own)))
+    """The assumed hardware of these devices, with their real free memory."""
+    # Memory of other processes' devices is not known here; assume it is the same.
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if local[0].platform == "cpu":
+        return replace(HOST_MACHINE, memory=free_memory(local[0]) / len(local))
+    return replace(_GPU, memory=min(map(free_memory, local)))
 
 
 def work_of(
     spec: ModelSpec, model: AbstractModel, weight: Weight, dtype: DTypeLike, kind: Kind
 ) -> Work:
-    """What a model asks for."""
+    """What the cost model needs to know of a model: its bytes, layers and widths."""
     layers = max(map(len, weight.layers.values()))
-    own = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
-    cache = sum(block_bytes(own, kind).values()) / BLOCK if own else 0.0
+    caches = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
+    cache = sum(block_bytes(caches, kind).values()) / BLOCK if caches else 0.0
     width = jnp.dtype(dtype).itemsize
-    # Where there is no head of its own, the table of embeddings is that.
+    # With tied embeddings the table is also multiplied with, as the head.
     tables = {"table"} if "head" in model.roles else set()
     active = parameters = looked_up = 0.0
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
@@ -142,37 +145,41 @@ def work_of(
         hidden=spec.dims.get("hidden", 0) * width,
         vocab=4.0 * model.vocab,
         cache=cache,
-        kv_heads=min((shape.heads for shape in own.values()), default=1),
+        kv_heads=min((shape.heads for shape in caches.values()), default=1),
         tables=looked_up,
     )
 
 
 def _share_read(spec: ModelSpec, name: str) -> float:
-    """The share of a parameter that one token is multiplied with: of experts, the chosen ones."""
-    stack, number, *rest = (*name.split("."), "", "")
-    found = next((own for own in spec.stacks if own.name == stack), None)
-    if found is None or not number.isdigit() or "experts" not in rest:
+    """The fraction of a parameter that one token reads: top_k / experts for experts, else 1."""
+    stack_name, number, *rest = (*name.split("."), "", "")
+    stack = next((stack for stack in spec.stacks if stack.name == stack_name), None)
+    if stack is None or not number.isdigit() or "experts" not in rest:
         return 1.0
-    block = dict(found.layers[int(number)].modules).get(rest[0])
+    block = dict(stack.layers[int(number)].modules).get(rest[0])
     return block.top_k / block.experts if isinstance(block, MixtureOfExperts) else 1.0
 
 
 def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
-    """The devices of each stage. Raises `SpecError` where JAX was told to know no CPU."""
-    there = jax.devices()
-    on_host = any(CPU in row.devices for row in plan.rows)
-    host = host_device(plan, path) if on_host else there[0]
+    """The JAX devices of each stage.
+
+    Raises:
+        SpecError: a stage is on the host, and JAX's CPU platform is not enabled.
+    """
+    devices = jax.devices()
+    on_host = any(CPU in stage.devices for stage in plan.rows)
+    host = host_device(plan, path) if on_host else devices[0]
     return tuple(
-        tuple(host if name == CPU else there[int(name)] for name in row.devices)
-        for row in plan.rows
+        tuple(host if name == CPU else devices[int(name)] for name in stage.devices)
+        for stage in plan.rows
     )
 
 
 def host_device(plan: Plan, path: object) -> jax.Device:
-    """The host's device. Raises `SpecError`, as above."""
-    named = {name for row in plan.rows for name in row.devices} - {CPU}
+    """The CPU device that stands for the host. Raises `SpecError` as `stage_devices`."""
+    named = {name for stage in plan.rows for name in stage.devices} - {CPU}
     used = {jax.devices()[int(name)] for name in named}
-    # Where the host's are all the devices that there are, one that no other stage has.
+    # On a CPU-only machine with several virtual devices, prefer one that no stage has.
     free = [device for device in _host(path) if device not in used]
     return free[0] if free else _host(path)[0]
 
@@ -188,9 +195,9 @@ def _host(path: object) -> list[jax.Device]:
 def stage_models(
     plan: Plan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
 ) -> list[StageModel]:
-    """The stages' models. Raises `SpecError` where something cannot be divided."""
+    """The stages' models. Raises `SpecError` where a stage cannot be divided among its devices."""
     try:
-        return [_stage_model(spec, model, row, row.part, dtype) for row in plan.rows]
+        return [_stage_model(spec, model, stage, stage.part, dtype) for stage in plan.rows]
     except ShareError as error:
         key = "mesh" if spec.partition.mesh is not None else "devices"
         raise SpecError(spec.path, f"partition.{key}", str(error)) from None
@@ -199,7 +206,7 @@ def stage_models(
 def _stage_model(
     spec: ModelSpec, model: AbstractModel, row: Row, part: Part, dtype: DTypeLike
 ) -> StageModel:
-    """A stage's model, its quantized matrices packed for the kind of device that it is on."""
+    """A stage's model, with quantized matrices packed for the stage's kind of device."""
     with target(CPU) if CPU in row.devices else nullcontext():
         return stage_model(spec, model, part, len(row.devices), dtype)
 
@@ -207,45 +214,52 @@ def _stage_model(
 def make_stages(
     plan: Plan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
 ) -> tuple[Stage, ...]:
-    """The stages on their devices. Raises `SpecError`, as above."""
+    """The pipeline's stages on their devices, in order. Raises `SpecError` as `stage_devices`."""
     stages, begin, host = list[Stage](), 0, None
     if spec.partition.host_kv_cache:
         host = Site((host_device(plan, spec.path),))
     main, streamed = main_stack(spec), streamed_layers(plan, spec)
-    for row, devices in zip(plan.rows, devices_of(plan, spec.path), strict=True):
-        hosted = host is not None and CPU not in row.devices
-        for piece in pieces(row.part, main, streamed, hosted=hosted):
-            own = _stage_model(spec, model, row, piece.part, dtype)
-            end = begin + len(jax.tree.leaves(own.model.parameters))
-            where = host if piece.hosted else None
-            stages.append(Stage(own, Site(devices), slice(begin, end), piece.streamed, where))
+    for planned, devices in zip(plan.rows, devices_of(plan, spec.path), strict=True):
+        hosted = host is not None and CPU not in planned.devices
+        for substage in pieces(planned.part, main, streamed, hosted=hosted):
+            local = _stage_model(spec, model, planned, substage.part, dtype)
+            end = begin + len(jax.tree.leaves(local.model.parameters))
+            where = host if substage.hosted else None
+            leaves = slice(begin, end)
+            stages.append(Stage(local, Site(devices), leaves, substage.streamed, where))
             begin = end
     return tuple(stages)
 
 
 def streamed_layers(plan: Plan, spec: ModelSpec) -> frozenset[int]:
-    """Layers whose weights stay in host memory. Raises `SpecError`: there are not so many."""
+    """Weight offload: the layers whose weights stay in host memory.
+
+    Raises:
+        SpecError: `partition.streamed_layers` is more than the layers on devices.
+    """
     count, main = spec.partition.streamed_layers, main_stack(spec)
-    there = [i for row in plan.rows if CPU not in row.devices for i in row.part.layers[main]]
-    if count > len(there):
-        reason = f"{count} are more than the {len(there)} layers on devices; take at most these"
+    stages = (stage for stage in plan.rows if CPU not in stage.devices)
+    on_devices = [layer for stage in stages for layer in stage.part.layers[main]]
+    if count > len(on_devices):
+        most = len(on_devices)
+        reason = f"{count} are more than the {most} layers on devices; take at most these"
         raise SpecError(spec.path, "partition.streamed_layers", reason)
-    return spread(there, count) if count else frozenset()
+    return spread(on_devices, count) if count else frozenset()
 
 
 def main_stack(spec: ModelSpec) -> str:
-    """The stack whose layers are divided as `[partition]` says."""
+    """The stack whose layers `[partition]` counts: the decoder if there is one."""
     return "decoder" if spec.decoder is not None else spec.stacks[0].name
 
 
 def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
-    """Raises `SpecError` where a part of the cache cannot be on the host."""
+    """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
     reason = ""
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
-    elif all(CPU in row.devices for row in plan.rows):
+    elif all(CPU in stage.devices for stage in plan.rows):
         reason = "all stages are on the host, and so is all of the cache; leave it out"
-    elif any(len(row.devices) > 1 for row in plan.rows):
+    elif any(len(stage.devices) > 1 for stage in plan.rows):
         reason = "a stage of several devices has its cache on them; take stages of one device"
     elif spec.speculation.draft:
         reason = "drafts are not verified with that; leave out it, or speculation.draft"
@@ -254,16 +268,16 @@ def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
 
 
 def free_of(plan: Plan, spec: ModelSpec) -> Callable[[str], float]:
-    """How many bytes of memory a plan's devices have, and the host."""
+    """A function from a memory's name, a device of the plan or `HOST`, to its free bytes."""
     devices = devices_of(plan, spec.path)
-    named = {
+    by_name = {
         name: device
-        for row, own in zip(plan.rows, devices, strict=True)
-        for name, device in zip(row.devices, own, strict=True)
+        for stage, group in zip(plan.rows, devices, strict=True)
+        for name, device in zip(stage.devices, group, strict=True)
     }
-    # Devices of the host have its memory together, with what it keeps for others.
-    hosts = {device for device in named.values() if device.platform == CPU}
-    known = {name: free_memory(device) for name, device in named.items() if device not in hosts}
+    # CPU devices share the host's memory with each other and with what is offloaded to it.
+    hosts = {device for device in by_name.values() if device.platform == CPU}
+    free = {name: free_memory(device) for name, device in by_name.items() if device not in hosts}
     count = len(hosts) + (spec.partition.host_kv_cache > 0 or spec.partition.streamed_layers > 0)
-    machine = host_memory() / max(1, count)
-    return lambda name: known.get(name, machine)
+    host_share = host_memory() / max(1, count)
+    return lambda name: free.get(name, host_share)

@@ -1,4 +1,4 @@
-"""Parameters cut into the parts of several devices, with the codes that the whole ones have."""
+"""Tensor parallelism: slices each device's shard from a parameter, without requantizing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jinfer.quant.quantized_tensor import (
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here
 
-type Shares = Mapping[int, Share]  # axis of a parameter -> who has what of it, in elements
+type Shares = Mapping[int, Share]  # axis of a parameter -> how it is divided, in elements
 
 
 def shares_of(
     shape: Sequence[int], axes: Sequence[str], shares: Mapping[str, Share]
 ) -> dict[int, Share]:
-    """How a parameter's axes are divided, by their logical names."""
+    """How a parameter's axes are divided, found by their logical names."""
     return {
         axis: of_elements(shares[name], shape[axis])
         for axis, name in enumerate(axes)
@@ -36,31 +36,31 @@ def shares_of(
 
 
 def abstract_part(parameter: Any, shares: Shares) -> Any:
-    """The shapes and types of a device's part, as that kind of device wants it."""
+    """The shape and dtype of one device's shard, packed for the kind of device in use."""
     shape = tuple(
         shares[axis].size if axis in shares else size for axis, size in enumerate(parameter.shape)
     )
     if isinstance(parameter, OutlierTensor):
-        kept = abstract_part(parameter.rounded, shares)
+        rounded = abstract_part(parameter.rounded, shares)
         count = int(parameter.outliers.values.shape[-1])
-        sparse = abstract_outliers(shape, kept.format, 0.0, kept.columns).outliers
+        sparse = abstract_outliers(shape, rounded.format, 0.0, rounded.columns).outliers
         sized = jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct((*part.shape[:-1], count), part.dtype), sparse
+            lambda array: jax.ShapeDtypeStruct((*array.shape[:-1], count), array.dtype), sparse
         )
-        return OutlierTensor(kept, sized)
+        return OutlierTensor(rounded, sized)
     if isinstance(parameter, QuantizedTensor):
-        part = abstract(shape, parameter.format, columns_here(parameter.format))
-        return replace(part, activations=parameter.activations)
+        quantized = abstract(shape, parameter.format, columns_here(parameter.format))
+        return replace(quantized, activations=parameter.activations)
     return jax.ShapeDtypeStruct(shape, parameter.dtype)
 
 
 def check_blocks(parameter: Any, shares: Shares) -> None:
-    """Raises `ShareError` where a block of a quantized parameter would be on two devices."""
+    """Raises `ShardingError` where a quantization block would be split between devices."""
     unit, share = block_of(parameter), shares.get(len(parameter.shape) - 1)
     if share is None or unit == 1:
         return
     for start, count in zip(share.starts, share.counts, strict=True):
-        # Where parts are smaller than a block, several may have some of one.
+        # Shards smaller than a block may share one.
         inside = start // unit == (start + count - 1) // unit
         if count and start % unit and not inside:
             raise ShareError(
@@ -70,7 +70,10 @@ def check_blocks(parameter: Any, shares: Shares) -> None:
 
 
 def block_of(parameter: Any) -> int:
-    """Columns of a parameter that share numbers; 1 for one that is not quantized."""
+    """Columns of a quantization block (a superblock where there are two levels of scales).
+
+    1 for a parameter that is not quantized.
+    """
     if isinstance(parameter, OutlierTensor):
         return block_of(parameter.rounded)
     if not isinstance(parameter, QuantizedTensor):
@@ -79,17 +82,17 @@ def block_of(parameter: Any) -> int:
 
 
 def as_here(values: Any) -> Any:
-    """A parameter packed as the kind of device wants it that is worked for."""
+    """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target`)."""
     if isinstance(values, OutlierTensor):
         return replace(values, rounded=as_here(values.rounded))
     if isinstance(values, QuantizedTensor):
-        made = with_columns(values, columns_here(values.format))
-        return replace(made, activations=values.activations)
+        repacked = with_columns(values, columns_here(values.format))
+        return replace(repacked, activations=values.activations)
     return values
 
 
 def cut(values: Any, shares: Shares, part: int) -> Any:
-    """One device's part of a parameter, in NumPy's arrays."""
+    """One device's shard of a parameter, as NumPy arrays."""
     if not shares:
         return values
     if isinstance(values, OutlierTensor):
@@ -104,31 +107,31 @@ def cut(values: Any, shares: Shares, part: int) -> Any:
 
 
 def _own(values: np.ndarray) -> np.ndarray:
-    """A copy: a CPU's device may take a view as it is, and would keep the whole with it."""
+    """A copy: a CPU device may use a view in place, which would keep the whole array alive."""
     return np.array(values, order="C")
 
 
 def once(values: np.ndarray, part: int) -> np.ndarray:
-    """What is added to a sum of all devices' parts: the first one has it, the others zeros."""
+    """A term added to partial sums before an all-reduce: on the first device, zeros elsewhere."""
     return values if part == 0 else np.zeros_like(values)
 
 
 def _along(values: np.ndarray, axis: int, share: Share, part: int) -> np.ndarray:
-    """A part along an axis, with zeros where it ends in padding."""
+    """A shard along an axis, padded with zeros."""
     begin, count = share.starts[part], share.counts[part]
-    taken = values[(slice(None),) * axis + (slice(begin, begin + count),)]
+    shard = values[(slice(None),) * axis + (slice(begin, begin + count),)]
     if count == share.size:
-        return taken
-    more = [(0, 0)] * values.ndim
-    more[axis] = (0, share.size - count)
-    return np.pad(taken, more)
+        return shard
+    padding = [(0, 0)] * values.ndim
+    padding[axis] = (0, share.size - count)
+    return np.pad(shard, padding)
 
 
 def _quantized_part(tensor: QuantizedTensor, shares: Shares, part: int) -> QuantizedTensor:
     stack = len(tensor.stack)
     rows, columns = shares.get(stack), shares.get(stack + 1)
-    if (fast := _tiles(tensor, rows, columns, part)) is not None:
-        return fast
+    if (whole_tiles := _tiles(tensor, rows, columns, part)) is not None:
+        return whole_tiles
     codes, scales, steps = to_codes(tensor)
     codes = codes[..., : tensor.inputs]
     if rows is not None:
@@ -138,25 +141,25 @@ def _quantized_part(tensor: QuantizedTensor, shares: Shares, part: int) -> Quant
         codes = _along(codes, stack + 1, columns, part)
         scales = _numbers(scales, tensor.format.block, columns, part)
         steps = None if steps is None else _numbers(steps, SUPER, columns, part)
-    made = from_codes(
+    shard = from_codes(
         np.ascontiguousarray(codes), scales, tensor.format, steps=steps, columns=tensor.columns
     )
-    return replace(made, activations=tensor.activations)
+    return replace(shard, activations=tensor.activations)
 
 
 def _numbers(numbers: np.ndarray, block: int, share: Share, part: int) -> np.ndarray:
-    """The blocks' numbers [..., rows, blocks, n] of some columns; those of padding are zeros."""
+    """The block scales [..., rows, blocks, n] of a shard of columns; zeros for padding."""
     begin, count = share.starts[part], share.counts[part]
     first, last = begin // block, -(-(begin + count) // block)
-    taken = numbers[..., first:last, :] if count else numbers[..., :0, :]
-    missing = -(-share.size // block) - taken.shape[-2]
-    return np.pad(taken, [(0, 0)] * (taken.ndim - 2) + [(0, missing), (0, 0)])
+    shard = numbers[..., first:last, :] if count else numbers[..., :0, :]
+    missing = -(-share.size // block) - shard.shape[-2]
+    return np.pad(shard, [(0, 0)] * (shard.ndim - 2) + [(0, missing), (0, 0)])
 
 
 def _tiles(
     tensor: QuantizedTensor, rows: Share | None, columns: Share | None, part: int
 ) -> QuantizedTensor | None:
-    """A part of whole tiles and superblocks, which needs not be packed anew; else None."""
+    """A shard made of whole tiles and superblocks, sliced without repacking; else None."""
     stack = len(tensor.stack)
     superblock = 32 * tensor.format.per_code * tensor.columns
     units = tensor.rows, max(superblock, tensor.format.block)
@@ -170,41 +173,43 @@ def _tiles(
             return None
         ends[axis], shape[axis] = (begin, begin + count), share.size
 
-    def of(array: Any) -> np.ndarray:
-        sizes = tensor.rows, tensor.padded_inputs // array.shape[stack + 1]  # weights of a place
-        cuts = (slice(a // size, b // size) for (a, b), size in zip(ends, sizes, strict=True))
-        return _own(np.asarray(array)[(slice(None),) * stack + tuple(cuts)])
+    def sliced(array: Any) -> np.ndarray:
+        sizes = tensor.rows, tensor.padded_inputs // array.shape[stack + 1]  # weights per entry
+        slices = (slice(a // size, b // size) for (a, b), size in zip(ends, sizes, strict=True))
+        return _own(np.asarray(array)[(slice(None),) * stack + tuple(slices)])
 
     words, scales, steps = (
-        None if each is None else of(each) for each in (tensor.words, tensor.scales, tensor.steps)
+        None if array is None else sliced(array)
+        for array in (tensor.words, tensor.scales, tensor.steps)
     )
-    kept = tensor.format, shape[0], shape[1], tensor.activations
-    return QuantizedTensor(words, scales, steps, *kept)
+    return QuantizedTensor(
+        words, scales, steps, tensor.format, shape[0], shape[1], tensor.activations
+    )
 
 
 def _sparse_part(sparse: SparseTensor, shares: Shares, part: int) -> SparseTensor:
-    """The entries in a device's part, of which there is room for as many as in the whole."""
+    """The entries of a sparse matrix in a device's shard, with capacity for all of them."""
     stack = sparse.values.shape[:-1]
     sizes = [sparse.outputs, sparse.inputs]
-    keep = np.asarray(sparse.rows) < sparse.outputs
-    places = [np.asarray(sparse.rows), np.asarray(sparse.columns)]
+    inside = np.asarray(sparse.rows) < sparse.outputs
+    indices = [np.asarray(sparse.rows), np.asarray(sparse.columns)]
     for axis in range(2):
         if (share := shares.get(len(stack) + axis)) is None:
             continue
-        places[axis] = places[axis] - share.starts[part]
-        keep &= (places[axis] >= 0) & (places[axis] < share.counts[part])
+        indices[axis] = indices[axis] - share.starts[part]
+        inside &= (indices[axis] >= 0) & (indices[axis] < share.counts[part])
         sizes[axis] = share.size
     values = np.asarray(sparse.values)
-    order = np.argsort(~keep, axis=-1, kind="stable")
-    kept = np.take_along_axis(keep, order, axis=-1)
+    order = np.argsort(~inside, axis=-1, kind="stable")
+    used = np.take_along_axis(inside, order, axis=-1)
 
-    def moved(each: np.ndarray, empty: int) -> np.ndarray:
-        there = np.take_along_axis(each, order, axis=-1)
-        return np.where(kept, there, np.asarray(empty, each.dtype)).astype(each.dtype)
+    def compacted(array: np.ndarray, empty: int) -> np.ndarray:
+        ordered = np.take_along_axis(array, order, axis=-1)
+        return np.where(used, ordered, np.asarray(empty, array.dtype)).astype(array.dtype)
 
     return SparseTensor(
-        moved(places[0].astype(np.int32), sizes[0]),
-        moved(places[1].astype(np.int32), 0),
-        moved(values, 0),
+        compacted(indices[0].astype(np.int32), sizes[0]),
+        compacted(indices[1].astype(np.int32), 0),
+        compacted(values, 0),
         *sizes,
     )

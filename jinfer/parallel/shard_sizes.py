@@ -1,4 +1,4 @@
-"""Which of an axis's units each of several devices has: heads, columns of feed-forwards, tokens."""
+"""Sharding of one axis: which heads, feed-forward columns or vocabulary tokens each device has."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 
 class ShareError(ValueError):
-    """Something cannot be divided among so many devices: says what."""
+    """Something cannot be divided among so many devices; the message says what."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Parts of equal size, some of which end in padding, which is zeros.
+    """An axis divided into shards of equal size, some of which end in padding with zeros.
 
     Attributes:
-        total: units that there are.
-        size: of a part.
-        starts: the first unit of each part...
-        counts: ...and how many of its units are no padding.
+        total: units on the axis.
+        size: units in a shard, with padding.
+        starts: the first unit of each shard.
+        counts: units of each shard without padding.
     """
 
     total: int
@@ -27,32 +27,32 @@ class Share:
 
     @property
     def padding(self) -> int:
-        """Units of all parts together that are padding."""
+        """Units of padding in all shards together."""
         return self.size * len(self.counts) - sum(self.counts)
 
 
 def even(total: int, devices: int, unit: int = 1) -> Share:
-    """Parts one after the other, of whole multiples of `unit`."""
+    """Consecutive shards whose size is a multiple of `unit`."""
     size = -(-total // (unit * devices)) * unit
-    starts = tuple(min(part * size, total) for part in range(devices))
+    starts = tuple(min(shard * size, total) for shard in range(devices))
     return Share(total, size, starts, tuple(min(size, total - start) for start in starts))
 
 
 def heads(query: int, key: int, devices: int) -> tuple[Share, Share]:
-    """Query heads, and the key and value heads that they read.
+    """The shards of the query heads, and of the key and value heads that they read (GQA).
 
-    Key and value heads fewer than devices are on several of them.
+    Where there are fewer key and value heads than devices, each is replicated on several.
 
     Raises:
-        ShareError: there are more devices than heads, or a device's query heads would read
-            different key and value heads than another one's of equal number.
+        ShardingError: there are more devices than heads, or neither of the number of key and value
+            heads and the number of devices divides the other.
     """
     if devices > query:
         raise ShareError(f"{query} heads cannot be divided among {devices} devices")
     group = query // key
     if key >= devices:
-        of_key = even(key, devices)
-        return _times(of_key, group), of_key
+        kv_heads = even(key, devices)
+        return _times(kv_heads, group), kv_heads
     if devices % key:
         raise ShareError(
             f"{key} key and value heads do not divide among {devices} devices; "
@@ -63,17 +63,17 @@ def heads(query: int, key: int, devices: int) -> tuple[Share, Share]:
     starts = tuple(
         head * group + within.starts[part] for head in range(key) for part in range(among)
     )
-    of_query = Share(query, within.size, starts, within.counts * key)
+    query_heads = Share(query, within.size, starts, within.counts * key)
     owners = tuple(device // among for device in range(devices))
-    return of_query, Share(key, 1, owners, (1,) * devices)
+    return query_heads, Share(key, 1, owners, (1,) * devices)
 
 
 def _times(share: Share, each: int) -> Share:
-    """The same of units that each are several smaller ones."""
-    starts, counts = (tuple(n * each for n in part) for part in (share.starts, share.counts))
+    """The same sharding counted in smaller units, `each` of which make one."""
+    starts, counts = (tuple(n * each for n in units) for units in (share.starts, share.counts))
     return Share(share.total * each, share.size * each, starts, counts)
 
 
 def of_elements(share: Share, elements: int) -> Share:
-    """The share of an axis with so many elements, of which each unit has equally many."""
+    """The same sharding counted in elements of an axis, equally many per unit."""
     return _times(share, elements // share.total)

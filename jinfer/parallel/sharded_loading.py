@@ -1,4 +1,4 @@
-"""Loading: each device gets its own part of a parameter as soon as that is read."""
+"""Sharded loading: each device gets its shard of a parameter as soon as the parameter is read."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from jinfer.parallel.stage_programs import Stage
 from jinfer.weights.plan_weights import Weights
 from jinfer.weights.row_slices import Rows
 
-_KEPT = 32 << 20  # bytes that were cut into parts, and may be free but not the system's yet
+_KEPT = 32 << 20  # freed bytes after which the allocator returns memory to the system
 
 
 def load_stages(
     weights: Weights, stages: Sequence[Stage], *, progress: bool = False
 ) -> tuple[Array, ...]:
-    """The parameters of all stages in their parts, one stage's after the other's.
+    """The sharded parameters of all stages, in the order of the stages.
 
-    The host has as many parameters at a time as threads read them, and nothing else of the model.
-    Of stages that are in other processes nothing is read, and there are abstract arrays.
+    Host memory holds only the parameters that are being read, one per reader thread. Nothing is
+    read for stages of other processes; abstract arrays stand for their parameters.
     """
     wanted: dict[str, list[tuple[int, int]]] = {}
-    here = [(number, stage) for number, stage in enumerate(stages) if stage.site.here]
-    for number, stage in here:
+    local_stages = [(number, stage) for number, stage in enumerate(stages) if stage.site.here]
+    for number, stage in local_stages:
         for index, source in enumerate(stage.model.sources):
             wanted.setdefault(source.name, []).append((number, index))
-    found: dict[tuple[int, int], Any] = {}
+    loaded: dict[tuple[int, int], Any] = {}
     freed = 0
 
     def place(names: Sequence[str], values: Any) -> None:
         nonlocal freed
-        here: dict[Any, Any] = {}
+        shards: dict[Any, Any] = {}
         for name in names:
             for number, index in wanted.get(name, ()):
                 source = stages[number].model.sources[index]
                 key = number, _key(source.shares), source.once
-                if key not in here:
-                    here[key] = _placed(stages[number], source, values)
-                found[number, index] = here[key]
-        jax.block_until_ready(here)
+                if key not in shards:
+                    shards[key] = _placed(stages[number], source, values)
+                loaded[number, index] = shards[key]
+        jax.block_until_ready(shards)
         freed += nbytes(values.values if isinstance(values, Rows) else values)
-        if freed > _KEPT:  # where two threads count at once, a little later
+        if freed > _KEPT:  # threads may race on the count; the trim then comes a little later
             freed = 0
             trim()
 
     rows = {
-        name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in each])
-        for name, each in wanted.items()
+        name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in users])
+        for name, users in wanted.items()
     }
     weights.place(place, progress, rows)
-    gc.collect(0)  # JAX lets go of the arrays that parts were made of
+    gc.collect(0)  # releases the whole arrays that JAX still refers to
     trim()
     absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf
         for number, stage in enumerate(stages)
         for index in range(len(stage.model.sources))
-        for leaf in jax.tree.leaves(found.get((number, index), absent[number][index]))
+        for leaf in jax.tree.leaves(loaded.get((number, index), absent[number][index]))
     )
 
 
@@ -76,7 +76,11 @@ def _key(shares: Mapping[int, Any]) -> Any:
 
 
 def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
-    """The rows of a parameter that this process's devices have, of several stages; None: all."""
+    """The rows of a parameter that this process's devices need; None: all.
+
+    Args:
+        wanted: each stage that has the parameter, and its entry there.
+    """
     begin, end, total = [], [], 0
     for stage, source in wanted:
         share = source.shares.get(len(source.shape) - 2)
@@ -93,17 +97,17 @@ def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
 
 
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
-    """A parameter of a stage, on its devices."""
+    """A stage's parameter, sharded over the stage's devices."""
     site, shares = stage.site, source.shares
     if isinstance(values, Rows):
         axis = len(source.shape) - 2
         share, begin = shares[axis], values.begin
-        moved = tuple(start - begin for start in share.starts)
-        shares, values = {**shares, axis: replace(share, starts=moved)}, values.values
+        starts = tuple(start - begin for start in share.starts)
+        shares, values = {**shares, axis: replace(share, starts=starts)}, values.values
     with target(site.platform):
         values = as_here(values)
-    parts = [cut(values, shares, device) for device in site.here]
+    shards = [cut(values, shares, device) for device in site.here]
     if source.once:
-        parts = [once(part, device) for device, part in zip(site.here, parts, strict=True)]
+        shards = [once(shard, device) for device, shard in zip(site.here, shards, strict=True)]
     memory = HOST_MEMORY if stage.streamed else None
-    return jax.tree.map(lambda *each: site.joined(each, memory), *parts)
+    return jax.tree.map(lambda *leaves: site.joined(leaves, memory), *shards)

@@ -1,4 +1,10 @@
-"""A stage's specification: some layers of a model, and of each the part that one device has."""
+"""Sharding rules: tensor parallelism of each block type, and the specification of one shard.
+
+Attention is divided by heads (column parallel in q, k, v; row parallel in the output projection),
+feed-forwards and experts by columns of the inner width, the embedding and the head by vocabulary
+(Megatron-LM, Shoeybi et al. 2019). What no rule names is replicated. Each layer then needs an
+all-reduce after the attention and one after the feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +19,25 @@ from jinfer.nn.positions import alibi_slopes
 from jinfer.nn.tensor_parallel import SplitAlibi, SplitEmbedding, SplitHead
 from jinfer.parallel.shard_sizes import Share, ShareError, even, heads
 
-AXIS = "tensor"
+AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
 
+# Blocks whose outputs are partial sums, to be added by an all-reduce.
 _SUMMED = (
     *(blocks.Attention, blocks.CrossAttention, blocks.LatentAttention),
     *(blocks.MLP, blocks.GatedMLP, blocks.MixtureOfExperts),
 )
 
-type Shares = dict[str, dict[str, Share]]  # module -> logical axis -> who has what of it
+type Shares = dict[str, dict[str, Share]]  # module -> logical axis -> how it is divided
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage has of a model.
+    """The slice of a model that a pipeline stage has.
 
     Attributes:
-        layers: of each stack, by its name.
-        first: whether it has what comes before the layers...
-        last: ...and what comes after them.
+        layers: the layers of each stack, by the stack's name.
+        first: whether it has what comes before the layers, such as the embedding.
+        last: whether it has what comes after them, such as the head.
     """
 
     layers: Mapping[str, range]
@@ -39,12 +46,12 @@ class Part:
 
 
 def whole_of(spec: ModelSpec) -> Part:
-    """All of a model."""
+    """The slice that is the whole model."""
     return Part({stack.name: range(len(stack.layers)) for stack in spec.stacks})
 
 
 def stage_spec(spec: ModelSpec, part: Part) -> ModelSpec:
-    """The specification of a stage; its layers are counted from 0."""
+    """The specification of a pipeline stage, with its layers numbered from 0."""
     stacks = tuple(_stack(stack, part) for stack in spec.stacks)
     named = {name for stack in stacks for name in _called(stack, part)}
     if any(isinstance(block, blocks.Head) and block.tied for block in _blocks(spec, stacks, named)):
@@ -54,11 +61,12 @@ def stage_spec(spec: ModelSpec, part: Part) -> ModelSpec:
 
 
 def _stack(stack: StackSpec, part: Part) -> StackSpec:
-    own = part.layers[stack.name]
-    layers = stack.layers[own.start : own.stop]
-    kept = replace(stack, layers=layers)
-    named = set(_called(kept, part))
-    return replace(kept, modules=tuple(each for each in stack.modules if each[0] in named))
+    stage_layers = part.layers[stack.name]
+    layers = stack.layers[stage_layers.start : stage_layers.stop]
+    stage_stack = replace(stack, layers=layers)
+    called = set(_called(stage_stack, part))
+    modules = tuple(module for module in stack.modules if module[0] in called)
+    return replace(stage_stack, modules=modules)
 
 
 def _called(stack: StackSpec, part: Part) -> Iterator[str]:
@@ -78,13 +86,16 @@ def _blocks(
 
 
 def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[ModelSpec, Shares]:
-    """What each of several devices has of a stage, which for all of them is of the same shape.
+    """Tensor parallelism: the specification of one device's shard, equal for all devices.
 
     Args:
-        unit: the name of a feed-forward -> columns of it that cannot be torn apart.
+        unit: the name of a feed-forward -> how many of its columns have to stay together.
+
+    Returns:
+        The specification, and how each module's logical axes are divided.
 
     Raises:
-        ShareError: something cannot be divided.
+        ShardingError: a block cannot be divided among so many devices.
     """
     if devices == 1:
         return spec, {}
@@ -118,14 +129,18 @@ class _Dividing:
         modules: Iterable[tuple[str, blocks.Block]],
         outside: Collection[str] = (),
     ) -> tuple[tuple[str, blocks.Block], ...]:
-        """Modules with the parts of one device; those called `outside` of layers among them."""
+        """Modules as one device has them.
+
+        Args:
+            outside: names of modules that are called before or after the layers.
+        """
         return tuple(
             (name, self._block(prefix + name, block, name in outside)) for name, block in modules
         )
 
     def _block(self, name: str, block: blocks.Block, outside: bool) -> Any:
         if outside and isinstance(block, _SUMMED):
-            # Layers alone add up what such a module gives.
+            # Only layers all-reduce the partial sums of such a module.
             raise ShareError(f"{name}: is called before or after the layers; divide by layers")
         try:
             local, shares = self._divided(name, block)
@@ -140,19 +155,19 @@ class _Dividing:
             case blocks.Attention():
                 return self._attention(block)
             case blocks.CrossAttention() | blocks.LatentAttention():
-                own, _ = heads(block.heads, block.heads, self.devices)
-                return replace(block, heads=own.size), {"heads": own}
+                split, _ = heads(block.heads, block.heads, self.devices)
+                return replace(block, heads=split.size), {"heads": split}
             case blocks.MLP() | blocks.GatedMLP() | blocks.MixtureOfExperts():
-                own = self._columns(name, block)
-                return replace(block, width=own.size), {"mlp": own}
+                split = self._columns(name, block)
+                return replace(block, width=split.size), {"mlp": split}
             case blocks.Embedding() if block.size == self.vocab:
-                own = even(block.size, self.devices)
-                kept = _fields(block) | {"size": own.size}
-                return SplitEmbedding(**kept, axis=AXIS), {"vocab": own}
+                split = even(block.size, self.devices)
+                fields = _fields(block) | {"size": split.size}
+                return SplitEmbedding(**fields, axis=AXIS), {"vocab": split}
             case blocks.Head() if block.outputs == self.vocab:
-                own = even(block.outputs, self.devices)
-                kept = _fields(block) | {"outputs": own.size}
-                return SplitHead(**kept, axis=AXIS, whole=block.outputs), {"vocab": own}
+                split = even(block.outputs, self.devices)
+                fields = _fields(block) | {"outputs": split.size}
+                return SplitHead(**fields, axis=AXIS, whole=block.outputs), {"vocab": split}
         return block, {}
 
     def _attention(self, block: blocks.Attention) -> tuple[Any, dict[str, Share]]:
@@ -161,29 +176,29 @@ class _Dividing:
                 "its norm of queries and keys is over all heads together, so its heads cannot be "
                 "divided; divide by layers"
             )
-        own, of_key = heads(block.heads, block.kv_heads, self.devices)
-        local = replace(block, heads=own.size, kv_heads=of_key.size)
+        query_heads, kv_heads = heads(block.heads, block.kv_heads, self.devices)
+        local = replace(block, heads=query_heads.size, kv_heads=kv_heads.size)
         if isinstance(block.position, blocks.Alibi):
             slopes = alibi_slopes(block.heads, block.position).tolist()
-            each = tuple(
-                (*slopes[start : start + count], *(0.0,) * (own.size - count))
-                for start, count in zip(own.starts, own.counts, strict=True)
+            by_device = tuple(
+                (*slopes[start : start + count], *(0.0,) * (query_heads.size - count))
+                for start, count in zip(query_heads.starts, query_heads.counts, strict=True)
             )
-            position = SplitAlibi(**_fields(block.position), axis=AXIS, slopes=each)
+            position = SplitAlibi(**_fields(block.position), axis=AXIS, slopes=by_device)
             local = replace(local, position=position)
-        return local, {"heads": own, "kv_heads": of_key}
+        return local, {"heads": query_heads, "kv_heads": kv_heads}
 
     def _columns(
         self, name: str, block: blocks.MLP | blocks.GatedMLP | blocks.MixtureOfExperts
     ) -> Share:
-        own = even(block.width, self.devices, self.unit(name))
+        columns = even(block.width, self.devices, self.unit(name))
         plain = not getattr(block, "gated", isinstance(block, blocks.GatedMLP))
-        if own.padding and plain and block.activation == "sigmoid":
+        if columns.padding and plain and block.activation == "sigmoid":
             raise ShareError(
                 f"its width of {block.width} does not divide among {self.devices} devices, and "
                 "the sigmoid of padding is not 0; take other numbers of devices"
             )
-        return own
+        return columns
 
 
 def _fields(block: Any) -> dict[str, Any]:

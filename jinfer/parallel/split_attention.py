@@ -1,8 +1,9 @@
-"""A layer whose attention is computed in several places, cut into pure functions.
+"""KV cache offload: a layer split into the steps before, during and after its attention.
 
-`ask` goes up to what attention is asked for, `part` is attention over one place's blocks, and
-`tell` goes on from all of them. Both run the layer's whole formula; what they do not give is not
-computed.
+`before_attention` computes the queries, keys and values, `partial_attention` attends to the blocks
+of one memory (device or host), and `after_attention` merges the partial results, as in flash
+decoding, and computes the rest of the layer. The first and the last trace the layer's whole
+formula; XLA removes what does not contribute to their results.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ type Leaves = tuple[Array, ...]
 
 
 class Asked(NamedTuple):
-    """What an attention is asked for: new queries, keys, values, and what changes their scores."""
+    """The inputs of an attention: new queries, keys and values, and arrays of score biases.
+
+    Attributes:
+        v: None for latent attention, whose values are in `k`.
+        slopes: ALiBi's.
+        by_distance: relative position biases.
+    """
 
     q: Float[Array, "tokens heads head_dim"]
     k: Float[Array, "tokens kv_heads head_dim"]
@@ -40,7 +47,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Question:
-    """Which attention is asked, and its rules without arrays; known once `ask` has been traced."""
+    """Name and score rules (without arrays) of an attention; set when `before_attention` traces."""
 
     name: str = ""
     rules: ScoreRules = field(default_factory=lambda: ScoreRules(1.0))
@@ -48,7 +55,7 @@ class Question:
 
 @dataclass
 class _Replay:
-    """A layer's attentions: the first ones are answered, the next one is asked."""
+    """Tracing state of a layer with several attentions: results so far, and the next inputs."""
 
     told: Mapping[str, Sequence[Part]]
     name: str = ""
@@ -58,7 +65,7 @@ class _Replay:
 
 @dataclass(frozen=True)
 class _Named:
-    """What stands for the cache of one of them."""
+    """Stands for the cache of one attention while the layer's formula is traced."""
 
     replay: _Replay
     name: str
@@ -66,7 +73,7 @@ class _Named:
     def extend(
         self, q: Array, k: Array, v: Array | None, at: Placement, rules: ScoreRules
     ) -> Array:
-        """The answer if it is known; else it is asked, and nobody reads what follows."""
+        """The merged result if it is known; else records the inputs, and returns unused zeros."""
         replay = self.replay
         if self.name in replay.told:
             return joined(replay.told[self.name], rules.sinks, q.dtype)
@@ -87,18 +94,18 @@ def ask(
     tables: Tables,
     told: Mapping[str, Sequence[Part]],
 ) -> Asked:
-    """What the next attention of a layer is asked for.
+    """The inputs of the next attention of a layer.
 
     Args:
-        stage: of one layer.
-        question: is filled in.
-        cache: of attentions over an encoder's output, which are computed here.
-        told: what is known of the attentions before it.
+        stage: a sub-stage of one layer.
+        question: filled in with the attention's name and rules.
+        cache: the caches of cross-attentions, which are computed here.
+        told: partial results of the layer's attentions before this one.
     """
     replay = _Replay(told)
     _run(stage, replay, leaves, cache, x, places, tables)
-    assert replay.asked is not None, "there are attentions left"
-    assert replay.rules is not None, "and it has rules"
+    assert replay.asked is not None, "the layer has another attention"
+    assert replay.rules is not None, "set with its inputs"
     question.name, question.rules = replay.name, replay.rules
     return replay.asked
 
@@ -112,7 +119,7 @@ def tell(
     tables: Tables,
     told: Mapping[str, Sequence[Part]],
 ) -> Float[Array, "1 tokens hidden"]:
-    """The layer's output, from what all places found; arguments as of `ask`."""
+    """The layer's output from all partial results; arguments as of `before_attention`."""
     return _run(stage, _Replay(told), leaves, cache, x, places, tables)
 
 
@@ -126,11 +133,11 @@ def _run(
     tables: Tables,
 ) -> Array:
     module, at = stage.model.module(leaves), places.step(tables)
-    kept: dict[str, Any] = {
+    caches: dict[str, Any] = {
         name.rpartition(".")[2]: cache[name] if name in cache else _Named(replay, name)
         for name in stage.model.caches
     }
-    return module.stacks["decoder"].run_alone(x, places.tokens[None], at, kept, module.shared)
+    return module.stacks["decoder"].run_alone(x, places.tokens[None], at, caches, module.shared)
 
 
 def part(
@@ -142,18 +149,21 @@ def part(
     positions: Int[Array, " tokens"],
     table: Int[Array, "rows blocks"],
 ) -> tuple[Part, LayerCache]:
-    """Attention over one place's blocks, into which new keys and values go that belong there.
+    """Attention over the blocks of one memory, after writing the new keys and values there.
 
     Args:
-        rules: without arrays.
-        blocks: the first of its blocks, and the first after them.
-        cache: the place's pool.
-        table: of all places' blocks.
+        rules: the score rules without arrays.
+        blocks: the first of the memory's blocks, and the end of their range.
+        cache: the memory's pool.
+        table: block tables over all memories.
+
+    Returns:
+        The unnormalized result with its softmax statistics, to be merged; the pool.
     """
     first, end = blocks
-    own = jnp.where((table >= first) & (table < end), table - first, -1)
+    local = jnp.where((table >= first) & (table < end), table - first, -1)
     q, k, v, slopes, by_distance = asked
     rules = rules._replace(slopes=slopes, by_distance=by_distance)
     if v is not None:  # as in `jinfer.nn.forward_context`
         q, k = turned(q, k, cache.keys)
-    return extend_part(q, k, v, cache, Placement(rows, positions, own), rules)
+    return extend_part(q, k, v, cache, Placement(rows, positions, local), rules)

@@ -1,4 +1,4 @@
-"""What a stage's devices have of a model: modules, parameters, and where these come from."""
+"""Pipeline stage: the model that each of its devices runs, and where its parameters come from."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Source:
     """Where a parameter of a stage comes from.
 
     Attributes:
-        name: of the whole model's parameter.
-        shape: its shape there.
-        shares: which part of it each device has, by axis.
-        once: it is added to a sum of all devices' parts, so one device alone has it.
+        name: the whole model's name of it.
+        shape: its shape in the whole model.
+        shares: how its axes are divided among the devices.
+        once: whether it is added to partial sums, so that only the first device may have it.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Source:
 
 @dataclass(frozen=True)
 class StageModel:
-    """A stage as each of its devices has it.
+    """A pipeline stage as each of its devices has it.
 
     Attributes:
-        part: what it has of the whole model.
-        devices: among how many its layers are divided.
-        model: with names and shapes of one device.
-        sources: of the model's parameters, in the order of its names.
+        part: the slice of the whole model that the stage has.
+        devices: how many devices its layers are divided among (tensor parallelism).
+        model: the model of one device, with the shapes of its shards.
+        sources: where the model's parameters come from, in the order of its names.
     """
 
     part: Part
@@ -52,42 +52,44 @@ class StageModel:
 def stage_model(
     spec: ModelSpec, whole: AbstractModel, part: Part, devices: int, dtype: DTypeLike
 ) -> StageModel:
-    """A stage of a model.
+    """The model of a pipeline stage.
 
     Args:
-        whole: the model, its parameters as they will be stored.
-        dtype: of the computation.
+        whole: the whole model, with its parameters as they will be stored.
+        dtype: dtype of the computation.
 
     Raises:
-        ShareError: something cannot be divided among the devices.
+        ShardingError: a block or parameter cannot be divided among the devices.
     """
     stored = dict(zip(whole.names, whole.parameters, strict=True))
     shift = {stack: layers.start for stack, layers in part.layers.items()}
 
     def unit(module: str) -> int:
         name = whole_name(module, shift)
-        found = (stored.get(f"{name}.{down}.weight") for down in ("down", "experts.down"))
-        return max(block_of(each) for each in found if each is not None)
+        weights = (stored.get(f"{name}.{down}.weight") for down in ("down", "experts.down"))
+        return max(block_of(weight) for weight in weights if weight is not None)
 
     local_spec, shares = divided(stage_spec(spec, part), devices, unit)
     model = build(local_spec, dtype)
-    owners = {name: _module_of(name, shares) for name in model.names}
+    modules = {name: _module_of(name, shares) for name in model.names}
     axes = dict(zip(model.names, model.axes, strict=True))
     sources, parameters = list[Source](), list[Any]()
-    for name, own in axes.items():
+    for name, logical_axes in axes.items():
         parameter = stored[whole_name(name, shift)]
-        of_module = shares.get(owners[name], {})
-        cut_by = shares_of(parameter.shape, own, of_module)
-        _check(name, parameter, cut_by, of_module)
-        parameters.append(abstract_part(parameter, cut_by))
-        shape, once = tuple(parameter.shape), _is_once(name, axes, of_module)
-        sources.append(Source(whole_name(name, shift), shape, cut_by, once))
+        of_module = shares.get(modules[name], {})
+        sharding = shares_of(parameter.shape, logical_axes, of_module)
+        _check(name, parameter, sharding, of_module)
+        parameters.append(abstract_part(parameter, sharding))
+        shape, first_only = tuple(parameter.shape), _is_once(name, axes, of_module)
+        sources.append(Source(whole_name(name, shift), shape, sharding, first_only))
     model = replace(model, parameters=tuple(parameters), never=whole.never)
     return StageModel(part, devices, model, tuple(sources))
 
 
 def whole_name(name: str, shift: Mapping[str, int]) -> str:
-    """The whole model's name for a stage's: "decoder.0.attn" of a later stage is "decoder.8.attn".
+    """The whole model's name of a stage's parameter or module.
+
+    "decoder.0.attn" of a stage that begins with layer 8 is "decoder.8.attn".
 
     Args:
         shift: the first layer of each stack that the stage has.
@@ -100,15 +102,15 @@ def whole_name(name: str, shift: Mapping[str, int]) -> str:
 
 def _module_of(name: str, shares: Shares) -> str:
     """The divided module that a parameter belongs to; "" where there is none."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    words = name.split(".")
+    prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
     return next((prefix for prefix in prefixes if prefix in shares), "")
 
 
 def _check(
     name: str, parameter: Any, cut_by: Mapping[int, Share], of_module: Mapping[str, Share]
 ) -> None:
-    """Raises `ShareError` where quantized blocks would be torn apart, or mixed with padding."""
+    """Raises `ShardingError` where quantization blocks would be split or mixed with padding."""
     try:
         check_blocks(parameter, cut_by)
     except ShareError as error:
@@ -117,7 +119,8 @@ def _check(
     keys, unit = of_module.get("kv_heads"), block_of(parameter)
     if last is None or keys is None or keys.total >= len(last.counts):
         return
-    # A head of padding reads real values here, so its columns have to be blocks of zeros.
+    # Heads of padding read real keys and values here, so their columns have to be whole blocks of
+    # zeros.
     if any(count < last.size and count % unit for count in last.counts):
         raise ShareError(f"{name}: its heads do not divide, and blocks of {unit} are wider")
 
@@ -125,7 +128,7 @@ def _check(
 def _is_once(
     name: str, axes: Mapping[str, tuple[str, ...]], of_module: Mapping[str, Share]
 ) -> bool:
-    """Whether a parameter is the bias of a projection whose inputs are divided."""
+    """Whether a parameter is the bias of a row-parallel projection, to be added only once."""
     if not name.endswith(".bias"):
         return False
     weight = axes.get(name.removesuffix("bias") + "weight", ())

@@ -1,4 +1,4 @@
-"""What one stage computes of a forward pass: pure functions, as each of its devices runs them."""
+"""Pipeline parallelism: one stage's forward pass, as pure functions that each device runs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def flow(
     tables: Tables,
     last: Int[Array, " chosen"] | None,
 ) -> tuple[Cache, Array | Results]:
-    """A stage's layers over a flat batch.
+    """The forward pass of a decoder stage over a flat batch.
 
     Args:
-        wants: what the last stage gives.
-        x: what the stage before gave; the first one has none.
-        last: of which tokens results are wanted; None: of all.
+        wants: the results that the last stage returns.
+        leaves: the stage's parameters, flattened.
+        x: hidden states from the previous stage; None for the first stage.
+        places: the batch's tokens, and their sequences and positions.
+        last: indices of the tokens whose results are wanted; None: all.
 
     Returns:
-        The cache; vectors for the next stage, or the results by name.
+        The KV cache; hidden states for the next stage, or the last stage's results by name.
     """
     module, at = stage.model.module(leaves), places.step(tables)
     stack, tokens = module.stacks["decoder"], places.tokens
@@ -63,7 +65,12 @@ def read(
     types: Int[Array, "batch tokens"],
     lengths: Int[Array, " batch"],
 ) -> Array | Results:
-    """A stage's layers of an encoder over whole texts; arguments as of `flow`."""
+    """The forward pass of an encoder stage over whole texts; arguments as of `decoder_forward`.
+
+    Args:
+        types: token type ids.
+        lengths: tokens of each text without padding.
+    """
     module, at = stage.model.module(leaves), Step.of_texts(tokens, lengths)
     stack = module.stacks["encoder"]
     if x is None:
@@ -83,7 +90,13 @@ def fill(
     lengths: Int[Array, " 1"],
     table: Int[Array, "1 blocks"],
 ) -> Cache:
-    """The cache with what a stage's cross-attention needs of an encoder's output."""
+    """The KV cache with the keys and values of a stage's cross-attention.
+
+    Args:
+        encoded: the encoder's output.
+        lengths: its tokens without padding.
+        table: the sequence's block table.
+    """
     positions = jnp.arange(encoded.shape[1], dtype=jnp.int32)
     rows = jnp.where(positions < lengths[0], 0, -1)
     return stage.model.module(leaves).fill(encoded, cache, Placement(rows, positions, table))

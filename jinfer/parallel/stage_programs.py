@@ -1,7 +1,8 @@
-"""The compiled programs of single stages, each made once, from which whole calls are put together.
+"""Pipeline parallelism: compiles the programs of single stages, each once.
 
-A stage's part of a forward pass runs on its devices; what comes before the first stage and after
-the last one, on the device that has the state.
+`pipeline_programs` and `jinfer.distributed` put them together to calls of the whole model. A
+stage's share of the forward pass runs on the stage's devices; batch preparation and sampling run
+on the device that has the sampling state ("home"), the first one of the last stage.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from jinfer.progress import task
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage and its devices.
+    """A pipeline stage on its devices.
 
     Attributes:
-        leaves: which of all stages' parameters in their parts are its own.
-        streamed: whether they stay in host memory until they are needed.
-        host: where a part of its cache is, if it is one layer that has such.
+        model: the model that each of its devices runs.
+        site: its devices.
+        leaves: where its parameters stand among the flattened parameters of all stages.
+        streamed: whether its weights are offloaded to host memory.
+        host: the host's device, where some of its KV cache is; None: all is on `site`.
     """
 
     model: StageModel
@@ -53,19 +56,19 @@ class Stage:
 
     @cached_property
     def kind(self) -> str:
-        """Equal for stages that have the same programs."""
+        """A key that is equal for stages with the same programs."""
         part, where = self.model.part, (self.site.devices, self.host)
         return repr((where, part.first, part.last, self.model.model.described()))
 
     @property
     def last(self) -> bool:
-        """Whether it gives results."""
+        """Whether it is the last stage, which returns results."""
         return self.model.part.last
 
 
 @dataclass(frozen=True)
 class Made:
-    """A compiled program, and the abstract arrays that it gives."""
+    """A compiled program, and the abstract arrays that it returns."""
 
     program: Callable[..., Any]
     out: Any
@@ -73,11 +76,13 @@ class Made:
 
 @dataclass
 class Making:
-    """Makes programs of stages.
+    """Compiles programs of stages, and caches them.
 
     Attributes:
-        model: the whole.
-        tracing: held while Python traces: threads side by side would all be late.
+        model: the whole model.
+        sizes: the engine's sizes, which all programs share.
+        lanes: how slots are divided among micro-batches.
+        tracing: a lock that is held while Python traces; concurrent tracing is slower.
     """
 
     model: AbstractModel
@@ -89,44 +94,44 @@ class Making:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def forget(self) -> None:
-        """Lets all programs go."""
+        """Drops all programs."""
         with self._lock:
             self._made.clear()
 
     @property
     def home(self) -> Site:
-        """Where states are, and tokens are chosen."""
+        """The device that has the sampling states, and samples tokens."""
         return Site(self.stages[-1].site.devices[:1])
 
     @property
     def words(self) -> int:
-        """Words of a mask with a bit for each token."""
+        """32-bit words of a vocabulary bit mask."""
         return int(self.state.mask.shape[1])
 
     def empty_state(self) -> states.State:
-        """A lane's state, in which nobody runs."""
+        """A micro-batch's state without running sequences."""
         sizes = self.sizes
         state = states.empty_state(self.lanes.rows, sizes.context, sizes.vocab)
         return jax.device_put(state, self.home.same)
 
     @cached_property
     def state(self) -> Any:
-        """The abstract state of a lane."""
+        """The abstract state of a micro-batch."""
         sizes = self.sizes
-        made = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
-        return self.home.of_same(jax.eval_shape(made))
+        state = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
+        return self.home.of_same(jax.eval_shape(state))
 
     def empty_cache(self, stage: Stage) -> Any:
-        """A stage's pools, which nobody has written to."""
+        """A stage's KV cache pools, filled with zeros."""
         return zeros_like(self._cache(stage))
 
     def begin(self, tokens: int, chosen: int) -> Made:
-        """`placed`, at home."""
-        given = self.state, int32(tokens), int32(tokens), int32(chosen)
-        return self.once(("begin", tokens, chosen), lambda: self.lowered(placed, (), given))
+        """`flat_batch.placed` at home: the places of a flat batch's tokens."""
+        arguments = self.state, int32(tokens), int32(tokens), int32(chosen)
+        return self.once(("begin", tokens, chosen), lambda: self.lowered(placed, (), arguments))
 
     def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
-        """`steps.choose`, at home, of logits of a width."""
+        """The sampler at home, for logits of a width."""
         rows = self.home.of_same((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
@@ -137,20 +142,20 @@ class Making:
         )
 
     def plant(self, shape: Shape) -> Made:
-        """`planted`, at home."""
-        given = self.state, nodes_of(shape)
+        """`verify.planted` at home: the places of a draft tree's tokens."""
+        arguments = self.state, nodes_of(shape)
         return self.once(
             ("plant", shape.tokens, shape.chosen, shape.rows),
-            lambda: self.lowered(planted, (), given),
+            lambda: self.lowered(planted, (), arguments),
         )
 
     def walk(self, shape: Shape, width: int) -> Made:
-        """`walk`, at home, of logits of a width."""
+        """`verify.walk` at home: verifies draft trees, for logits of a width."""
         logits = self.home.of_same(float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
-        given = self.state, nodes_of(shape), logits, masks if shape.masked else None
+        arguments = self.state, nodes_of(shape), logits, masks if shape.masked else None
         function = partial(walk, self.model, shape.stages)
-        return self.once(("walk", shape), lambda: self.lowered(function, 0, given))
+        return self.once(("walk", shape), lambda: self.lowered(function, 0, arguments))
 
     def flow(
         self,
@@ -160,11 +165,13 @@ class Making:
         wants: tuple[Want, ...],
         copies: int = 0,
     ) -> tuple[Made, ...]:
-        """`passes.flow` of each stage.
+        """`stage_forward.decoder_forward` of each stage.
 
         Args:
-            rows: of the tables, and how many are known the lengths of.
-            copies: places of tokens that stand in several rows; 0: none does.
+            rows: rows of the block tables, and of the arrays of lengths.
+            chosen: how many tokens results are wanted of; None: all.
+            wants: the results that the last stage returns.
+            copies: capacity for tokens that stand in several rows (draft trees); 0: none do.
         """
         made, x = list[Made](), None
         for stage in self.stages:
@@ -186,21 +193,23 @@ class Making:
         copies: int,
     ) -> Made:
         function = with_parts(stage, partial(stage_forward.flow, stage.model, wants))
-        shared = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
-        given = stage.site.of_same((x, *self.flat(tokens, rows, chosen, copies)))
-        return self.lowered(shared, 1, (leaves_of(stage), self._cache(stage), *given), stage.site)
+        sharded = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
+        batch = stage.site.of_same((x, *self.flat(tokens, rows, chosen, copies)))
+        return self.lowered(sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.site)
 
     def flat(
         self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
     ) -> tuple[Any, Any, Any]:
-        """Abstract places, tables and choices of a flat batch; arguments as of `flow`."""
-        ints, known = int32(tokens), int32(rows[1])
+        """Abstract places, block tables and result indices of a flat batch; arguments as `flow`."""
+        of_tokens, lengths = int32(tokens), int32(rows[1])
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         last = None if chosen is None else int32(chosen)
-        return Places(ints, ints, ints, known, known, copies_of(copies, tokens)), tables, last
+        batch_copies = copies_of(copies, tokens)
+        places = Places(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
+        return places, tables, last
 
     def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
-        """`passes.read` of each stage; None of those that have nothing of the encoder."""
+        """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers."""
         made, x = list[Made | None](), None
         for stage in self.stages:
             part = stage.model.part
@@ -209,48 +218,48 @@ class Making:
                 continue
             named = wants if stage.last else ()
             make = partial(self._read, stage, x, rows, tokens, named)
-            own = self.once(("read", stage.kind, rows, tokens, named), make)
-            made.append(own)
-            x = own.out
+            program = self.once(("read", stage.kind, rows, tokens, named), make)
+            made.append(program)
+            x = program.out
         return tuple(made)
 
     def _read(self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]) -> Made:
         function = with_parts(stage, partial(stage_forward.read, stage.model, wants))
-        shared = stage.site.shared(function, (True, *(False,) * 4), False)
+        sharded = stage.site.shared(function, (True, *(False,) * 4), False)
         texts = int32(rows, tokens)
-        given = stage.site.of_same((x, texts, texts, int32(rows)))
-        return self.lowered(shared, (), (leaves_of(stage), *given), stage.site)
+        batch = stage.site.of_same((x, texts, texts, int32(rows)))
+        return self.lowered(sharded, (), (leaves_of(stage), *batch), stage.site)
 
     def fill(self, number: int, encoded: Any) -> Made:
-        """`passes.fill` of a stage."""
+        """`stage_forward.fill_cross_attention` of a stage."""
         stage = self.stages[number]
 
         def make() -> Made:
             function = with_parts(stage, partial(stage_forward.fill, stage.model))
-            shared = stage.site.shared(function, (True, True, *(False,) * 3), True)
-            given = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
+            sharded = stage.site.shared(function, (True, True, *(False,) * 3), True)
+            batch = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
             return self.lowered(
-                shared, 1, (leaves_of(stage), self._cache(stage), *given), stage.site
+                sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.site
             )
 
         return self.once(("fill", stage.kind, encoded.shape), make)
 
     def kept(self, number: int, tokens: int) -> Made | None:
-        """`follow.kept` of a stage; None where it keeps nothing of this."""
+        """Reads a stage's tapped hidden states for a draft head; None for stages without taps."""
         stage = self.stages[number]
         names = taps(stage.model.model.caches)
         if not names:
             return None
 
         def make() -> Made:
-            shared = stage.site.shared(head_steps.kept, (True, *(False,) * 3), False)
-            cache, each = self._cache(stage), int32(tokens)
+            sharded = stage.site.shared(head_steps.kept, (True, *(False,) * 3), False)
+            cache, of_tokens = self._cache(stage), int32(tokens)
             tables = {
                 group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
             }
-            given = stage.site.of_same((each, each, tables))
-            own = tuple(cache[name] for name in names)
-            return self.lowered(shared, (), (own, *given), stage.site)
+            batch = stage.site.of_same((of_tokens, of_tokens, tables))
+            tapped = tuple(cache[name] for name in names)
+            return self.lowered(sharded, (), (tapped, *batch), stage.site)
 
         return self.once(("kept", number, tokens), make)
 
@@ -259,35 +268,35 @@ class Making:
         stage = self.stages[number]
 
         def make() -> Made:
-            which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
+            ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
-            shared = stage.site.shared(function, (True, *(False,) * 3), True)
-            given = stage.site.of_same((which, which, int32()))
-            return self.lowered(shared, 0, (self._cache(stage), *given), stage.site)
+            sharded = stage.site.shared(function, (True, *(False,) * 3), True)
+            copies = stage.site.of_same((ids, ids, int32()))
+            return self.lowered(sharded, 0, (self._cache(stage), *copies), stage.site)
 
         return self.once(("copy", stage.kind), make)
 
     def admit(self) -> Made:
-        """`states.admit`, at home."""
+        """`device_state.admit` at home: sets a slot's state for a new sequence."""
         row = jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype), self.state
+            lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
         )
-        given = self.state, row, int32()
-        return self.once("admit", lambda: self.lowered(states.admit, 0, given))
+        arguments = self.state, row, int32()
+        return self.once("admit", lambda: self.lowered(states.admit, 0, arguments))
 
     def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> Made:
-        """What is made at home of what the last stage gives."""
-        given = self.home.of_same(out), *more
-        return self.once(("finish", key), lambda: self.lowered(function, (), given))
+        """A function at home of the last stage's results `out` and further arguments."""
+        arguments = self.home.of_same(out), *more
+        return self.once(("finish", key), lambda: self.lowered(function, (), arguments))
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """A program, which several threads may ask for at a time."""
+        """The cached program of a key, compiled by the first thread that asks for it."""
         with self._lock:
             future = self._made.get(key)
-            if own := future is None:
+            if is_first := future is None:
                 future = self._made[key] = Future()
-        assert future is not None, "it was there, or is made here"
-        if own:
+        assert future is not None, "cached, or set above"
+        if is_first:
             try:
                 with task("compiling for these devices, once"):
                     future.set_result(make())
@@ -300,7 +309,12 @@ class Making:
     def lowered(
         self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
     ) -> Made:
-        """A program of a function, for a stage's site or for home; none for other processes'."""
+        """Compiles a function for a stage's devices or for home; only traces for other processes'.
+
+        Args:
+            donated: the arguments whose buffers may be reused.
+            given: the abstract arguments.
+        """
         where = site or self.home
         with self.tracing, target(where.platform):
             if not where.here:
@@ -309,11 +323,14 @@ class Making:
         return Made(compiled(lowered), lowered.out_info)
 
     def _cache(self, stage: Stage) -> Any:
-        """The abstract pools of all of a stage's devices."""
+        """A stage's abstract KV cache pools on its devices."""
         return self.pools(stage, self.sizes.blocks)
 
     def pools(self, stage: Stage, blocks: Mapping[str, int], site: Site | None = None) -> Any:
-        """The abstract pools of a stage with so many blocks of each group, where there are any."""
+        """A stage's abstract pools with a number of blocks for each cache group.
+
+        Groups without blocks have no pool.
+        """
         shapes = {n: s for n, s in stage.model.model.caches.items() if blocks.get(s.group)}
         counts = {name: blocks[shape.group] for name, shape in shapes.items()}
         pools = jax.eval_shape(lambda: empty(shapes, counts, self.sizes.kv_cache))
@@ -321,14 +338,14 @@ class Making:
 
 
 def zeros_like(abstract: Any) -> Any:
-    """Zeros of these shapes, where they are to be."""
+    """Zeros with the shapes, dtypes and shardings of abstract arrays."""
     shardings = jax.tree.map(lambda array: array.sharding, abstract)
-    made = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), abstract)
-    return jax.jit(made, out_shardings=shardings)()
+    zeros = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), abstract)
+    return jax.jit(zeros, out_shardings=shardings)()
 
 
 def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, given a stage's parameters in their parts."""
+    """A function of a stage's parameters as one of its flattened parameters."""
     tree = jax.tree.structure(stage.model.model.parameters)
 
     def with_parts(leaves: Any, *rest: Any) -> Any:
@@ -342,27 +359,27 @@ def _elsewhere(*_: Any) -> Any:
 
 
 def leaves_of(stage: Stage) -> Any:
-    """The abstract parameters of a stage, in their parts."""
+    """A stage's abstract parameters, flattened and sharded."""
     return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
 
 
 def nodes_of(shape: Shape) -> Nodes:
-    """Abstract trees."""
+    """Abstract draft trees of a shape."""
     each, copies = int32(shape.tokens), copies_of(shape.rows, shape.tokens)
     return Nodes(each, each, each, each, each, int32(shape.chosen), copies)
 
 
 def copies_of(places: int, tokens: int) -> Copies | None:
-    """Abstract places of tokens that stand in several rows; of none, nothing."""
+    """Abstract places of tokens that stand in several rows; None for no places."""
     place = int32(places)
     return Copies(place, place, place, int32(tokens)) if places else None
 
 
 def int32(*shape: int) -> Any:
-    """An abstract array of whole numbers."""
+    """An abstract int32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def float32(*shape: int) -> Any:
-    """An abstract array of numbers."""
+    """An abstract float32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -1,7 +1,7 @@
-"""Which layers of a stage are stages of their own, on the same devices.
+"""Sub-stages: splits a pipeline stage where weights or KV cache are offloaded to the host.
 
-Those whose weights are brought when they are needed, and those whose attention is computed in two
-places, each have programs of their own; the layers between them stay together.
+A layer whose weights are offloaded, or whose attention runs partly on the host, is a stage with
+its own programs on the same devices; the layers between such layers stay together.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from jinfer.parallel.sharding_rules import Part
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a stage's layers.
+    """Some consecutive layers of a pipeline stage.
 
     Attributes:
-        streamed: whether its weights stay in host memory.
-        hosted: whether a part of its cache is there.
+        part: the slice of the model that it has.
+        streamed: whether its weights are offloaded to host memory.
+        hosted: whether some of its KV cache is offloaded.
     """
 
     part: Part
@@ -27,7 +28,7 @@ class Piece:
 
 
 def spread(layers: Collection[int], count: int) -> frozenset[int]:
-    """So many of the layers, evenly: each is brought while those before it compute."""
+    """`count` of the layers, spread evenly, so that each copy overlaps with layers that compute."""
     total = len(layers)
     return frozenset(
         layer for i, layer in enumerate(layers) if (i + 1) * count // total > i * count // total
@@ -35,33 +36,33 @@ def spread(layers: Collection[int], count: int) -> frozenset[int]:
 
 
 def pieces(part: Part, main: str, streamed: Collection[int], *, hosted: bool) -> list[Piece]:
-    """A stage's pieces, in their order.
+    """A stage's sub-stages, in their order.
 
     Args:
-        main: the stack that is cut; the layers of others stay with what comes first.
-        streamed: layers of it whose weights stay in host memory.
-        hosted: whether a part of each layer's cache is in host memory.
+        main: the stack that is split; the layers of others stay with the first sub-stage.
+        streamed: layers of it whose weights are offloaded.
+        hosted: whether some of each layer's KV cache is offloaded.
     """
-    own = part.layers[main]
-    runs: list[tuple[range, bool]] = []  # layers, and whether they are one that stands alone
-    for layer in own:
+    layers_of_stage = part.layers[main]
+    runs: list[tuple[range, bool]] = []  # layers, and whether they are a single offloaded one
+    for layer in layers_of_stage:
         alone = hosted or layer in streamed
         if runs and not alone and not runs[-1][1]:
             runs[-1] = range(runs[-1][0].start, layer + 1), False
         else:
             runs.append((range(layer, layer + 1), alone))
-    others = any(len(rows) for name, rows in part.layers.items() if name != main)
+    others = any(len(span) for name, span in part.layers.items() if name != main)
     if not runs or (runs[0][1] and (part.first or others)):
-        runs.insert(0, (range(own.start, own.start), False))
+        runs.insert(0, (range(layers_of_stage.start, layers_of_stage.start), False))
     if runs[-1][1] and part.last:
-        runs.append((range(own.stop, own.stop), False))
-    found = []
-    for index, (rows, alone) in enumerate(runs):
+        runs.append((range(layers_of_stage.stop, layers_of_stage.stop), False))
+    split = []
+    for index, (run, alone) in enumerate(runs):
         first, last = index == 0, index == len(runs) - 1
         layers = {
-            name: rows if name == main else each if first else range(each.stop, each.stop)
-            for name, each in part.layers.items()
+            name: run if name == main else span if first else range(span.stop, span.stop)
+            for name, span in part.layers.items()
         }
-        cut = Part(layers, part.first and first, part.last and last)
-        found.append(Piece(cut, alone and rows.start in streamed, alone and hosted))
-    return found
+        run_slice = Part(layers, part.first and first, part.last and last)
+        split.append(Piece(run_slice, alone and run.start in streamed, alone and hosted))
+    return split

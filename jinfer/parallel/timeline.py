@@ -1,4 +1,4 @@
-"""When each stage was busy: what pipelining is for, seen and drawn."""
+"""Pipeline timeline: records when each stage was busy, to measure how far stages overlap."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Busy:
     """A call of a stage.
 
     Attributes:
-        lane: whose sequences it computed.
-        begin, end: in seconds of `time.perf_counter`.
+        lane: the micro-batch that it computed.
+        begin, end: seconds of `time.perf_counter`.
     """
 
     stage: int
@@ -28,9 +28,9 @@ class Busy:
 
 @dataclass
 class Timeline:
-    """Notes when stages begin and end, from threads that wait for them; nobody else waits.
+    """Records when stages begin and end, in threads that wait for them and delay nothing else.
 
-    A call begins when its input is there and the stage's call before it has ended.
+    A call begins when its input is ready and the stage's previous call has ended.
     """
 
     busy: list[Busy] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Timeline:
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def note(self, stage: int, lane: int, given: Any, out: Any) -> None:
-        """A call was launched with this input; `out` is a result that nobody gives away."""
+        """Records a launched call by its input and a result; neither may be donated."""
         if stage not in self._queues:
             queue = self._queues[stage] = SimpleQueue()
             thread = threading.Thread(target=self._watch, args=(stage, queue), daemon=True)
@@ -47,7 +47,7 @@ class Timeline:
         self._queues[stage].put((lane, given, out))
 
     def close(self) -> list[Busy]:
-        """Waits for all that was noted, and gives it, the earliest first."""
+        """Waits for all recorded calls, and returns them, the earliest first."""
         for queue in self._queues.values():
             queue.put(None)
         for thread in self._threads:
@@ -56,16 +56,16 @@ class Timeline:
         return sorted(self.busy, key=lambda call: call.begin)
 
     def _watch(self, stage: int, queue: SimpleQueue[Any]) -> None:
-        while (noted := queue.get()) is not None:
-            lane, given, out = noted
-            jax.block_until_ready(given)
+        while (call := queue.get()) is not None:
+            lane, x, out = call
+            jax.block_until_ready(x)
             begin = time.perf_counter()
             jax.block_until_ready(out)
             self.busy.append(Busy(stage, lane, begin, time.perf_counter()))
 
 
 def together(busy: list[Busy]) -> float:
-    """The share of the time with any stage busy in which more than one was."""
+    """The fraction of the time with any stage busy in which several were."""
     edges = sorted([(call.begin, 1) for call in busy] + [(call.end, -1) for call in busy])
     some = several = 0.0
     count, before = 0, edges[0][0] if edges else 0.0

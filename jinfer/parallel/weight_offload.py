@@ -1,4 +1,8 @@
-"""Weights that stay in host memory and come to the device for their layer's turn alone."""
+"""Weight offload: layers' weights stay in pinned host memory and are prefetched to the device.
+
+The weights of the next offloaded layer are copied while the current one computes (double
+buffering). `partition.streamed_layers` says how many layers are offloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ type Leaves = tuple[jax.Array, ...]
 
 @dataclass
 class Stream:
-    """Brings the weights of some stages, the next one's while one computes.
+    """Copies the weights of offloaded stages to their devices, one stage ahead.
 
-    So there are those of two stages on the device at most: before the next ones are brought, the
-    stage before this one has ended, and with it the last use of its weights.
+    At most two stages' weights are on the device: before the next copy starts, the stage before
+    the current one has ended, and its weights are free.
 
     Attributes:
-        site: where they are needed.
-        turns: the stages' numbers, in their order; after the last one comes the first.
+        site: the devices that compute these stages.
+        turns: the numbers of the offloaded stages, in order; after the last comes the first.
     """
 
     site: Site
@@ -31,25 +35,25 @@ class Stream:
     _before: Any = None
 
     def take(self, number: int, leaves: Mapping[int, Leaves]) -> Leaves:
-        """The weights of a stage, on its devices, to be let go after their use.
+        """The weights of a stage, on its devices; the caller drops them after use.
 
         Args:
-            leaves: of all stages that take turns, as they are in host memory.
+            leaves: the weights of all offloaded stages, in host memory.
         """
         if number not in self._brought:
-            self._brought.clear()  # what a pass that ended early had brought
+            self._brought.clear()  # prefetched for a pass that ended early
         jax.block_until_ready(self._before)
-        own = self._brought.pop(number, None) or self._bring(leaves[number])
+        weights = self._brought.pop(number, None) or self._bring(leaves[number])
         following = self.turns[(self.turns.index(number) + 1) % len(self.turns)]
         self._brought[following] = self._bring(leaves[following])
-        return own
+        return weights
 
     def computed(self, out: Any) -> None:
-        """Notes what the last stage whose weights were taken gives, which nobody gives away."""
+        """Records the result of the stage that last took its weights; it may not be donated."""
         self._before = out
 
     def forget(self) -> None:
-        """Lets what was brought go."""
+        """Drops the prefetched weights."""
         self._brought, self._before = {}, None
 
     def _bring(self, leaves: Leaves) -> Leaves:
