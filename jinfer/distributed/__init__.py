@@ -1,1 +1,6 @@
-"""One model on several hosts: a process on each, of which process 0 answers and plans."""
+"""Distributed inference: one model on several hosts, one process on each.
+
+Rank 0, the coordinator, runs the scheduler and answers requests (`coordinator`); the other ranks
+are workers (`worker`). `initialize` is the rendezvous, `process_group` the messages between ranks,
+`distributed_programs` a call's work on every rank.
+"""

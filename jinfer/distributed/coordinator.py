@@ -1,4 +1,4 @@
-"""Process 0's programs: a call of one tells all processes of it."""
+"""Rank 0, the coordinator: programs that broadcast each of the engine's calls to all ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jinfer.distributed.worker_state import DONE, as_leaves
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.sampler_output import Chosen
 
-# How many of leaves, cache and state a program is given first: each process has its own.
+# How many of a program's first arguments are parameters, cache and state: each rank has its own.
 _OWN = {"logits": 3, "decode": 3, "choose": 1, "copy": 1, "admit": 1}
 _OWN |= dict.fromkeys(("forward", "score", "beam", "contrast", "fill", "encode"), 2)
-_HERE = object()  # what stands for a cache or a state: each process has its own
+_HERE = object()  # stands for a cache or a state, of which each rank has its own
 
 
 class Kept:
-    """A result that stays where it was computed, for another call."""
+    """A reference to a result that stays on the rank that computed it, for a later call."""
 
     def __init__(self, ref: Ref, shape: tuple[int, ...] = (), lane: int = 0) -> None:
         self.ref, self.shape, self.lane = ref, shape, lane
@@ -32,21 +32,21 @@ class Kept:
 
 @dataclass(kw_only=True)
 class LeadingPrograms(HostedPrograms):
-    """The programs as an engine calls them."""
+    """The coordinator's programs, with the interface that the engine calls."""
 
     _dropped: deque[int] = field(default_factory=deque)
 
     def release(self) -> None:
-        """As `Programs.release`, in all processes."""
+        """As `Programs.release`, on all ranks."""
         self.group.tell_all(release=True)
         super().release()
 
     def empty_cache(self) -> Any:
-        """All processes empty theirs."""
+        """Has all ranks empty their caches."""
         return self._reset("cache")
 
     def empty_state(self) -> Any:
-        """The same of the state."""
+        """Has all ranks reset their states."""
         return self._reset("state")
 
     def _reset(self, what: str) -> Any:
@@ -55,22 +55,27 @@ class LeadingPrograms(HostedPrograms):
         return _HERE
 
     def _compile(self, shape: Shape) -> Program:
-        # So that the others make theirs meanwhile.
+        # The workers compile theirs at the same time.
         self.group.tell_all(announce=asdict(shape))
-        own = super()._compile(shape)
+        local = super()._compile(shape)
 
-        def program(*given: Any) -> Any:
-            self.part.leaves = given[0] if _OWN[shape.kind] > 1 else self.part.leaves
-            return self._called(shape, own, given[_OWN[shape.kind] :])
+        def program(*arguments: Any) -> Any:
+            self.part.leaves = arguments[0] if _OWN[shape.kind] > 1 else self.part.leaves
+            return self._called(shape, local, arguments[_OWN[shape.kind] :])
 
         return program
 
     def _called(self, shape: Shape, own: Program, given: tuple[Any, ...]) -> Any:
-        """Has all processes compute a call; gives what an engine expects of it."""
+        """Has all ranks compute a call; returns what the engine expects of it.
+
+        Args:
+            own: this rank's program.
+            given: the call's arguments without parameters, cache and state.
+        """
         call, kind = next(self.group.calls), shape.kind
         if kind == "admit":
             given = (as_leaves(given[0]), *given[1:])
-        arguments = [_sent(one) for one in given]
+        arguments = [_sent(argument) for argument in given]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self.group.tell_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
         self.part.drop(dropped)
@@ -83,35 +88,35 @@ class LeadingPrograms(HostedPrograms):
                 return _HERE, logits, Kept(Ref(call, ROWS), lane=lane)
             case "fill" | "copy" | "admit":
                 return _HERE
-        assert coming is not None, "it gives something"
+        assert coming is not None, "other kinds have returned above"
 
-        def found(like: Any) -> Any:
+        def result(like: Any) -> Any:
             return later(coming, like, self.group.fail)
 
         match kind:
             case "choose":
-                return _HERE, found(self._chosen)
+                return _HERE, result(self._chosen)
             case "decode":
-                return _HERE, _HERE, found(self._chosen)
+                return _HERE, _HERE, result(self._chosen)
             case "encode":
-                return found(0)
+                return result(0)
             case "contrast":
                 past = self._keeping(Kept(Ref(call, PAST)))
-                return _HERE, past, *found((0,) * 3)
+                return _HERE, past, *result((0,) * 3)
             case "beam":
-                return _HERE, *found((0,) * 3)
+                return _HERE, *result((0,) * 3)
             case "score":
-                return _HERE, found((0,) * 3)
-        return _HERE, found(0)
+                return _HERE, result((0,) * 3)
+        return _HERE, result(0)
 
     @property
     def _chosen(self) -> Any:
-        """What has the form of what is chosen."""
+        """A tree with the structure of the sampler's output."""
         progress = jax.tree.map(lambda _: 0, self.making.state.progress)
         return Chosen(*(0,) * 4, progress)  # type: ignore[arg-type]
 
     def _keeping(self, kept: Kept) -> Kept:
-        """Has a call's results forgotten where they are, once nobody here knows of them."""
+        """Has a call's results dropped on their rank once the reference is garbage-collected."""
         weakref.finalize(kept, self._dropped.append, kept.ref.call).atexit = False
         return kept
 
@@ -120,7 +125,7 @@ _GIVING = ("choose", "decode", "encode", "contrast", "beam", "score", "forward")
 
 
 def _sent(given: Any) -> Any:
-    """An argument as it is sent: NumPy's arrays, and references to what is kept."""
+    """An argument as it is sent: NumPy arrays, and references to results on other ranks."""
     if isinstance(given, Kept):
         if given.ref.name == ROWS:
             return {"lane": given.lane, "rows": given.ref}

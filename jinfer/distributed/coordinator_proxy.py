@@ -1,8 +1,9 @@
-"""The way to JAX's service, which believes whoever reaches it: only processes of the job do.
+"""Coordinator proxy: authenticated access to JAX's coordination service.
 
-The service listens at a Unix socket in a folder of this user's. Process 0 waits for the others at a
-port, and connects each that has shown that it knows the key with the service. JAX's clients in the
-others find such a socket too, behind which each of their connections is brought there.
+JAX's service does not authenticate its clients, so it listens only on a Unix socket in a folder of
+this user's. Rank 0 accepts connections on a port, and forwards those of callers that know the
+job's key to that socket. On the other ranks JAX's client connects to a local Unix socket too, from
+which its connections are forwarded to rank 0.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from jinfer.distributed.connection import known
 from jinfer.distributed.incoming_connections import HEARD, Callers
 from jinfer.distributed.message_schemas import Hello
 
-_NAME, _LOCK = "jinfer-job-", "lock"  # of folders, and of a file in each
-_NEW = 60.0  # seconds in which a folder is let be
+_NAME, _LOCK = "jinfer-job-", "lock"  # prefix of folder names, and the lock file in each
+_NEW = 60.0  # seconds during which a new folder is not removed
 _LONGEST = 100  # bytes of a Unix socket's path; few systems allow many more
 _PIECE = 1 << 16
 _STARTING = 60.0  # seconds until JAX's service listens
 _AGAIN = 0.05
-# Seconds that JAX's client does not hear that its service is gone: it would end the process with a
-# dump, and the process says a line and ends before.
+# Seconds by which the loss of the service is hidden from JAX's client, which would abort the
+# process with a stack dump; by then the process has ended with a line of its own.
 _HELD = 15.0
 
 
 class Passage:
-    """This process's end of the way.
+    """This process's end of the proxy.
 
     Attributes:
-        service: JAX's name of where its service is.
+        path: the Unix socket.
+        service: its address as JAX writes it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class Passage:
         atexit.register(self.close)
 
     def lead(self, listener: socket.socket, size: int) -> None:
-        """Process 0: brings whoever belongs to the job to the service. Takes the listener."""
+        """Rank 0: forwards authenticated connections to the service. Takes over the listener."""
         callers = Callers(listener)
 
         def serve() -> None:
@@ -71,7 +73,7 @@ class Passage:
         _beside(serve)
 
     def call(self, where: tuple[str, int], mine: Hello) -> None:
-        """Another process: brings JAX's client here to process 0."""
+        """Another rank: forwards the connections of JAX's client to rank 0."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.path)
         listener.listen()
@@ -79,11 +81,11 @@ class Passage:
         def serve() -> None:
             while True:
                 try:
-                    own, _ = listener.accept()
-                except OSError:  # no handle is free
+                    client, _ = listener.accept()
+                except OSError:  # out of file descriptors
                     time.sleep(_AGAIN)
                     continue
-                _beside(_to_passage, own, where, mine)
+                _beside(_to_passage, client, where, mine)
 
         _beside(serve)
 
@@ -97,25 +99,25 @@ class Passage:
             self.close()
 
     def close(self) -> None:
-        """Removes the socket; connections stay."""
+        """Removes the socket; open connections stay."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
 
 
 def _clear(where: Path) -> None:
-    """Removes the folders of processes that ended without a chance to do so."""
+    """Removes the folders that killed processes have left behind."""
     for folder in where.glob(f"{_NAME}*"):
         with suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW:
-                continue  # another user's, or it may not be locked yet
+            status = folder.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _NEW:
+                continue  # another user's, or possibly not locked yet
             with (folder / _LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
 
 
 def _to_service(connection: socket.socket, path: str) -> None:
-    """Brings a process's connection to JAX's service, which may yet have to start."""
+    """Forwards a connection to JAX's service, which may not have started yet."""
     deadline = time.monotonic() + _STARTING
     with connection, socket.socket(socket.AF_UNIX) as service:
         while True:
@@ -130,7 +132,7 @@ def _to_service(connection: socket.socket, path: str) -> None:
 
 
 def _to_passage(own: socket.socket, where: tuple[str, int], mine: Hello) -> None:
-    """Brings a connection of JAX's client here to process 0."""
+    """Forwards a connection of this process's JAX client to rank 0."""
     with own:
         try:
             link = known(socket.create_connection(where, timeout=HEARD), called=True, seconds=HEARD)
@@ -147,17 +149,17 @@ def _to_passage(own: socket.socket, where: tuple[str, int], mine: Hello) -> None
 
 
 def _joined(one: socket.socket, other: socket.socket) -> None:
-    """What comes from the one goes to the other, until one of them ends."""
+    """Forwards in both directions until one side ends."""
     _beside(_copied, one, other)
     _copied(other, one)
     _end(one, other)
 
 
 def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) -> None:
-    """Sends what comes to another connection, until one of them ends.
+    """Forwards in one direction until one side ends.
 
     Args:
-        told: whether the other one hears of the end.
+        told: whether to shut down the target's sending side then.
     """
     with suppress(OSError):
         while content := source.recv(_PIECE):
@@ -168,10 +170,10 @@ def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) 
 
 
 def _end(*connections: socket.socket) -> None:
-    """Ends connections that other threads may wait for, which would keep them open."""
-    for each in connections:
+    """Shuts connections down, which also wakes threads that wait for them."""
+    for connection in connections:
         with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _beside(work: Callable[..., None], *given: Any) -> None:

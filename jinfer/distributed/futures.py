@@ -1,4 +1,4 @@
-"""Results of calls, which may be computed in another process and come when they are there."""
+"""Futures: results of calls that may be computed on another rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ type Values = Future[Any]
 
 @dataclass(eq=False)
 class Results:
-    """What calls give and others wait for, by the call's number and the result's name.
+    """Futures of calls' results, by the call's number and the result's name.
 
-    Calls have numbers of their own through all models of a job: a result may be there before this
-    process has heard of the model. It is forgotten once it is there: whoever waits has it.
+    Call numbers are unique in a job, across its models: a result may arrive before this rank
+    knows of the model. An entry is dropped when both the result and its consumer have come.
     """
 
     _waiting: dict[tuple[int, str], Values] = field(default_factory=dict)
@@ -28,57 +28,57 @@ class Results:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def expect(self, call: int, name: str) -> Values:
-        """A result that will come, or has come already; to be asked for once."""
+        """The future of a result; to be called once for each."""
         with self._lock:
-            found = self._early.pop((call, name), None)
-            if found is None:
-                found = self._waiting[call, name] = Future()
-            return found
+            future = self._early.pop((call, name), None)
+            if future is None:
+                future = self._waiting[call, name] = Future()
+            return future
 
     def put(self, call: int, name: str, value: Any) -> None:
-        """A result is there."""
+        """Sets a result."""
         with self._lock:
-            found = self._waiting.pop((call, name), None)
-            if found is None:
-                found = self._early[call, name] = Future()
-        found.set_result(value)
+            future = self._waiting.pop((call, name), None)
+            if future is None:
+                future = self._early[call, name] = Future()
+        future.set_result(value)
 
 
 class Whole:
-    """A result with several arrays, of which each is a `Later`."""
+    """The future of a result with several arrays, each of which is a `RemoteArray`."""
 
     def __init__(self, coming: Values, failed: Callable[[BaseException], None]) -> None:
         """
         Args:
-            failed: is told of an error of whoever computes it, which shows only here.
+            failed: called with an error of the computation, which shows only when waiting for it.
         """
         self._coming, self._failed = coming, failed
 
     def part(self, index: int) -> np.ndarray:
-        """An array of it; waits until it is there."""
+        """One of the arrays; waits for it."""
         try:
             return np.asarray(trees.leaves(self._coming.result())[index])
-        except RuntimeError as error:  # of which XLA's is a kind
+        except RuntimeError as error:  # XLA's error is a subclass
             self._failed(error)
             raise
 
 
 class Later:
-    """An array that may be computed elsewhere: NumPy's functions take it, and wait."""
+    """An array that may still be computed, or be on another rank; conversion to NumPy waits."""
 
     def __init__(self, whole: Whole, index: int) -> None:
         self._whole, self._index = whole, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = self._whole.part(self._index)
-        return found if dtype is None else found.astype(dtype)
+        array = self._whole.part(self._index)
+        return array if dtype is None else array.astype(dtype)
 
     def __int__(self) -> int:
         return int(np.asarray(self))
 
 
 def later(coming: Values, like: Any, failed: Callable[[BaseException], None]) -> Any:
-    """The arrays of a result that comes, in the form of another tree; `failed` as of `Whole`."""
+    """The arrays of a future result, in the structure of `like`; `failed` as of `RemoteResult`."""
     leaves, tree = trees.flatten(like)
     whole = Whole(coming, failed)
     return trees.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])

@@ -1,4 +1,4 @@
-"""The processes of a job as one of them sees them: what they say, and when one is lost."""
+"""Process group: messages between the ranks of a job, heartbeats, and what to do on a loss."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from jinfer.distributed.message_schemas import kind
 from jinfer.distributed.wire_format import FrameError
 from jinfer.opening.sources import SourceError
 
-LOST = 3  # the exit status of whoever loses another process
+LOST = 3  # exit status of a process that has lost another one
 _PARTING = 10.0  # seconds that others may take to end
-_BEAT = 2.0  # seconds between two signs of life
-_SHOWS = 1.0  # seconds in which it shows that another process is lost
-SILENT = 10.0  # seconds without one after which a process is said not to answer
+_BEAT = 2.0  # seconds between heartbeats
+_SHOWS = 1.0  # seconds in which the loss of another process is noticed
+SILENT = 10.0  # seconds without a heartbeat after which a process counts as not answering
 _log = logging.getLogger("jinfer")
 
 
 @dataclass(eq=False)
 class Group:
-    """A job of several processes.
+    """The processes of a job, as one of them sees them.
 
     Attributes:
-        rank, size: the number of this process, and how many there are.
-        links: to each other process.
-        said: messages of each other process, in their order.
-        results: what calls give.
-        calls: numbers of calls, no two of which are the same in a job.
-        mute: why devices of several processes cannot exchange sums; "": they can.
-        parting: whether this process is about to end, and waits for no other one that does not
-            answer.
-        farewells: are told why this process ends, before it does, and may take a second each.
+        rank: this process's rank.
+        size: how many processes there are.
+        links: connections to the other ranks.
+        said: received messages of each other rank, in order.
+        results: results of calls that this rank waits for.
+        calls: numbers for calls, unique in the job.
+        mute: why collectives between devices of several ranks are not possible; "": they are.
+        parting: whether this process is about to end, and does not wait for silent ranks.
+        farewells: called with the reason before this process ends; each may take a second.
     """
 
     rank: int
@@ -70,86 +70,87 @@ class Group:
                 thread.start()
 
     def tell(self, other: int, **message: Any) -> None:
-        """Says something to another process."""
+        """Sends a message to another rank."""
         try:
             self.links[other].send(message)
         except LinkError:
             self._lost(other)
 
     def tell_all(self, **message: Any) -> None:
-        """Says something to all others."""
+        """Sends a message to all other ranks."""
         for other in self.links:
             self.tell(other, **message)
 
     def hear(self, other: int) -> Any:
-        """The next message of another process; waits for it."""
+        """The next message of another rank; waits for it."""
         return self.said[other].get()
 
     def silence(self, other: int) -> float:
-        """Seconds since another process gave a sign of life, which it does all the time."""
+        """Seconds since the last message or heartbeat of another rank."""
         return time.monotonic() - self._heard[other]
 
     def complaint(self) -> str:
-        """Which other process does not answer; "": all do."""
+        """Names a rank that does not answer; "": all do."""
         for other in self.links:
             if (seconds := self.silence(other)) > SILENT:
                 return f"{self._named(other)} has not answered for {seconds:.0f} s"
         return ""
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each process gives, in process 0; in the others their own alone."""
+        """Gather: the values of all ranks on rank 0; on the others their own only."""
         if self.rank:
             self.tell(0, value=value)
             return [value]
         return [value, *(self.hear(other)["value"] for other in range(1, self.size))]
 
     def shared(self, value: Any) -> Any:
-        """What process 0 gives, in all processes."""
+        """Broadcast: rank 0's value on all ranks."""
         if self.rank:
             return self.hear(0)["value"]
         self.tell_all(value=value)
         return value
 
     def end(self, status: int = 0, reason: str = "") -> None:
-        """Ends the job, for all processes; this one goes on alone, to its own end.
+        """Ends the job for all other ranks; this process goes on alone.
 
         Args:
-            status: with which the others exit.
-            reason: what they say.
+            status: the exit status of the others.
+            reason: the error that they show.
         """
         with self._lock:
             begun, self._ending = self._ending, True
-        if begun:  # by another process, and a thread is about to end this one
+        if begun:  # by another rank: a thread is about to end this process
             threading.Event().wait()
         for link in self.links.values():
-            with suppress(LinkError):  # it has ended already
+            with suppress(LinkError):  # that rank has ended already
                 link.send({"end": status, "reason": reason})
         if status != LOST:
             self._part()
 
     def leave(self, status: int, reason: str) -> None:
-        """Ends this process at once, with a line."""
+        """Ends this process at once, with a line on stderr."""
         if reason:
             print(f"error: {reason}", file=sys.stderr, flush=True)
         for farewell in self.farewells:
-            with suppress(Exception):  # nothing keeps it from ending
+            with suppress(Exception):  # the process ends in any case
                 farewell(reason)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the job because something failed here that nobody can mend."""
-        # A sum with a process that is lost fails as well, perhaps before anything else shows it.
+        """Ends the job because of an error on this rank."""
+        # A collective with a lost rank fails too, possibly before the lost connection is noticed:
+        # then the loss is the reason to show.
         if self._one_gone.wait(_SHOWS):
-            threading.Event().wait()  # whoever has seen it ends this process
+            threading.Event().wait()  # the thread that noticed the loss ends this process
         said = " ".join(str(error).split())
         reason = f"process {self.rank} failed: {type(error).__name__}: {said}"
         self.end(LOST, reason)
         self.leave(LOST, reason)
 
     def forsake(self) -> None:
-        """The job does not begin: whoever is lost from now on is none of it."""
+        """The rendezvous has failed: the loss of a rank no longer ends this process."""
         with self._lock:
             self._ending = True
         for gone in self._gone.values():
@@ -173,33 +174,33 @@ class Group:
                 case "result":
                     self.results.put(message["call"], message["result"], message["value"])
                 case "end":
-                    given = message["end"], message["reason"]
-                    threading.Thread(target=self._ended, args=given, daemon=True).start()
+                    ending = message["end"], message["reason"]
+                    threading.Thread(target=self._ended, args=ending, daemon=True).start()
                 case _:
                     self.said[other].put(message)
 
     def _beat(self, other: int, link: Link) -> None:
-        """Gives signs of life, and says when another process gives none, and gives some again."""
-        missed = 0  # beats of this process
-        said = False
+        """Sends heartbeats, and logs when another rank's are missing, and when they come again."""
+        missed = 0  # checks in a row that found the other rank silent
+        reported = False
         for number in count():
             if self._gone[other].wait(_BEAT):
                 return
             if self.parting and self.silence(other) > SILENT:
                 self.leave(LOST, f"{self._named(other)} does not answer; the job ends without it")
-            # Twice, as this process may have been stopped itself.
+            # Two checks in a row, since this process may itself have been stopped.
             missed = missed + 1 if self.silence(other) > SILENT else 0
-            if (missed > 1) != said:
-                said = not said
-                change = "does not answer; what needs it waits" if said else "answers again"
+            if (missed > 1) != reported:
+                reported = not reported
+                change = "does not answer; what needs it waits" if reported else "answers again"
                 _log.warning("%s %s", self._named(other), change)
             try:
                 link.send({"beat": number})
             except LinkError:
-                return  # whoever reads knows
+                return  # the reading thread handles the loss
 
     def _ended(self, status: int, reason: str) -> None:
-        """Another process ends the job, and this one with it, whatever it does at the moment."""
+        """Ends this process, whatever it is doing, because another rank has ended the job."""
         with self._lock:
             begun, self._ending = self._ending, True
         if begun:
@@ -209,13 +210,13 @@ class Group:
         self.leave(status, reason)
 
     def _part(self) -> None:
-        """Ends JAX's own connections; each process waits for the others to do so."""
+        """Closes JAX's own connections; each rank waits for the others to do so."""
         import jax
         from jax._src import distributed
 
         state = distributed.global_state
         if self.rank == 0 and state.client is not None:
-            # The service has to answer the others until they have gone, which JAX does not see to.
+            # The service has to outlive the other ranks' connections; JAX does not ensure that.
             state.client.shutdown()
             state.client = None
             for gone in self._gone.values():
@@ -242,15 +243,15 @@ def current() -> Group | None:
 
 
 def lead() -> None:
-    """Raises `SourceError` in a process that follows another one."""
+    """Raises `SourceError` on a worker: only rank 0 may open a model by itself."""
     if _current is not None and _current.rank:
         raise SourceError(
             f"process {_current.rank} of {_current.size} follows process 0, which has the model; "
-            "call jinfer.api.job_processes.follow here"
+            "call jinfer.api.job_processes.run_worker here"
         )
 
 
 def become(group: Group | None) -> None:
-    """From now on this is the job."""
+    """Sets the job that this process belongs to."""
     global _current
     _current = group

@@ -1,4 +1,4 @@
-"""What all processes but process 0 do: they compute what they are told of."""
+"""Worker: the loop of ranks above 0, which compute the calls that the coordinator broadcasts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from jinfer.engine.runner.compiled_programs import Shape
 
 
 def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) -> None:
-    """Computes what process 0 tells, until it lets go of the model."""
+    """Computes the coordinator's calls until it releases the model.
+
+    Args:
+        leaves: the parameters of all stages; abstract for stages of other ranks.
+    """
     part = programs.part
     part.leaves = leaves
     while True:

@@ -1,13 +1,13 @@
-"""A process's part of a model: the programs of its stages, and what flows between them.
+"""Worker state: a rank's pipeline stages, caches and states, and transfers between ranks.
 
-A call is computed by all processes together. Each knows from the plan alone which of its pieces are
-its own, and from where their inputs come: from a stage here, or from another process, which sends
-them as soon as they are computed. So pieces are not launched in the order of calls but when their
-inputs are there, and a stage of one process computes one lane while another has the next.
+All ranks compute a call together. Each knows from the plan which stages of it are its own, and
+where their inputs come from: a local stage, or another rank, which sends them when they are
+computed. Stages are launched when their inputs are there, not in the order of calls, so ranks
+work on different micro-batches at the same time.
 
-Between processes vectors go through the hosts: a device that waits in its queue for another host's
-would keep from computing all that is behind. Only sums within a stage whose devices are of several
-processes are exchanged by the devices themselves.
+Hidden states go from rank to rank through host memory and sockets: a device that waited for a
+receive in its queue would block all that is queued behind it. Only the all-reduces of a stage
+whose devices belong to several ranks are collectives of the devices themselves.
 """
 
 from __future__ import annotations
@@ -30,16 +30,26 @@ from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.microbatches import Lanes
 from jinfer.parallel.stage_programs import Made, Making, Stage
 
-X = "x {}"  # the result's name of what a stage takes from the one before
-OUT, PLACES, DONE = "out", "places", "done"
+# Names of a call's results.
+X = "x {}"  # hidden states for the stage of this number
+OUT = "out"  # the last stage's results, for home
+PLACES = "places"  # the flat batch's places, for all ranks
+DONE = "done"  # the call's result, for rank 0
 
 
 @dataclass(eq=False, kw_only=True)
 class Part:
-    """What this process has and does of a model.
+    """A rank's state of a model, and its share of each call.
+
+    "Home" is the rank that has the sampling states and samples tokens: the last stage's first.
 
     Attributes:
-        leaves: parameters of all stages; those of stages elsewhere are abstract.
+        group: the job's processes.
+        making: compiles the stages' programs.
+        lanes: how slots are divided among micro-batches.
+        leaves: the parameters of all stages; abstract for stages of other ranks.
+        caches: the KV cache of each local stage, by the stage's number.
+        states: the state of each micro-batch, at home.
     """
 
     group: Group
@@ -52,77 +62,85 @@ class Part:
 
     @property
     def results(self) -> Results:
-        """What calls give."""
+        """Results of calls that this rank waits for."""
         return self.group.results
 
     @cached_property
     def threads(self) -> Threads:
-        """From which programs are launched."""
-        several = [s for s in self.stages if s.site.here and len(s.site.here) < len(s.site.devices)]
-        return Threads(self.group.fail, together=len(several) > 1)
+        """The threads that launch programs and send results."""
+        # Stages that this rank shares with others: their collectives need one common order.
+        shared = [s for s in self.stages if s.site.here and len(s.site.here) < len(s.site.devices)]
+        return Threads(self.group.fail, together=len(shared) > 1)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All of them, wherever they are."""
+        """All stages, of all ranks."""
         return self.making.stages
 
     @cached_property
     def own(self) -> dict[int, Stage]:
-        """The stages that are here, or partly here, by their numbers."""
+        """The stages with devices of this rank, by their numbers."""
         return {number: stage for number, stage in enumerate(self.stages) if stage.site.here}
 
     @cached_property
     def home(self) -> int:
-        """The process that has the states, and chooses tokens."""
+        """The rank that has the states and samples tokens."""
         return self.making.home.devices[0].process_index
 
     @property
     def is_home(self) -> bool:
-        """Whether that is this one."""
+        """Whether this rank is home."""
         return self.home == self.group.rank
 
     def owners(self, number: int) -> set[int]:
-        """The processes that have devices of a stage."""
+        """The ranks that have devices of a stage."""
         return {device.process_index for device in self.stages[number].site.devices}
 
     def lane(self, lane: int, work: Callable[[], None]) -> None:
-        """Has something done at home, in a lane's order; nothing elsewhere."""
+        """Queues work for a micro-batch at home; does nothing on other ranks."""
         if self.is_home:
             self.threads.add(f"lane {lane}", work)
 
     def give(self, call: int, name: str, value: Any, to: set[int], sender: str) -> None:
-        """Gives a result to those who expect it; from a thread of its own where they are others."""
+        """Delivers a result to the ranks that expect it; sends from a thread of its own.
+
+        Args:
+            sender: the name of the thread that computed it.
+        """
         if self.group.rank in to:
             self.results.put(call, name, value)
         if others := to - {self.group.rank}:
             self.threads.add(f"{sender}, sending", partial(self._send, call, name, value, others))
 
     def _send(self, call: int, name: str, value: Any, others: set[int]) -> None:
-        """Gives a result to other processes, as soon as it is computed."""
-        here = jax.tree.map(np.asarray, value)
+        """Sends a result to other ranks, as soon as it is computed."""
+        on_host = jax.tree.map(np.asarray, value)
         for other in others:
-            self.group.tell(other, result=name, call=call, value=here)
+            self.group.tell(other, result=name, call=call, value=on_host)
 
     def keep(self, call: int, name: str) -> Values:
-        """A place at home for a result that later calls name with a `Ref`, until it is dropped."""
-        place: Values = Future()
+        """A future for a result that stays at home for later calls, which name it by a `ResultRef`.
+
+        It stays until it is dropped.
+        """
+        future: Values = Future()
         if self.is_home:
-            self._kept.setdefault(call, {})[name] = place
-        return place
+            self._kept.setdefault(call, {})[name] = future
+        return future
 
     def kept(self, given: Any) -> Callable[[], Any]:
-        """What gives an argument, at home: itself, or what a `Ref` is kept of, once it is there."""
+        """A function that returns an argument; at home it resolves a `ResultRef`, and waits."""
         if not isinstance(given, Ref) or not self.is_home:
             return lambda: given
         return self._kept[given.call][given.name].result
 
     def drop(self, calls: Sequence[int]) -> None:
-        """Forgets kept results."""
+        """Drops the stored results of calls."""
         for call in calls:
             self._kept.pop(call, None)
 
     def reset(self, what: str) -> None:
-        """Empties caches or states."""
+        """Empties the caches, or resets the states."""
         if what == "cache":
             for number, stage in self.own.items():
                 self.threads.add(f"stage {number}", partial(self._empty, number, stage))
@@ -145,20 +163,21 @@ class Part:
         tables: Mapping[str, Any],
         last: Any,
     ) -> None:
-        """Has all stages compute a flat batch; at home, `OUT` is their result.
+        """Queues the forward pass of all local stages over a flat batch; home gets `OUT`.
 
         Args:
-            places: where its tokens stand; None: home gives them as `PLACES`.
+            places: the batch's places; None: home sends them as `PLACES`.
         """
         coming = None if places is not None else self.results.expect(call, PLACES)
 
         def run(number: int, x: Any) -> Any:
             stage = self.own[number]
-            found = places if coming is None else Places(*coming.result())
-            given, here = jax.tree.map(stage.site.take, (x, found))
-            which = last if stage.last else None
-            arguments = self.leaves[stage.leaves], self.caches[number], given, here, tables, which
-            self.caches[number], out = made[number].program(*arguments)
+            batch = places if coming is None else Places(*coming.result())
+            hidden, local = jax.tree.map(stage.site.take, (x, batch))
+            wanted = last if stage.last else None
+            weights, cache = self.leaves[stage.leaves], self.caches[number]
+            program = made[number].program
+            self.caches[number], out = program(weights, cache, hidden, local, tables, wanted)
             return out
 
         self._stages(call, run)
@@ -183,7 +202,7 @@ class Part:
     def _stage(
         self, call: int, number: int, coming: Values | None, run: Callable[[int, Any], Any]
     ) -> None:
-        """Computes a stage, and gives the result to whoever is next."""
+        """Runs a stage, and delivers the result to the ranks of the next one."""
         out = run(number, None if coming is None else coming.result())
         owners, sender = self.owners(number), f"stage {number}"
         if self.stages[number].last:
@@ -191,7 +210,8 @@ class Part:
                 self.give(call, OUT, jax.tree.map(first_copy, out), {self.home}, sender)
             return
         following = self.owners(number + 1)
-        # Whoever has both takes it as it is; the first of the others' owners sends it to the rest.
+        # A rank with devices of both stages passes it on locally; the lowest rank of this stage
+        # sends it to all others.
         to = following & {self.group.rank}
         if self.group.rank == min(owners):
             to = to | (following - owners)
@@ -200,15 +220,15 @@ class Part:
             self.give(call, X.format(number + 1), value, to, sender)
 
     def everybody(self) -> set[int]:
-        """All processes."""
+        """All ranks."""
         return set(range(self.group.size))
 
     def state(self, lane: int, change: Callable[[Any], tuple[Any, Any]]) -> Any:
-        """Gives a lane's state away and keeps the new one; what came beside it."""
+        """Replaces a micro-batch's state by `change`; returns its second result."""
         self.states[lane], out = change(self.states[lane])
         return out
 
 
 def as_leaves(tree: Any) -> list[np.ndarray]:
-    """A tree's arrays, as they are sent."""
+    """A tree's leaves as NumPy arrays, to be sent."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
