@@ -1,4 +1,4 @@
-"""The command line: `python -m jinfer.client "..."`, or a chat with a server."""
+"""Command-line entry point of the HTTP client: `python -m jinfer.client "..."`, or a chat."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _question(words: str, piped: bool) -> str:
-    """What is asked: the words, and what comes through a pipe."""
+    """The question: the command's words, and the text from a pipe."""
     try:
         text = sys.stdin.read() if piped else ""
         text.encode()
@@ -95,7 +95,7 @@ def _first(server: Server) -> str:
 
 
 def _several(whole: Mapping[str, Any]) -> int:
-    """Shows answers that came together."""
+    """Prints several answers of one request."""
     choices = objects(whole.get("choices"))
     for number, choice in enumerate(choices, start=1):
         if len(choices) > 1:

@@ -1,4 +1,4 @@
-"""The command line: `python -m jinfer.generate SOURCE --prompt "..."`, or a chat."""
+"""Command-line entry point of generation and chat: `python -m jinfer.generate SOURCE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    # All that takes time is imported here, where Ctrl-C is heard.
+    # Slow imports are here, where Ctrl-C is handled.
     from jinfer.progress import take_warnings, task
     from jinfer.xla.later import imported
     from jinfer.xla.undisturbed import heard

@@ -1,4 +1,4 @@
-"""Products of float32 with all of its bits, of which a GPU would leave 10 of 23 (TF32)."""
+"""Matmul precision: float32 products in full precision, where a GPU would use TF32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from jax import Array, lax
 
 
 def precision_of(x: Array) -> lax.Precision | None:
-    """For products of x, of whatever type."""
+    """The `precision` argument for products of x: HIGHEST for float32, else the default."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def product(a: Array, b: Array) -> Array:
-    """a @ b."""
+    """a @ b, in full precision for float32."""
     return jnp.matmul(a, b, precision=precision_of(a))

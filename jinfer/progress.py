@@ -1,7 +1,7 @@
-"""Progress of what takes long: a line on a terminal, a bar in a notebook, records of the log.
+"""Progress display: a line on a terminal, a bar in a notebook, records in the log.
 
-Nothing is shown of a task in its first moments, and what was shown is erased when it ends. Of
-several tasks the one that began last is shown. Nothing here takes time to import.
+A task is shown only if it takes a while, and erased when it ends. Of several tasks the newest is
+shown. This module is quick to import.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
 
 _AFTER, _LOGGED = 0.3, 1.0  # seconds after which a task is shown, and logged
-_EVERY = {"terminal": 0.1, "notebook": 1.0}  # a notebook's file keeps all that was shown
-_BAR, _LEAST = 20, 12  # columns of a bar; fewer than these are no room for words
-NO_ROOM = sys.maxsize  # the column of a line beside which nothing is to be shown
+_EVERY = {"terminal": 0.1, "notebook": 1.0}  # seconds between updates; a notebook saves each one
+_BAR, _LEAST = 20, 12  # columns of a bar; columns below which nothing is shown
+NO_ROOM = sys.maxsize  # cursor column that means: show nothing on this line
 _ERASE = "\x1b[K"
 _log = logging.getLogger("jinfer.progress")
 _lock = threading.RLock()
 _tasks: list[Task] = []
 _thread: threading.Thread | None = None
 _shown: bool | None = None
-_column = 0  # of the terminal, where an answer is being written
+_column = 0  # the terminal's cursor column, behind an answer that is being written
 _drawn = False
-_bar: tuple[Task, Any] | None = None  # of a notebook
+_bar: tuple[Task, Any] | None = None  # a notebook's
 
 
 class Task:
-    """Something that takes long; how far it is may be told from any thread.
+    """A long-running task, which any thread may update.
 
     Attributes:
-        what: is done, such as "loading".
-        total: steps; None where nobody knows how many there are.
-        unit: of the steps; "B" for bytes.
+        what: its description, such as "loading".
+        total: number of steps; None: unknown.
+        unit: unit of the steps; "B" for bytes.
     """
 
     def __init__(
@@ -54,25 +54,25 @@ class Task:
 
     @property
     def done(self) -> float:
-        """Steps so far."""
+        """Steps done so far."""
         return self._done if self._measure is None else self._measure()
 
     def update(self, count: float = 1) -> None:
-        """Some steps more are done."""
+        """Adds steps done."""
         with _lock:
             self._done += count
 
     def say(self, what: str) -> None:
-        """Changes what is shown."""
+        """Changes the description."""
         self.what = what
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody is to see it."""
+        """Whether the task is shown on a terminal or in a notebook."""
         return watched() if self._shown is None else self._shown
 
     def line(self, columns: int) -> str:
-        """What is shown on a terminal, on which there is some room."""
+        """The task's line on a terminal, at most so many columns wide."""
         seconds = time.monotonic() - self.begun
         elapsed = f"{seconds:.0f} s"
         if not self.total:
@@ -107,15 +107,15 @@ def task(
     level: int = logging.INFO,
     measure: Callable[[], float] | None = None,
 ) -> Iterator[Task]:
-    """Shows what is done inside, should it take long.
+    """Shows the progress of the body of a `with`, if it takes long.
 
     Args:
-        what: is done, such as "loading".
-        total: steps, where there are some.
-        unit: of the steps; "B" for bytes, "%" where only their share of all says anything.
-        shown: None: where somebody watches, see `watched`; False: only in the log.
-        level: of its records in the log.
-        measure: how many steps are done, asked when that is shown; None: `Task.update` says it.
+        what: the description, such as "loading".
+        total: number of steps, if there are any.
+        unit: unit of the steps; "B" for bytes, "%" to show only a percentage.
+        shown: whether to show it; None: as `watched` says; False: only in the log.
+        level: level of its log records.
+        measure: returns the steps done, called when they are shown; None: `Task.update` counts.
     """
     one = Task(what, total, unit, shown, level, measure)
     _begin(one)
@@ -133,7 +133,7 @@ def each[T](
     total: int | None = None,
     shown: bool | None = None,
 ) -> Iterator[T]:
-    """The items, of which each is a step of a task, done when the next is asked for."""
+    """Iterates over items with progress, one step per item."""
     count = len(items) if total is None and isinstance(items, Sized) else total
     with task(what, count, unit=unit, shown=shown) as one:
         for item in items:
@@ -142,21 +142,21 @@ def each[T](
 
 
 def show(on: bool | None) -> None:
-    """Whether tasks of this process are shown; None: where somebody watches."""
+    """Sets whether this process shows progress; None: on a terminal and in a notebook."""
     global _shown
     _shown = on
 
 
 def watched() -> bool:
-    """Whether tasks are shown: in a notebook, and where standard error is a terminal."""
+    """Whether progress is shown: by default in a notebook, and if standard error is a terminal."""
     return _where() is not None if _shown is None else _shown
 
 
 def write(text: str, column: int = 0) -> None:
-    """Writes a piece of an answer to standard output, beside which a task may be shown.
+    """Writes a chunk of an answer to standard output; progress may be shown behind it.
 
     Args:
-        column: where the terminal's cursor is afterwards.
+        column: the terminal's cursor column afterwards.
     """
     global _column
     with _lock:
@@ -167,7 +167,7 @@ def write(text: str, column: int = 0) -> None:
 
 
 def line(text: str) -> None:
-    """Writes a line to standard error that stays."""
+    """Writes a line to standard error, erasing shown progress first."""
     with _lock:
         _erase()
         print(text, file=sys.stderr, flush=True)
@@ -175,19 +175,19 @@ def line(text: str) -> None:
 
 @contextmanager
 def throughout(what: str) -> Iterator[None]:
-    """A program's own task: a line stands wherever nothing else says more, and it may print."""
+    """Shows a program's own task while no other is shown; the program may print."""
     with task(what), redirect_stdout(cast("TextIO", _Beside(sys.stdout))):
         yield
 
 
 class _Beside:
-    """Standard output, which may be the terminal that tasks are shown on."""
+    """Standard output on the terminal that progress is shown on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As a text stream; the line of a task goes first."""
+        """Writes as a text stream, erasing shown progress first."""
         global _column
         with _lock:
             _erase()
@@ -201,14 +201,14 @@ class _Beside:
 
 
 class _Lines(logging.Handler):
-    """Writes records to standard error, without breaking the line of a task."""
+    """Writes log records to standard error, erasing shown progress first."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line(self.format(record))
 
 
 def take_warnings() -> None:
-    """Has a command's warnings, which nobody else takes, written as lines."""
+    """Has a command's warnings without another log handler written by `line`."""
     logging.lastResort = cast("Any", _Lines(logging.WARNING))
 
 
@@ -220,7 +220,7 @@ def _begin(one: Task) -> None:
             _thread = threading.Thread(target=_watch, name="progress", daemon=True)
             try:
                 _thread.start()
-            except RuntimeError:  # no thread can be started: nothing is shown
+            except RuntimeError:  # no more threads: nothing is shown
                 _thread = None
 
 
@@ -235,10 +235,10 @@ def _end(one: Task) -> None:
 
 
 def _watch() -> None:
-    """Shows and logs tasks until there are none."""
+    """The progress thread: shows and logs tasks until there are none."""
     global _thread
     while True:
-        where = _where() or "notebook"  # somebody who wants bars all the same
+        where = _where() or "notebook"  # `show(True)` without a terminal: bars
         with _lock:
             if not _tasks:
                 _thread = None
@@ -266,10 +266,10 @@ def _draw(one: Task) -> None:
     except (OSError, ValueError, AttributeError):
         columns = 80
     room = columns - _column - 1
-    if _column:  # behind the beginning of an answer, which stays
+    if _column:  # behind the text of an answer, which stays
         text = f"\x1b7{_ERASE} [{one.line(room - 3)}]\x1b8" if room > _LEAST else ""
     else:
-        # The cursor waits at the beginning, so that whatever else is printed comes over it.
+        # The cursor returns to the first column, so that other output overwrites the line.
         text = f"\r{one.line(room)}{_ERASE}\r"
     sys.stderr.write(text)
     sys.stderr.flush()
@@ -277,7 +277,7 @@ def _draw(one: Task) -> None:
 
 
 def _others() -> bool:
-    """Whether a bar of tqdm's is on the terminal, such as that of a download."""
+    """Whether a tqdm bar is on the terminal, such as a download's."""
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     return any(not bar.disable for bar in [*getattr(bars, "_instances", ())])
 
@@ -288,7 +288,7 @@ def _draw_bar(one: Task) -> None:
         _erase()
         import warnings
 
-        with warnings.catch_warnings(action="ignore"):  # that there are no widgets
+        with warnings.catch_warnings(action="ignore"):  # about missing widgets
             from tqdm.auto import tqdm
 
         form = {} if one.total else {"bar_format": "{desc} {elapsed}"}
@@ -315,7 +315,7 @@ def _erase() -> None:
 
 
 def _where() -> str | None:
-    """ "notebook", "terminal", or None: nobody watches."""
+    """ "notebook", "terminal", or None: neither."""
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
     if ask is not None and hasattr(ask(), "kernel"):
         return "notebook"
@@ -325,7 +325,7 @@ def _where() -> str | None:
 
 
 def _forked() -> None:
-    """In a child process nothing of the parent's goes on."""
+    """Resets the state in a forked child process."""
     global _lock, _thread, _drawn, _bar
     _lock, _thread, _drawn, _bar = threading.RLock(), None, False, None
     _tasks.clear()

@@ -1,4 +1,4 @@
-"""The command line: `python -m jinfer.serve SOURCE...`."""
+"""Command-line entry point of the HTTP server: `python -m jinfer.serve SOURCE...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinfer.xla.later import imported
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop; returns the exit status. Errors are one line."""
+    """Serves until a signal stops it; returns the exit status. Errors are one line."""
     try:
         with task("starting"), imported():
             from jinfer.server.run_server import serve
@@ -25,26 +25,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: the service needs the package {error.name}; {needed}", file=sys.stderr)
         return 2
     try:
-        found = options(arguments, os.environ)
-        job = find_job(found, os.environ)
-        return serve(found) if job is None else _serve_in_job(job, found)
+        settings = options(arguments, os.environ)
+        job = find_job(settings, os.environ)
+        return serve(settings) if job is None else _serve_in_job(job, settings)
     except (SourceError, SpecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _serve_in_job(job: Job, found: Mapping[str, Any]) -> int:
-    # Here: one process alone needs none of it.
+def _serve_in_job(job: Job, settings: Mapping[str, Any]) -> int:
+    # Imported here, since a single process does not need it.
     from jinfer.api.job_processes import follow, run_job
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.server.run_server import serve
     from jinfer.server.serve_flags import sources_of
 
-    source, *others = sources_of(found)
+    source, *others = sources_of(settings)
     if others:
         raise SourceError(f"{job.size} processes serve one model; leave out {others[0].path}")
     try:
-        return run_job(job, lambda: serve(found), lambda: follow(source.path, source.overrides))
+        return run_job(job, lambda: serve(settings), lambda: follow(source.path, source.overrides))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Which jinfer this is."""
+"""Version of the jinfer package."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def find_version(package: Path) -> str:
-    """The version of the package in a folder: a checkout's own, else that of the installation.
+    """The version of the package in a folder: the checkout's, else the installed one.
 
     A checkout comes first, because another version may be installed beside it.
     """
@@ -15,11 +15,11 @@ def find_version(package: Path) -> str:
         project = tomllib.loads((package.parent / "pyproject.toml").read_text("utf-8"))["project"]
         if project["name"] == "jinfer":
             return str(project["version"])
-    except (OSError, ValueError, KeyError):  # no checkout, or the folder of another project
+    except (OSError, ValueError, KeyError):  # not a checkout of jinfer
         pass
     try:
         return installed("jinfer")
-    except PackageNotFoundError:  # its files were copied
+    except PackageNotFoundError:  # the files were copied without an installation
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""The library's front door for services: the same model, in coroutines and async iterators."""
+"""`AsyncLLM`: the asyncio Python API, with `LLM`'s methods as coroutines and async iterators."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Types = Sequence[Sequence[int]]
 
 
 class AsyncLLM(Loaded):
-    """A model for an event loop. Closing an iterator, or cancelling a task, ends its request.
+    """A loaded model for an event loop. Cancelling a task or closing an iterator ends its request.
 
-    It has all of `LLM`'s methods, with the same parameters: what computes is a coroutine, `stream`
-    an async iterator, and what only looks at texts, tokens and figures is called as there.
+    It has all of `LLM`'s methods, with the same parameters. Those that compute are coroutines,
+    `stream` is an async iterator, and the others (tokenization, properties) are as in `LLM`.
 
     Attributes:
-        llm: the same model for threads.
+        llm: the same model's synchronous API.
     """
 
     def __init__(self, source: str | Path | LLM, **arguments: Any) -> None:
-        """Opens and loads a model, as `LLM`, or takes one that is open."""
+        """Opens and loads a model, as `LLM`, or wraps an open one."""
         if isinstance(source, LLM) and arguments:
             raise RequestError(
                 f"the model is open already; give {', '.join(arguments)} to LLM(...)"
@@ -63,7 +63,7 @@ class AsyncLLM(Loaded):
         **sampling: Unpack[Sampling],
     ) -> list[Completion]:
         """As `LLM.generate`."""
-        asked = await _aside(
+        requests = await _aside(
             [sampling, *(params if isinstance(params, list | tuple) else [params])],
             requested,
             self.frontend,
@@ -77,12 +77,15 @@ class AsyncLLM(Loaded):
             timeout=timeout,
         )
         answers = await asyncio.gather(
-            *(asyncio.gather(*(self._whole(one) for one in group)) for group, _ in asked)
+            *(
+                asyncio.gather(*(self._whole(prepared) for prepared in group))
+                for group, _ in requests
+            )
         )
         return Completions(
             answer
-            for group, (_, chosen) in zip(answers, asked, strict=True)
-            for answer in best(list(group), chosen)
+            for group, (_, resolved) in zip(answers, requests, strict=True)
+            for answer in best(list(group), resolved)
         )
 
     @completing(Sampling)
@@ -131,8 +134,8 @@ class AsyncLLM(Loaded):
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        ids, chosen = self.frontend.chat(messages, params, keywords)
-        return (await self.generate(ids, chosen, priority=priority, timeout=timeout))[0]
+        ids, resolved = self.frontend.chat(messages, params, keywords)
+        return (await self.generate(ids, resolved, priority=priority, timeout=timeout))[0]
 
     async def logits(
         self,
@@ -217,7 +220,7 @@ class AsyncLLM(Loaded):
         raise RequestError("the answer ended without its last piece")
 
     async def _pieces(self, prepared: Prepared) -> AsyncGenerator[Chunk | Usage]:
-        """The pieces of an answer, its usage last; the request ends with the iterator."""
+        """The chunks of an answer, then its usage; closing the iterator cancels the request."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.frontend.submit(prepared, _sink(loop, pieces))
         try:
@@ -233,14 +236,16 @@ class AsyncLLM(Loaded):
 async def _aside[**P, T](
     given: Sequence[Any], make: Callable[P, T], *arguments: P.args, **more: P.kwargs
 ) -> T:
-    """What a function gives; beside the loop where a constraint is to be compiled.
+    """Calls a function, in another thread if it has a constraint (grammar) to compile.
 
-    That takes a tenth of a second, and the first one of a vocabulary a second.
+    Compiling would block the event loop.
 
     Args:
-        given: parameters, in which a constraint may be.
+        given: sampling parameters, which may have a constraint.
     """
-    tables = [vars(each) if isinstance(each, SamplingParams) else each for each in given if each]
+    tables = [
+        vars(params) if isinstance(params, SamplingParams) else params for params in given if params
+    ]
     if any(
         table.get(name) is not None
         for table in tables
@@ -252,7 +257,7 @@ async def _aside[**P, T](
 
 
 def _sink(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Any]) -> Callable[[Any], None]:
-    """Puts pieces into a queue of an event loop that runs on another thread."""
+    """A function that puts chunks into a queue of an event loop of another thread."""
 
     def put(piece: Any) -> None:
         if not loop.is_closed():

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: texts and tokens, parameters, figures, how they look."""
+"""Base class of `LLM` and `AsyncLLM`: tokenization, properties, statistics, notebook display."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Loaded:
-    """A model that is open.
+    """An open model.
 
     Attributes:
-        frontend: what runs it.
+        frontend: the session that runs it.
     """
 
     frontend: Frontend
@@ -38,44 +38,44 @@ class Loaded:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None where the checkpoint has none; token ids are served all the same."""
+        """The tokenizer; None where the checkpoint has none, and prompts are token ids."""
         return self.frontend.opened.tokenizer
 
     @property
     def context(self) -> int:
-        """Tokens that a sequence may have, prompt included."""
+        """The context length: tokens that a sequence may have, prompt included."""
         return self.frontend.opened.context
 
     @property
     def load_seconds(self) -> float:
-        """Time that the weights took."""
+        """Seconds that loading the weights took."""
         return self.frontend.load_seconds
 
     @property
     def compile_seconds(self) -> float:
-        """Time that requests have waited for programs to be compiled."""
+        """Seconds that requests have waited for compilation."""
         return self._engine.programs.waited
 
     @property
     def compilations(self) -> int:
-        """Programs compiled, or taken from the persistent cache, so far."""
+        """Programs compiled, or loaded from the persistent cache, so far."""
         return self._engine.programs.compilations
 
     @property
     def last_usage(self) -> Usage:
-        """Tokens and seconds of the request that ended last."""
+        """Tokens and times of the request that ended last."""
         return self.frontend.thread.last_usage
 
     def stats(self) -> Stats:
-        """What the engine does at the moment, and what it has done so far."""
+        """The engine's current load, and its counters since the start."""
         return self.frontend.thread.stats()
 
     def encode(self, prompt: Prompt, *, special: bool | None = None) -> list[int]:
-        """Token ids of a text (with BOS where the model wants one), of a conversation, or as given.
+        """Tokenizes a text (with BOS where the model wants one) or a conversation; ids stay.
 
         Args:
-            special: special tokens written in a text count as such; None: in a text they do, in
-                the messages of a conversation they are text.
+            special: whether special tokens that are written in the prompt are recognized; None:
+                in a text, but not in the messages of a conversation.
 
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
@@ -83,19 +83,19 @@ class Loaded:
         return self.frontend.encode(prompt, special=special)
 
     def encode_chat(self, messages: str | Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Tokenizes a conversation with the chat template, up to where the model answers.
 
         Args:
             messages: as `chat`.
-            **variables: for the chat template; and `special`.
+            **variables: variables of the chat template; and `special`, as `encode`.
         """
         return self.frontend.encode_chat(messages, **variables)
 
     def decode(self, ids: Ids, *, skip_special: bool = True) -> str:
-        """The text of token ids, with U+FFFD for bytes that are no whole character.
+        """The text of token ids, with U+FFFD for incomplete characters.
 
         Args:
-            skip_special: leave special tokens out; else they are spelled out.
+            skip_special: whether to leave out special tokens.
 
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
@@ -103,9 +103,9 @@ class Loaded:
         return self.frontend.tokenizer.decode(self.frontend.encode(ids), skip_special=skip_special)
 
     def tokens(self, prompt: Prompt, *, special: bool | None = None) -> list[str]:
-        """Each token of a prompt as a text of its own: ["The", " capital", " of"].
+        """The tokens of a prompt as strings: ["The", " capital", " of"].
 
-        A token that is no whole character is written as in the vocabulary.
+        A token that is not whole characters is written as in the vocabulary.
 
         Args:
             prompt, special: as `encode`.
@@ -118,18 +118,18 @@ class Loaded:
 
     @property
     def can_chat(self) -> bool:
-        """Whether there is a tokenizer and a chat template."""
+        """Whether the model has a tokenizer and a chat template."""
         return self.tokenizer is not None and self.frontend.opened.conversation.has_template
 
     def params(self, **changes: Any) -> SamplingParams:
-        """The parameters of requests that name none, with changes. Raises `RequestError`."""
+        """The default sampling parameters, with changes. Raises `RequestError`."""
         return self.frontend.params(**changes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.frontend.described()})"
 
     def _repr_html_(self) -> str:
-        """The model as a notebook shows it: what it is, and folded its wiring and sizes."""
+        """The notebook display: the model's line, and folded below its wiring and sizes."""
         from jinfer.modelspec.view.model_html import folded
 
         title = "wiring and sizes"

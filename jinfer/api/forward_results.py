@@ -1,4 +1,4 @@
-"""What a model computes of whole prompts: logits, scores, hidden and pooled states."""
+"""Forward results of whole prompts: logits, log-probabilities, hidden states, pooled output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def results(
     token_type_ids: Sequence[Sequence[int]] | None,
     last: bool = False,
 ) -> list[np.ndarray]:
-    """A result of each prompt; arguments as `LLM.logits`. Raises `RequestError`."""
+    """One result per prompt; arguments as `LLM.logits`. Raises `RequestError`."""
     spec = frontend.opened.spec
     if encoder_given is not None and not frontend.engine.model.has_cross_attention:
         raise RequestError(
@@ -41,8 +41,8 @@ def results(
             raise RequestError(f"the model has no head that gives {want}")
         types = _types(texts, token_type_ids, spec.dims.get("types"))
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
-        found = frontend.thread.run(job)
-        return [each[-1] for each in found] if last else found
+        arrays = frontend.thread.run(job)
+        return [array[-1] for array in arrays] if last else arrays
     if want == "pooled":
         raise RequestError("the model has no pooler; use embed")
     if want != "hidden" and not spec.generates:
@@ -59,10 +59,10 @@ def results(
 
 
 def _types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
-    """Which of two texts each token belongs to.
+    """Validates token type ids; zeros where none are passed.
 
     Args:
-        known: how many types the model has, where it says so.
+        known: how many types the model has; None: unknown.
     """
     if given is None:
         return [[0] * len(ids) for ids in texts]

@@ -1,4 +1,4 @@
-"""What `generate` and `stream` are asked, as requests of an open model."""
+"""Generation requests: builds the engine's requests from the arguments of generate and stream."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def requested(
     priority: int = 0,
     timeout: float | None = None,
 ) -> list[tuple[list[Prepared], SamplingParams]]:
-    """The requests that answer each prompt, and its parameters; arguments as `LLM.generate`.
+    """The requests of each prompt, and its parameters; arguments as `LLM.generate`.
 
     Raises:
-        RequestError: one cannot be run, or there are more prompts than parameters, or fewer.
+        RequestError: a request is not possible, or prompts and parameters differ in number.
     """
     every = prompts(given)
-    each: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
-    if len(each) != len(every):
-        raise RequestError(f"{len(every)} prompts, but {len(each)} sampling parameters")
+    listed: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
+    if len(listed) != len(every):
+        raise RequestError(f"{len(every)} prompts, but {len(listed)} sampling parameters")
     if type(priority) is not int:
         raise RequestError(
             f"priority is {show(priority)}; give a whole number, lower ones go first"
@@ -44,20 +44,20 @@ def requested(
             "decoder_prefix and language are for a model with an encoder and a decoder; "
             "leave them out"
         )
-    chosen = [frontend.sampling(one, sampling) for one in each]
+    resolved = [frontend.sampling(one, sampling) for one in listed]
     prefix = frontend.prefix(decoder_prefix, language)
     return [
         (
             frontend.prepare(
                 frontend.encode(prompt, special=special),
-                one,
+                prompt_params,
                 prefix,
                 priority=priority,
                 timeout=timeout,
             ),
-            one,
+            prompt_params,
         )
-        for prompt, one in zip(every, chosen, strict=True)
+        for prompt, prompt_params in zip(every, resolved, strict=True)
     ]
 
 
@@ -68,14 +68,14 @@ def streamed(
     sampling: Mapping[str, Any],
     **more: Any,
 ) -> Prepared:
-    """The one request of a stream; other arguments as `requested`.
+    """The request of a stream; other arguments as `build_requests`.
 
     Raises:
-        RequestError: it cannot be run, or its answer is not one that comes in pieces.
+        RequestError: the request is not possible, or its answer cannot be streamed.
     """
-    asked = [frontend.encode(prompt, special=more.get("special"))]
-    ((prepared, chosen),) = requested(frontend, asked, params, sampling, **more)
-    if chosen.strategy == "beam":
+    ids = [frontend.encode(prompt, special=more.get("special"))]
+    ((prepared, resolved),) = requested(frontend, ids, params, sampling, **more)
+    if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")
     if len(prepared) > 1:
         raise RequestError("one answer is streamed at a time; use generate for n or best_of")

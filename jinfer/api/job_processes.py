@@ -1,4 +1,4 @@
-"""The processes of a job: process 0 does what a command is for, and the others follow it."""
+"""Distributed job: runs the coordinator on rank 0 and workers on the other ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jinfer.ops.platforms import start
 from jinfer.weights.plan_weights import find_weights
 from jinfer.weights.qk_equalization import equalized
 
-_INTERRUPTED = 130  # the status of what Ctrl-C has ended: nobody's fault
+_INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 
 
 def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool = False) -> None:
-    """Has this process compute its part of what process 0 does with an `LLM` of the same source.
+    """Worker: computes this rank's share of what rank 0 does with an `LLM` of the same source.
 
-    To be called in every process but process 0 after `join`; returns when that closes its model,
-    and ends the process when the job ends.
+    To be called on every rank but 0 after `join_job`. Returns when rank 0 closes its model; when
+    the job ends, the process ends.
 
     Raises:
         SourceError, SpecError, CheckpointError, LoadError, TokenizerError: as `LLM`.
@@ -52,13 +52,17 @@ def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool =
 
 
 def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> int:
-    """Joins a job, and does what is to be done in process 0 or in another one.
+    """Joins a job, and runs one function on rank 0 and another on the other ranks.
+
+    Args:
+        lead: runs on rank 0; returns the exit status.
+        follow: runs on the other ranks.
 
     Returns:
-        The exit status; the others have ended with it, where it is an error's.
+        The exit status. If it is an error's, the other ranks have ended with it.
 
     Raises:
-        SourceError: it cannot be joined.
+        SourceError: the job cannot be joined.
     """
     group = join(job)
     try:
@@ -68,7 +72,7 @@ def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> in
             group.hear(0)  # the end, which ends the process
         status = lead()
         group.parting = True
-        close_all()  # what is on its way needs the others
+        close_all()  # before the job ends: running requests need the other ranks
     except KeyboardInterrupt:
         group.parting = True
         close_all()
@@ -92,7 +96,7 @@ def _end(group: Group, status: int) -> None:
 
 
 def _heed_nobody() -> None:
-    """Signals that reach all processes of a job are for process 0, which ends the others."""
+    """Ignores SIGINT and SIGTERM on a worker: rank 0 handles them, and ends the others."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The library's front door: a model that generates, streams, chats and gives logits."""
+"""`LLM`: the synchronous Python API, with generate, stream, chat, embed, logits and score."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Prompts = Prompt | Sequence[Prompt]
 
 
 class LLM(Loaded):
-    """A model, loaded and ready. Any number of threads may use it at a time.
+    """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:
-        frontend: what `AsyncLLM` shares with it.
+        frontend: the session, which `AsyncLLM` shares.
     """
 
     @paused()
@@ -57,20 +57,20 @@ class LLM(Loaded):
         Args:
             source: a specification, a checkpoint folder, a .gguf, a llama2.c .bin,
                 `package://module/file` or `hf://owner/name`.
-            progress: show what is done and how far it is, for as long as it takes; None: on a
-                terminal and in a notebook.
-            threads: cores of the CPU that may compute. The bound is the process's: of several
-                open models the least counts, and XLA's own pools keep the size that they had when
-                XLA started. None: all that the process may use.
-            first: gives the token ids of a prompt that will come first, with the default
-                parameters: its programs are compiled while the weights load.
+            progress: whether to show progress while the model loads; None: on a terminal and in a
+                notebook.
+            threads: CPU cores to compute with. The limit is for the process: of several open
+                models the smallest counts, and XLA's own thread pools keep the size that they had
+                when XLA started. None: all cores that the process may use.
+            first: returns the token ids of the first prompt, to warm up: its programs are
+                compiled while the weights load.
             **overrides: any key of the specification, dotted names in a `**{...}`:
                 `LLM(path, **{"engine.context": 8192, "dtype": "float32"})`.
 
         Raises:
             SourceError, SpecError, CheckpointError, LoadError, TokenizerError, TemplateError: one
                 line that names the file, the key or tensor, and what to do.
-            RequestError: an argument that cannot be.
+            RequestError: an invalid argument.
         """
         if not isinstance(source, str | PathLike):
             raise RequestError(f"a source is {source!r:.80}; give a path, or a model's name")
@@ -84,9 +84,9 @@ class LLM(Loaded):
         return self
 
     def close(self) -> None:
-        """Ends what runs, and gives the memory back; the model cannot be used afterwards.
+        """Cancels running requests and frees the memory; the model cannot be used afterwards.
 
-        A model that nobody refers to any more does so by itself.
+        This also happens when the object is garbage-collected.
         """
         self.frontend.close()
 
@@ -109,35 +109,34 @@ class LLM(Loaded):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[Completion]:
-        """Continues prompts, several at a time; of an encoder-decoder, answers them.
+        """Generates completions of prompts, which run together in continuous batching.
 
-        An interrupt (Ctrl-C, a notebook's stop) ends all answers and gives none of them; `stream`
-        leaves what has come.
+        An interrupt (Ctrl-C, a notebook's stop button) cancels all of them, and nothing is
+        returned; with `stream` the text so far stays.
 
         Args:
             prompts: texts, lists or arrays of token ids, or conversations, which are answered; a
                 single one counts as a list of one. An encoder-decoder reads them with its encoder.
-            params: for all, or one for each; a dictionary lies over the specification's
-                `[generation]`, `SamplingParams` replace it.
-            decoder_prefix: what an encoder-decoder's answer starts from; empty: as the
+            params: parameters for all prompts, or a list with one for each. A dictionary is merged
+                into the specification's `[generation]`; `SamplingParams` replace it.
+            decoder_prefix: what an encoder-decoder's decoder starts with; empty: as the
                 checkpoint says (decoder_start_token_id, forced_bos_token_id).
-            language: of the answer, for a model that translates; its token joins the prefix.
+            language: target language of a translation model; its token joins the prefix.
             special: as `encode`.
-            priority: lower ones go first.
-            timeout: seconds after which it is given up with a `DeadlineError`.
-            **sampling: fields of `SamplingParams`, over `params`: `max_tokens=50`.
+            priority: requests with lower numbers go first.
+            timeout: seconds after which the requests fail with a `DeadlineError`.
+            **sampling: fields of `SamplingParams`, which override `params`: `max_tokens=50`.
 
         Returns:
-            `params.n` completions per prompt (one, if nothing else is asked), in the prompts'
-            order; of several, the likeliest first where `best_of` had more computed. The list is
-            one that a notebook shows.
+            `params.n` completions per prompt (default one), in the prompts' order; those of a
+            prompt are the likeliest of `best_of`, likeliest first. A notebook displays the list.
 
         Raises:
             DeadlineError: it took longer than `timeout`.
-            RequestError: a prompt is empty or too long, or there is no tokenizer for a text, or
-                a parameter is wrong.
+            RequestError: a prompt is empty or too long, a text without a tokenizer, or an invalid
+                parameter.
         """
-        asked = requested(
+        requests = requested(
             self.frontend,
             prompts,
             params,
@@ -150,12 +149,13 @@ class LLM(Loaded):
         )
         with contextlib.ExitStack() as running:
             answers = [
-                [running.enter_context(self._answer(one)) for one in group] for group, _ in asked
+                [running.enter_context(self._answer(prepared)) for prepared in group]
+                for group, _ in requests
             ]
             return Completions(
                 answer
-                for group, (_, chosen) in zip(answers, asked, strict=True)
-                for answer in best(list(map(whole, group)), chosen)
+                for group, (_, resolved) in zip(answers, requests, strict=True)
+                for answer in best(list(map(whole, group)), resolved)
             )
 
     @completing(Sampling)
@@ -171,9 +171,10 @@ class LLM(Loaded):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generator[Chunk]:
-        """Continues a prompt, or answers a conversation, piece by piece; arguments as `generate`.
+        """Streams one completion; arguments as `generate`.
 
-        Closing the iterator stops the generation. Raises `RequestError` like `generate`, at once.
+        Closing the iterator cancels the request. Raises `RequestError` like `generate`, before the
+        first iteration.
         """
         prepared = streamed(
             self.frontend,
@@ -205,15 +206,15 @@ class LLM(Loaded):
                 parts `{"type": "text", "text": "..."}`. A text is a message of the user.
             params, priority, timeout: as `generate`.
             **keywords: fields of `SamplingParams`; variables of the chat template, such as
-                `tools`, or all of them in `variables`; and `special=True`: special tokens that are
-                written in messages count, which else are text.
+                `tools`, or all of them in `variables`; and `special=True` to recognize special
+                tokens that are written in messages.
 
         Raises:
-            RequestError: as `generate`; or nobody knows a keyword.
-            TemplateError: there is no chat template, or it refuses the conversation.
+            RequestError: as `generate`; or an unknown keyword.
+            TemplateError: there is no chat template, or it rejects the conversation.
         """
-        ids, chosen = self.frontend.chat(messages, params, keywords)
-        return self.generate(ids, chosen, priority=priority, timeout=timeout)[0]
+        ids, resolved = self.frontend.chat(messages, params, keywords)
+        return self.generate(ids, resolved, priority=priority, timeout=timeout)[0]
 
     def logits(
         self,
@@ -229,12 +230,12 @@ class LLM(Loaded):
             prompts: texts or token ids; of an encoder-decoder, the decoder's.
             encoder_ids: what the encoder of an encoder-decoder reads, one for each prompt.
             token_type_ids: for an encoder that has them: which of two texts a token belongs to.
-            last: only those after the last token of each prompt, [vocab]. All are computed, and
-                in each call anew; `generate(..., max_tokens=1, logprobs=20)` finds what prompts
-                begin with in the cache.
+            last: return only those after the last token of each prompt, [vocab]. The whole prompt
+                is computed all the same; `generate(..., max_tokens=1, logprobs=20)` uses the
+                prefix cache instead.
 
         Raises:
-            RequestError: a prompt that cannot be computed, or a model without such a head.
+            RequestError: an invalid prompt, or a model without such a head.
         """
         return self._forward(prompts, "logits", encoder_ids, token_type_ids, last)
 
@@ -270,7 +271,7 @@ class LLM(Loaded):
         *,
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> Float[NDArray[np.float32], "texts hidden"]:
-        """What an encoder's own pooler makes of each text, float32: [1, hidden] of a single one."""
+        """The output of an encoder's own pooler, a row per text, float32."""
         return np.stack(self._forward(prompts, "pooled", None, token_type_ids))
 
     def embed(
@@ -285,16 +286,16 @@ class LLM(Loaded):
         """One vector per text, float32: [1, hidden] of a single text.
 
         Args:
-            texts: texts or lists of token ids; longer ones than the model reads are cut.
+            texts: texts or lists of token ids; longer ones than the model reads are truncated.
             pooling: "mean", "first" (CLS) or "last" token, "max", "mean_sqrt_len" or
                 "weighted_mean"; None: as the checkpoint says (sentence-transformers' modules.json,
                 GGUF's pooling_type), else "mean" for an encoder, "last" for a decoder.
-            normalize: to length 1; None: as the checkpoint says, else yes.
-            prompt_name: which of the checkpoint's prompts stands before the texts
+            normalize: whether to scale vectors to length 1; None: as the checkpoint says, else yes.
+            prompt_name: which of the checkpoint's prompts to put before the texts
                 (config_sentence_transformers.json); None: its default one, if it has one.
 
         Raises:
-            RequestError: there is no such prompt; the checkpoint gives no vectors of whole texts.
+            RequestError: there is no such prompt; the checkpoint is not for embeddings.
         """
         return vectors(
             self.frontend,
@@ -308,18 +309,18 @@ class LLM(Loaded):
         """The likeliest tokens at each mask of a text, likeliest first.
 
         Raises:
-            RequestError: there is no mask in the text, or the tokenizer has none.
+            RequestError: the text has no mask, or the tokenizer has no mask token.
         """
         tokenizer = self.frontend.tokenizer
         if tokenizer.mask_id is None:
             raise RequestError("the tokenizer has no mask token")
         ids = self.encode(text)
-        places = [place for place, id in enumerate(ids) if id == tokenizer.mask_id]
+        positions = [position for position, id in enumerate(ids) if id == tokenizer.mask_id]
         if type(top) is not int or top < 1:
             raise RequestError(f"top is {top!r}; give how many tokens, from 1")
-        if not places:
+        if not positions:
             raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
-        logprobs = jax.nn.log_softmax(self.logits([ids])[0][places], axis=-1)
+        logprobs = jax.nn.log_softmax(self.logits([ids])[0][positions], axis=-1)
         return [
             [self._likely(int(id), float(row[id])) for id in np.argsort(-row)[:top]]
             for row in np.asarray(logprobs)
@@ -331,7 +332,7 @@ class LLM(Loaded):
 
     @contextlib.contextmanager
     def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
-        """What comes of a request, which ends with the context."""
+        """Submits a request; the queue of its chunks. Leaving the context cancels it."""
         pieces: SimpleQueue[Any] = SimpleQueue()
         self.frontend.submit(prepared, pieces.put)
         try:
@@ -340,7 +341,7 @@ class LLM(Loaded):
             self.frontend.thread.cancel(prepared.request.id)
 
     def _stream(self, prepared: Prepared) -> Generator[Chunk]:
-        # Submitted only here: a generator that is never started would keep its slot for ever.
+        # Submitted at the first iteration: a generator that is never started must not hold a slot.
         with self._answer(prepared) as pieces:
             while not isinstance(piece := taken(pieces), Usage):
                 yield piece

@@ -1,4 +1,4 @@
-"""What users ask with, however they write it, in one form; or a line that says what to give."""
+"""Prompt inputs: validates and normalizes prompts, messages and sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinfer.sampling.param_keywords import FIELDS, Sampling, is_parameter, laid_
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.unknown_params import no_parameter
 
-if TYPE_CHECKING:  # what talks to a server asks in the same way, and need not wait for JAX
+if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import JAX
     import jax
 
 type Ids = Sequence[int] | np.ndarray | jax.Array
@@ -27,10 +27,10 @@ _MESSAGE = "write {'role': 'user', 'content': '...'}"
 
 
 def prompts(given: object) -> list[str | list[int] | list[Message]]:
-    """One prompt or several, as a list.
+    """One prompt or several, normalized to a list.
 
     Raises:
-        RequestError: it is no prompt, or there is none.
+        RequestError: the list is empty, or a member is not a prompt.
     """
     if isinstance(given, str):
         return [given]
@@ -43,7 +43,7 @@ def prompts(given: object) -> list[str | list[int] | list[Message]]:
 
 
 def prompt(given: object) -> str | list[int] | list[Message]:
-    """One prompt. Raises `RequestError` for what is none."""
+    """Normalizes one prompt. Raises `RequestError` for anything else."""
     if isinstance(given, str):
         return given
     listed = _listed(given)
@@ -56,10 +56,10 @@ def prompt(given: object) -> str | list[int] | list[Message]:
 
 
 def messages(given: object) -> list[Message]:
-    """A conversation, with contents that are texts; a text is a message of the user.
+    """Normalizes a conversation: contents become strings, and a string becomes a user message.
 
     Raises:
-        RequestError: it is no conversation, or has content that is no text.
+        RequestError: it is not a conversation, or a message's content is not text.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -72,12 +72,12 @@ def messages(given: object) -> list[Message]:
 
 
 def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]]:
-    """Whether a prompt is one."""
+    """Whether a normalized prompt is a conversation."""
     return bool(given) and isinstance(given[0], Mapping)
 
 
 def without_decoder(spec: ModelSpec) -> str:
-    """What to say where an encoder is asked to write: the methods that it has."""
+    """The error for text generation with an encoder-only model: names the methods it has."""
     results = spec.stacks[0].head.results
     further = [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
     uses = ["embed", "hidden", *(name for name, result in further if result in results)]
@@ -87,21 +87,22 @@ def without_decoder(spec: ModelSpec) -> str:
 def parameters(
     defaults: Mapping[str, Any], params: object, changes: Mapping[str, Any]
 ) -> SamplingParams:
-    """A request's sampling parameters: its own, and keywords over them.
+    """A request's sampling parameters: `params`, with keywords taking precedence.
 
     Args:
-        defaults: the model's, where the request has no `SamplingParams`.
+        defaults: the model's, which a dictionary of `params` is merged into.
+        changes: the keywords.
 
     Raises:
-        RequestError: a name that nobody knows, a value outside its range.
+        RequestError: an unknown parameter, or a value outside its range.
     """
     if not (params is None or isinstance(params, SamplingParams | Mapping)):
         raise RequestError(
             f"params is {show(params)}; give SamplingParams(...), a dictionary of its fields, or "
             "keywords such as max_tokens=50"
         )
-    given = params if isinstance(params, Mapping) else {}
-    for name in (*given, *changes):
+    named = params if isinstance(params, Mapping) else {}
+    for name in (*named, *changes):
         if not is_parameter(name):
             raise RequestError(no_parameter(name, FIELDS))
     try:
@@ -111,7 +112,7 @@ def parameters(
 
 
 def _listed(given: object) -> list[Any]:
-    """The members of a prompt that is no text."""
+    """The members of a prompt that is not a string."""
     if isinstance(given, Mapping):
         raise RequestError("a prompt is a dictionary; give a list of messages: [{...}]")
     if isinstance(given, bytes | bytearray | memoryview):
@@ -139,7 +140,7 @@ def _one(listed: list[Any]) -> list[int] | list[Message]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number, of Python or an array's member."""
+    """Whether a value is a Python number or an array scalar."""
     if isinstance(value, int | float | complex):
         return True
     return not isinstance(value, str) and getattr(value, "ndim", None) == 0
@@ -160,7 +161,7 @@ def _message(given: object, number: int) -> Message:
         raise RequestError(f"message {number} has no role; {_MESSAGE}")
     if isinstance(content, list | tuple):
         return {**given, "content": "\n".join(_part(part, number) for part in content)}
-    silent = content is None and not given.keys() <= {"role", "content"}  # it calls tools
+    silent = content is None and not given.keys() <= {"role", "content"}  # a tool call
     if not isinstance(content, str) and not silent:
         what = "no content" if content is None else f"content that is {show(content)}"
         raise RequestError(f"message {number} has {what}; {_MESSAGE}")

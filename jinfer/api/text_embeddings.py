@@ -1,4 +1,4 @@
-"""Embeddings of texts: their tokens, the vectors made of these, and how near two vectors are."""
+"""Text embeddings: tokenization with prompts, pooling, normalization, similarity functions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text to be embedded.
+    """A tokenized text to be embedded.
 
     Attributes:
         ids: its tokens.
-        skipped: how many of them, at the beginning, are a prompt's that does not count.
+        skipped: how many tokens at the beginning are a prompt's, which pooling leaves out.
     """
 
     ids: list[int]
@@ -41,16 +41,16 @@ class Tokens:
 
 
 def limit(frontend: Frontend) -> int:
-    """Tokens that a text may have."""
+    """The most tokens of a text; longer ones are truncated."""
     opened = frontend.opened
     return min(opened.context, opened.pooling.max_tokens or opened.context)
 
 
 def tokens_of(frontend: Frontend, given: object, prompt_name: str | None) -> list[Tokens]:
-    """The tokens of one text or several, cut to what the model reads; arguments as `LLM.embed`.
+    """Tokenizes one text or several, truncated to `max_text_tokens`; arguments as `LLM.embed`.
 
     Raises:
-        RequestError: there is no such prompt, or a prompt for what is no text; as `LLM.encode`.
+        RequestError: an unknown prompt name, or a prompt name for token ids; as `LLM.encode`.
     """
     prompt, skipped = prompt_of(frontend, prompt_name)
     most = limit(frontend)
@@ -69,7 +69,7 @@ def _tokens(
 
 
 def prompt_of(frontend: Frontend, name: str | None) -> tuple[str, int]:
-    """A prompt's text, and how many tokens at the beginning of its texts do not count.
+    """A prompt's text, and how many tokens at the beginning pooling leaves out for it.
 
     Raises:
         RequestError: there is no prompt of that name.
@@ -81,9 +81,10 @@ def prompt_of(frontend: Frontend, name: str | None) -> tuple[str, int]:
         raise RequestError(str(error)) from None
     if not prompt or pooling.include_prompt:
         return prompt, 0
-    # What the tokenizer puts behind a text comes after the prompt's tokens.
-    worded = pooling.text("", prompt)
-    ids, bare = (frontend.tokenizer.encode(worded, special=special) for special in (True, False))
+    # The prompt's tokens, with BOS or CLS before them but without what the tokenizer appends.
+    prompt_text = pooling.text("", prompt)
+    encode = frontend.tokenizer.encode
+    ids, bare = (encode(prompt_text, special=special) for special in (True, False))
     begins = (at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)
     return prompt, next(begins, 0) + len(bare)
 
@@ -97,18 +98,18 @@ def vectors(
     token_type_ids: Sequence[Sequence[int]] | None = None,
 ) -> Vectors:
     """One vector per text; arguments as `LLM.embed`. Raises `RequestError`."""
-    own = frontend.opened.pooling
-    take = own.take if pooling is None else (_pooling(pooling),)
+    config = frontend.opened.pooling
+    take = config.take if pooling is None else (_pooling(pooling),)
     if not take:
-        raise RequestError(f"{own.refusal}; use hidden, or give pooling, such as 'mean'")
-    if own.layers and len(take) != len(own.take):
-        raise RequestError(f"pooling has to be the model's own, {' + '.join(own.take)}, here")
+        raise RequestError(f"{config.refusal}; use hidden, or give pooling, such as 'mean'")
+    if config.layers and len(take) != len(config.take):
+        raise RequestError(f"pooling has to be the model's own, {' + '.join(config.take)}, here")
     hidden = results(frontend, [text.ids for text in texts], "hidden", None, token_type_ids)
-    found = pool(hidden, take, [text.skipped for text in texts])
-    for layer in own.layers:
-        found = layer(found)
-    unit = own.normalize if normalize is None else normalize
-    return (to_length_1(found) if unit else found).astype(np.float32)
+    pooled = pool(hidden, take, [text.skipped for text in texts])
+    for layer in config.layers:
+        pooled = layer(pooled)
+    unit = config.normalize if normalize is None else normalize
+    return (to_length_1(pooled) if unit else pooled).astype(np.float32)
 
 
 def _pooling(name: Any) -> Pooling:
@@ -121,7 +122,7 @@ def _cosine(a: Vectors, b: Vectors) -> np.ndarray:
     return np.sum(to_length_1(a) * to_length_1(b), axis=1)
 
 
-# How near vectors are: the larger, the nearer.
+# Similarity functions of two batches of vectors; larger is more similar.
 SIMILARITIES: dict[Similarity, Callable[[Vectors, Vectors], Float[np.ndarray, " texts"]]] = {
     "cosine": _cosine,
     "dot": lambda a, b: np.sum(a * b, axis=1),

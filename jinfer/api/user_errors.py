@@ -1,4 +1,4 @@
-"""Every error that a user can mend: one line each, shown without a traceback."""
+"""User errors: all exceptions that a user can fix, with messages of one line."""
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError

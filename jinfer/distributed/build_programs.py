@@ -1,4 +1,4 @@
-"""A model's programs in a job of several processes, which have to agree on all that they share."""
+"""Builds a rank's programs of a distributed model; all ranks agree on plan and cache size."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from jinfer.parallel.stage_programs import Stage
 def hosted_programs(
     group: Group, model: AbstractModel, opened: Opened, sizes: Callable[[dict[str, int]], Sizes]
 ) -> HostedPrograms:
-    """The programs of this process; in process 0 those that an engine calls.
+    """This rank's programs; on rank 0 the coordinator's, which an engine calls.
 
     Args:
-        sizes: what programs have in common, of blocks of each group.
+        sizes: makes the sizes that all programs share from the KV cache blocks of each group.
 
     Raises:
-        SpecError: `[partition]` asks for what cannot be.
-        SourceError: another process has opened something else.
+        SpecError: `[partition]` asks for what is not possible.
+        SourceError: another rank has opened something else.
     """
     check_spec(group, opened)
     agree(group, opened)
@@ -42,25 +42,25 @@ def hosted_programs(
     plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, spec, model, dtype)
     check_stages(group, stages, spec.path)
-    own = _blocks([stage for stage in stages if stage.site.here], opened)
-    made = LeadingPrograms if group.rank == 0 else HostedPrograms
-    return made(
+    local_blocks = _blocks([stage for stage in stages if stage.site.here], opened)
+    programs = LeadingPrograms if group.rank == 0 else HostedPrograms
+    return programs(
         group=group,
         model=model,
-        sizes=sizes(_least(group, own)),
+        sizes=sizes(_least(group, local_blocks)),
         stages=stages,
         lanes=Lanes(plan.lanes, spec.engine.slots),
     )
 
 
 def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
-    """Blocks of each group that every stage of this process has room for."""
+    """The KV cache blocks of each group that every stage of this rank has room for."""
     blocks: dict[str, int] = {}
     engine = opened.spec.engine
     hosts = sum(d.platform == "cpu" for stage in stages for d in stage.site.devices)
     for stage in stages:
         device, model = stage.site.devices[0], stage.model.model
-        own = cache_blocks(
+        counts = cache_blocks(
             model.caches,
             opened.kv_cache,
             slots=engine.slots,
@@ -70,25 +70,25 @@ def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
             used=nbytes(model.parameters),
             free=free_memory(device) // (hosts if device.platform == "cpu" else 1),
         )
-        for group, count in own.items():
+        for group, count in counts.items():
             blocks[group] = min(count, blocks.get(group, count))
     return blocks
 
 
 def _planned(group: Group, model: AbstractModel, opened: Opened) -> ModelSpec:
-    """The specification with the devices that process 0 would take: it alone looks at memory."""
+    """The specification with the devices that rank 0 chooses for "auto", by its free memory."""
     spec = opened.spec
     dtype, named = jnp.dtype(opened.dtype), spec.partition.devices
     if named is None or named.strip() != "auto":
         return spec
     if group.rank == 0:
         plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
-        named = ";".join("&".join(row.devices) for row in plan.rows)
+        named = ";".join("&".join(stage.devices) for stage in plan.rows)
     return replace(spec, partition=replace(spec.partition, devices=group.shared(named)))
 
 
 def _least(group: Group, own: dict[str, int]) -> dict[str, int]:
-    """Blocks of each group that every process has room for: tables are the same for all."""
+    """The blocks of each group that every rank has room for: all share the block tables."""
     least: dict[str, int] = {}
     for blocks in group.gathered(own):
         for name, count in blocks.items():

@@ -1,7 +1,7 @@
-"""A connection of two processes, and how each shows that it belongs to the job.
+"""Connections between ranks, with mutual authentication by the job's key.
 
-Whoever connects proves that it knows the job's key, and has the other side prove the same, before
-anything else is read. Without a key the network has to be the job's own.
+Both sides prove by HMAC-SHA256 over exchanged nonces that they know the key, before any message is
+read. Without a key (`JINFER_JOB_KEY`) the network has to be private.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from typing import Any
 from jinfer.distributed.message_schemas import Hello, read_hello
 from jinfer.distributed.wire_format import HEAD, FrameError, lengths, packed, unpacked
 
-KEY = "JINFER_JOB_KEY"  # of the environment
+KEY = "JINFER_JOB_KEY"  # environment variable
 _MAGIC = b"jinfer 1"
 _NONCE = 32
-_HELLO = 1 << 16  # bytes of what is said before anybody is known
-# A host that is gone sends nothing: asked after 5 s of silence, given up 15 s later.
+_HELLO = 1 << 16  # bytes of the first message, at most
+# TCP keepalive, since a host that is gone sends nothing: probes after 5 s of silence, loss 15 s
+# later.
 _SILENT, _BETWEEN, _ASKED = 5, 5, 3
 
 
 class LinkError(ConnectionError):
-    """A connection that ended, or was never one."""
+    """A connection ended, or could not be made."""
 
 
 class StrangerError(LinkError):
-    """The other end is no process of the job, and will not be one a moment later."""
+    """The other end does not belong to the job, so that another attempt is useless."""
 
 
 class MessageError(LinkError):
-    """What the other end says cannot be read."""
+    """A received message cannot be read."""
 
 
 class Link:
-    """A connection; several threads may send, one receives.
+    """A connection to another process. Several threads may send, one may receive.
 
     Attributes:
-        where: the other end, for messages.
+        where: the other end's HOST:PORT, for messages.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -66,7 +67,7 @@ class Link:
 
     @property
     def host(self) -> str:
-        """The address here, at which others reach this process too."""
+        """This end's address, at which other ranks reach this process too."""
         return str(self._socket.getsockname()[0])
 
     def send(self, message: Any) -> None:
@@ -82,11 +83,11 @@ class Link:
         """The next message; waits for it.
 
         Args:
-            most: bytes that it may have.
+            most: the largest size in bytes that is accepted.
 
         Raises:
-            LinkError: there is none any more.
-            MessageError: it cannot be read.
+            LinkError: the connection has ended.
+            MessageError: the message cannot be read.
         """
         try:
             text, data = lengths(bytes(self._exactly(HEAD)))
@@ -97,16 +98,16 @@ class Link:
             raise MessageError(str(error)) from None
 
     def wait(self, seconds: float | None) -> None:
-        """All that is received from now on has to come within this time, whatever the pieces.
+        """Sets a deadline for all that is received from now on, and a timeout for each send.
 
-        To send a message may take as long.
+        None removes them.
         """
         self._until = None if seconds is None else time.monotonic() + seconds
         self._socket.settimeout(seconds)
 
     @property
     def ended(self) -> bool:
-        """Whether the other end has gone, as far as can be told without waiting for anything."""
+        """Whether the other end has closed the connection, checked without waiting."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._socket, selectors.EVENT_READ)
             if not ready.select(0):
@@ -117,19 +118,19 @@ class Link:
             return True
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that waits for something."""
+        """Closes the connection, which also wakes a thread that receives."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def socket(self) -> socket.socket:
-        """The connection itself, for what speaks otherwise over it."""
+        """The socket itself, for another protocol."""
         self.wait(None)
         return self._socket
 
     def _exactly(self, count: int) -> bytearray:
-        found, at = bytearray(count), 0
-        view = memoryview(found)
+        buffer, at = bytearray(count), 0
+        view = memoryview(buffer)
         while at < count:
             try:
                 if self._until is not None:
@@ -140,28 +141,28 @@ class Link:
             if not size:
                 raise LinkError("the connection was closed")
             at += size
-        return found
+        return buffer
 
 
 def has_key() -> bool:
-    """Whether strangers are kept out."""
+    """Whether there is a key, so that only processes of the job can connect."""
     return bool(_key())
 
 
 def known(connection: socket.socket, *, called: bool, seconds: float) -> Link:
-    """A link, after both ends have shown that they know the key.
+    """A link, after both ends have proved that they know the key.
 
     Args:
-        called: whether this end called the other one.
-        seconds: that all of it may take, and what the other end says first.
+        called: whether this end made the connection.
+        seconds: time limit for this and for the first message.
 
     Raises:
-        StrangerError: the other end does not know it, or is something else.
-        LinkError: the connection ended before.
+        StrangerError: the other end does not know the key, or speaks another protocol.
+        LinkError: the connection ended.
     """
     try:
         link = Link(connection)
-    except OSError as error:  # it has ended already
+    except OSError as error:  # the connection has ended already
         connection.close()
         raise LinkError(str(error)) from None
     link.wait(seconds)
@@ -187,7 +188,7 @@ def known(connection: socket.socket, *, called: bool, seconds: float) -> Link:
 
 
 def hello(link: Link) -> Hello:
-    """What the other end says first. Raises `LinkError`."""
+    """Receives a caller's `Hello`. Raises `LinkError`."""
     try:
         return read_hello(link.receive(_HELLO))
     except FrameError as error:

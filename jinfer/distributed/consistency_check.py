@@ -1,4 +1,4 @@
-"""Whether all processes serve the same: compared before any weight is loaded."""
+"""Consistency check: all ranks compare specification and checkpoint before loading weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import SourceError
 from jinfer.weights.plan_weights import as_whole_numbers
 
-_PLACES, _BYTES = 8, 64  # of a tensor that are looked at, and how much at each
+_PLACES, _BYTES = 8, 64  # samples of each tensor, and bytes of each sample
 _REMEDY = {
     "specification": "start all processes with the same flags and the same files",
     "checkpoint": "give all processes the same files",
@@ -26,24 +26,24 @@ _REMEDY = {
 
 
 def agree(group: Group, opened: Opened) -> None:
-    """Compares what this process has opened with what the others have.
+    """Compares what this rank has opened with the other ranks.
 
     Raises:
-        SourceError: a process has something else than process 0.
+        SourceError: a rank differs from rank 0.
     """
-    own = {
+    local = {
         "specification": _specification(opened),
         "checkpoint": _checkpoint(opened.checkpoint),
         "processor": str(as_whole_numbers(opened.dtype, opened.activations)),
     }
-    every = group.gathered(own)
+    every = group.gathered(local)
     reason = group.shared(_difference(every))
     if reason:
         raise SourceError(reason)
 
 
 def _difference(every: list[Mapping[str, str]]) -> str:
-    """What the first process that differs from process 0 says; "": none does."""
+    """The error for the first rank that differs from rank 0; "": none does."""
     for rank, other in enumerate(every):
         for what, remedy in _REMEDY.items():
             if other[what] != every[0][what]:
@@ -52,36 +52,36 @@ def _difference(every: list[Mapping[str, str]]) -> str:
 
 
 def _specification(opened: Opened) -> str:
-    """Changes with all that a process computes by; where files lie is each one's own affair."""
+    """A hash of all settings that results depend on; paths may differ between hosts."""
     spec = replace(opened.spec, path="")
-    known = (spec, opened.context, opened.dtype, opened.kv_cache, opened.activations)
-    return _hashed(repr(known).encode())
+    settings = (spec, opened.context, opened.dtype, opened.kv_cache, opened.activations)
+    return _hashed(repr(settings).encode())
 
 
 def _checkpoint(checkpoint: Checkpoint) -> str:
-    """Changes with a checkpoint's tensors, and what is looked at of their bytes.
+    """A hash of a checkpoint's tensors: names, shapes, types, and samples of their bytes.
 
-    All of them would be terabytes for some: a few places of each tensor tell models apart.
+    A few samples of each tensor tell models apart; reading all bytes could take terabytes.
     """
     tensors = checkpoint.tensors
     if isinstance(checkpoint, ConvertedCheckpoint):
         tensors = checkpoint.parts
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
-        known = name, tensor.shape, tensor.type, tensor.nbytes
-        digest.update(repr(known).encode() + _sample(tensor))
+        description = name, tensor.shape, tensor.type, tensor.nbytes
+        digest.update(repr(description).encode() + _sample(tensor))
     return digest.hexdigest()
 
 
 def _sample(tensor: Tensor) -> bytes:
     try:
         raw = tensor.raw()
-    except CheckpointError:  # Orbax reads no array alone; its list of them has to do
+    except CheckpointError:  # Orbax cannot read single arrays: their names and shapes have to do
         return b""
-    starts = (len(raw) * place // _PLACES for place in range(_PLACES))
-    found = b"".join(raw[start : start + _BYTES].tobytes() for start in starts)
+    starts = (len(raw) * sample // _PLACES for sample in range(_PLACES))
+    samples = b"".join(raw[start : start + _BYTES].tobytes() for start in starts)
     release(raw)
-    return found
+    return samples
 
 
 def _hashed(content: bytes) -> str:

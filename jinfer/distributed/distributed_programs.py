@@ -1,7 +1,7 @@
-"""The programs of a model on several hosts: what each process does of a call.
+"""Distributed programs: a rank's share of each call of a model on several hosts.
 
-The programs of single stages are those of several devices in one process; a call tells every
-process of it, and each launches those that are its own.
+The programs of single stages are the same as in one process (`jinfer.parallel.stage_programs`).
+The coordinator broadcasts each call, and each rank launches its own stages' programs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from jinfer.parallel.pipeline_programs import StagedPrograms
 from jinfer.parallel.stage_programs import float32, int32
 from jinfer.sampling.logprobs import log_probabilities
 
-LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"
+LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"  # names of calls' results
 
 
 @dataclass(kw_only=True)
 class HostedPrograms(StagedPrograms):
-    """What this process does: a program takes a call's number, and what the call is given.
+    """A rank's programs. Each takes the call's number and arguments, and returns nothing.
+
+    Results are delivered through the worker state.
 
     Attributes:
-        group: the processes.
+        group: the job's processes.
+        part: this rank's stages, caches and states.
     """
 
     group: Group
@@ -50,7 +53,7 @@ class HostedPrograms(StagedPrograms):
 
     @cached_property
     def state(self) -> Any:
-        """A lane's abstract state: those of all of them are in another process, perhaps."""
+        """A micro-batch's abstract state: the states themselves may be on another rank."""
         return self.making.state
 
     def release(self) -> None:
@@ -76,7 +79,7 @@ class HostedPrograms(StagedPrograms):
         return run
 
     def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: Values) -> None:
-        """Has home find the places of a flat batch, and the rows that its results are of."""
+        """Has home compute a flat batch's places for all ranks, and the rows to sample for."""
         part = self.part
 
         def work() -> None:
@@ -87,14 +90,14 @@ class HostedPrograms(StagedPrograms):
         part.lane(lane, work)
 
     def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
-        """Does something with what the last stage gives."""
+        """Queues `finish` at home, with the last stage's results."""
         part = self.part
         if part.is_home:
             coming = part.results.expect(call, OUT)
             part.lane(lane, lambda: finish(coming.result()))
 
     def _done(self, call: int, lane: int, value: Any) -> None:
-        """Gives process 0 what a call comes to."""
+        """Sends a call's result to rank 0."""
         self.part.give(call, DONE, value, {0}, f"lane {lane}")
 
     def _choose(self, shape: Shape) -> Program:
@@ -102,14 +105,16 @@ class HostedPrograms(StagedPrograms):
         program = self.making.choose(shape.chosen, self.width, shape.stages).program
 
         def run(call: int, logits: Ref, given: Any, mask: Any, masked: Any) -> None:
-            # A lane's number comes with rows that home alone knows.
-            known = isinstance(given, dict)
-            lane, rows = (given["lane"], given["rows"]) if known else self.lanes.of_slots(given)
-            coming, own = part.kept(logits), part.kept(rows)
+            # Rows that only home knows come as a reference, with the micro-batch's number.
+            by_reference = isinstance(given, dict)
+            lane, rows = (
+                (given["lane"], given["rows"]) if by_reference else self.lanes.of_slots(given)
+            )
+            get_logits, get_rows = part.kept(logits), part.kept(rows)
 
             def work() -> None:
-                drawn = coming(), own(), mask, masked
-                chosen = part.state(lane, lambda state: program(state, *drawn))
+                arguments = get_logits(), get_rows(), mask, masked
+                chosen = part.state(lane, lambda state: program(state, *arguments))
                 self._done(call, lane, chosen)
 
             part.lane(lane, work)
@@ -126,15 +131,15 @@ class HostedPrograms(StagedPrograms):
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
         def run(call: int, slots: Any, tables: Any, *_: Any) -> None:
-            # Of one step, which nobody interrupts.
+            # The other arguments are for several steps in one call, and for interrupts.
             lane, rows = self.lanes.of_slots(slots)
-            chooses: Values = Future()
-            self._begin(call, lane, begin, (rows, newest, every), chooses)
+            sampled_rows: Values = Future()
+            self._begin(call, lane, begin, (rows, newest, every), sampled_rows)
             part.flow(call, flow, None, self.lanes.tables(lane, tables), every)
 
             def finish(out: Any) -> None:
-                drawn = out["logits"], chooses.result(), *unmasked
-                chosen = part.state(lane, lambda state: choose(state, *drawn))
+                arguments = out["logits"], sampled_rows.result(), *unmasked
+                chosen = part.state(lane, lambda state: choose(state, *arguments))
                 self._done(call, lane, chosen)
 
             self._at_home(call, lane, finish)
@@ -175,10 +180,11 @@ class HostedPrograms(StagedPrograms):
     def _passed(
         self, shape: Shape, wants: tuple[Want, ...], finish: Callable[..., Any], *more: Any
     ) -> Program:
-        """A pass over sequences without a state, and what is made of its results at home.
+        """A forward pass over sequences without a state, and a function of its results at home.
 
         Args:
-            more: of what shape `finish` gets what follows the flat batch.
+            finish: the function of the results and of the call's arguments after the flat batch.
+            more: the abstract arrays of those arguments.
         """
         part = self.part
         flow = self.making.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
@@ -190,16 +196,16 @@ class HostedPrograms(StagedPrograms):
             encoded: Any, *rest: Any,
         ) -> None:  # fmt: skip
             part.flow(call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None)
-            given = [part.kept(one) for one in rest]
-            # The hidden states so far are large, and nobody but the next call wants them.
+            arguments = [part.kept(argument) for argument in rest]
+            # The hidden states so far are large, and only the next call needs them: they stay.
             past = part.keep(call, PAST) if stays else None
 
             def work(out: Any) -> None:
-                done = end(out, *(one() for one in given))
+                finished = end(out, *(resolve() for resolve in arguments))
                 if past is not None:
-                    past.set_result(done[0])
-                    done = done[1:]
-                self._done(call, 0, done)
+                    past.set_result(finished[0])
+                    finished = finished[1:]
+                self._done(call, 0, finished)
 
             self._at_home(call, 0, work)
 
@@ -208,31 +214,31 @@ class HostedPrograms(StagedPrograms):
     def _fill(self, shape: Shape) -> Program:
         part = self.part
         made = self.making.read(1, shape.tokens, ("hidden",))
-        assert made[-1] is not None, "the last stage gives what an encoder gives"
+        assert made[-1] is not None, "the last stage returns the encoder's output"
         encoded = made[-1].out["hidden"]
         filled = {
             number: stage
             for number, stage in enumerate(self.stages)
-            if any(kept.group == ENCODER for kept in stage.model.model.caches.values())
+            if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
         }
         programs = {n: self.making.fill(n, encoded).program for n in filled}
-        takers = {rank for number in filled for rank in part.owners(number)}
+        receivers = {rank for number in filled for rank in part.owners(number)}
 
         def run(call: int, tokens: Any, lengths: Any, table: Any) -> None:
             part.read(call, made, tokens, np.zeros_like(tokens), lengths)
             self._at_home(
-                call, 0, lambda out: part.give(call, ENCODED, out["hidden"], takers, "lane 0")
+                call, 0, lambda out: part.give(call, ENCODED, out["hidden"], receivers, "lane 0")
             )
-            here = [number for number in filled if number in part.own]
-            coming = part.results.expect(call, ENCODED) if here else None
+            local = [number for number in filled if number in part.own]
+            coming = part.results.expect(call, ENCODED) if local else None
 
             def fill(number: int) -> None:
-                assert coming is not None, "there is such a stage"
+                assert coming is not None, "this rank has such a stage"
                 stage, cache = filled[number], part.caches[number]
-                given = stage.site.take(coming.result()), lengths, table
-                part.caches[number] = programs[number](part.leaves[stage.leaves], cache, *given)
+                text = stage.site.take(coming.result()), lengths, table
+                part.caches[number] = programs[number](part.leaves[stage.leaves], cache, *text)
 
-            for number in here:
+            for number in local:
                 part.threads.add(f"stage {number}", partial(fill, number))
 
         return run
@@ -249,13 +255,13 @@ class HostedPrograms(StagedPrograms):
 
     def _copy(self, shape: Shape) -> Program:
         part = self.part
-        made = {number: self.making.copy(number).program for number in part.own}
+        copies = {number: self.making.copy(number).program for number in part.own}
 
-        def run(call: int, *given: Any) -> None:
+        def run(call: int, *ids: Any) -> None:
             def copy(number: int) -> None:
-                part.caches[number] = made[number](part.caches[number], *given)
+                part.caches[number] = copies[number](part.caches[number], *ids)
 
-            for number in made:
+            for number in copies:
                 part.threads.add(f"stage {number}", partial(copy, number))
 
         return run
@@ -265,11 +271,11 @@ class HostedPrograms(StagedPrograms):
         tree = jax.tree.structure(self.making.state)
 
         def run(call: int, leaves: Any, slot: Any) -> None:
-            lane, own = self.lanes.of_slots(np.array([slot]))
+            lane, rows = self.lanes.of_slots(np.array([slot]))
             row = jax.tree.unflatten(tree, leaves)
 
             def work() -> None:
-                part.states[lane] = program(part.states[lane], row, own[0])
+                part.states[lane] = program(part.states[lane], row, rows[0])
 
             part.lane(lane, work)
 

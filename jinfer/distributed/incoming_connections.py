@@ -1,4 +1,7 @@
-"""Whoever calls a process, heard side by side: a stranger keeps nobody waiting."""
+"""Incoming connections: accepts and authenticates callers concurrently.
+
+A caller that is silent or does not know the job's key delays no other one.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from jinfer.distributed.connection import Link, LinkError, hello, known
 from jinfer.distributed.message_schemas import Hello
 from jinfer.opening.sources import SourceError
 
-HEARD = 10.0  # seconds in which a caller has to show that it belongs to the job, and say who it is
-_MOST = 64  # callers that are heard at a time; of more the first has to go
-_SAID = 20  # strangers of whom there is a line
+HEARD = 10.0  # seconds in which a caller has to authenticate and send its `Hello`
+_MOST = 64  # unauthenticated callers at a time; the oldest is dropped for another one
+_SAID = 20  # rejected callers that are reported
 _LONGEST = 3600.0  # seconds of one wait
-_AGAIN = 0.05  # seconds until another try, where the system has no handle or thread free
+_AGAIN = 0.05  # seconds until another try, where file descriptors or threads are used up
 
 
 class Callers:
-    """The processes that call, as soon as each has said who it is."""
+    """Callers of a listening socket, each returned when it has authenticated and said `Hello`."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -34,11 +37,11 @@ class Callers:
         listener.setblocking(False)
         self._woken, self._wake = socket.socketpair()
         self._ready = selectors.DefaultSelector()
-        for each in (listener, self._woken):
-            self._ready.register(each, selectors.EVENT_READ)
+        for source in (listener, self._woken):
+            self._ready.register(source, selectors.EVENT_READ)
 
     def next(self, deadline: float) -> tuple[Link, Hello]:
-        """Whoever has said who it is next. Raises `TimeoutError`."""
+        """The next authenticated caller. Raises `TimeoutError`."""
         while True:
             with suppress(Empty):
                 return self._heard.get_nowait()
@@ -55,10 +58,10 @@ class Callers:
                     time.sleep(_AGAIN)
 
     def turn_away(self, link: Link, reason: str, *, told: bool = False) -> None:
-        """Ends a caller's connection, with a line here.
+        """Closes a caller's connection, and prints why.
 
         Args:
-            told: whether the caller hears why.
+            told: whether to send the reason to the caller.
         """
         if told:
             with suppress(LinkError):
@@ -67,7 +70,7 @@ class Callers:
         self._say(link.where, reason)
 
     def close(self) -> None:
-        """Ends the connections of all who have not said who they are."""
+        """Closes the connections of all callers that `next` has not returned."""
         with self._lock:
             for connection in self._pending:
                 _end(connection)
@@ -94,7 +97,7 @@ class Callers:
             raise
 
     def _known(self, connection: socket.socket) -> None:
-        """A caller's own thread."""
+        """Authenticates a caller, in a thread of its own."""
         where = _shown(connection)
         try:
             link = known(connection, called=False, seconds=HEARD)
@@ -110,13 +113,13 @@ class Callers:
         if self._done(connection):
             link.wait(HEARD)
             self._heard.put((link, said))
-            with suppress(OSError):  # nobody waits any more
+            with suppress(OSError):  # `close` was called meanwhile
                 self._wake.send(b"1")
         else:
             link.close()
 
     def _done(self, connection: socket.socket) -> bool:
-        """A caller has been heard; whether anybody still wants to know."""
+        """Removes a caller from those pending; whether it was not dropped before."""
         with self._lock:
             return self._pending.pop(connection, self) is None
 
@@ -136,10 +139,12 @@ def address(host: str, port: int) -> str:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens at an address of this machine; at all, where it goes by another one.
+    """A socket that listens at an address of this machine.
+
+    At all addresses where the machine does not know this one as its own (behind NAT).
 
     Raises:
-        SourceError: nobody can.
+        SourceError: the port cannot be used.
     """
     try:
         listener = listen(host, port)
@@ -156,14 +161,14 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises `OSError`."""
-    found = socket.getaddrinfo(
+    family, *_, where = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    return socket.create_server(found[4][:2], family=found[0], backlog=256)
+    return socket.create_server(where[:2], family=family, backlog=256)
 
 
 def _end(connection: socket.socket) -> None:
-    """Ends a connection for whoever reads from it."""
+    """Shuts a connection down, which also wakes the thread that reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

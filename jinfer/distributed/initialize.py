@@ -1,9 +1,9 @@
-"""Joining a job: every process finds all others, and then JAX is told.
+"""Rendezvous: all ranks of a job connect to each other, then JAX's distributed runtime starts.
 
-What is wrong shows here, as one line for each: JAX itself would end the process with a dump.
-Process 0 waits at the job's address. The others tell it who they are and where they listen, and
-are told of one another; JAX's own service is reached through processes that know the job's key.
-Whoever calls is heard beside the others, and strangers are turned away with a line.
+Rank 0 listens at the job's address. Each other rank sends it a `Hello` with its rank, its versions
+and the address where it listens itself, and gets a `Welcome` with the addresses of lower ranks.
+Errors are one line each and show here, before `jax.distributed.initialize`, which would abort the
+process with a stack dump. Callers are authenticated concurrently; strangers are turned away.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from jinfer.opening.sources import SourceError
 from jinfer.progress import task
 from jinfer.version import __version__
 
-PATIENCE = "JINFER_JOIN_SECONDS"  # of the environment: that the others may take to start
-SECONDS = 300.0  # where it says nothing
-_PAUSE, _ANSWER = 0.25, 20.0  # seconds between two calls, and for an answer
-_TRIES = 3  # calls that end before the other side has shown who it is
-# Seconds after which JAX's service takes a process that does not answer for lost. `Group` knows
-# better, and a process that was stopped for some time may go on.
+PATIENCE = "JINFER_JOIN_SECONDS"  # environment variable: how long the other ranks may take to start
+SECONDS = 300.0  # its default
+_PAUSE, _ANSWER = 0.25, 20.0  # seconds between connection attempts, and for an answer
+_TRIES = 3  # connections that may break before the other side has authenticated
+# JAX's heartbeat timeout, in effect off: `ProcessGroup` has its own heartbeats, and a process that
+# was stopped for a while may go on.
 _NEVER = 30 * 86_400
 
 
 def join(job: Job) -> Group:
-    """Joins a job, of which this process is from now on; to be called before JAX computes.
+    """Joins a job; to be called before JAX initializes its devices.
 
     Raises:
-        SourceError: somebody cannot be reached, or is not of this job.
+        SourceError: a rank cannot be reached, or does not belong to this job.
     """
     deadline = time.monotonic() + _patience()
     links: dict[int, Link] = {}
@@ -68,7 +68,7 @@ def join(job: Job) -> Group:
     for link in links.values():
         link.wait(None)
     mute = listen_at(links[1 if job.rank == 0 else 0].host)
-    # Before JAX waits for the others: one may be lost meanwhile.
+    # Before JAX waits for all ranks, so that the loss of one is noticed meanwhile.
     group = Group(job.rank, job.size, links, mute=mute, farewells=[passage.farewell])
     try:
         _initialize(job, passage.service)
@@ -80,9 +80,9 @@ def join(job: Job) -> Group:
 
 
 def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
-    """Process 0: waits for all others; tells them of one another, and where JAX's service is."""
-    heard: dict[int, str] = {}
-    turned = ""
+    """Rank 0: waits for all other ranks; sends them each other's and JAX's service's addresses."""
+    addresses: dict[int, str] = {}
+    turned = ""  # why a caller was turned away, which may explain a missing rank
 
     def missing() -> str:
         left = [str(n) for n in range(1, job.size) if n not in links]
@@ -109,23 +109,23 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
                 more = f" ({turned})" if turned else ""
                 reason = f"{missing()} did not join in time; see whether they run{more}"
                 raise refuse(reason) from None
-            if not said.at:
+            if not said.at:  # a caller of the coordinator proxy, which does not listen yet
                 callers.turn_away(link, "it does not say where it waits")
             elif not (reason := _wrong(job, said, links)):
-                if said.process in links:  # it has been started anew
+                if said.process in links:  # it was restarted
                     links[said.process].close()
-                links[said.process], heard[said.process] = link, said.at
+                links[said.process], addresses[said.process] = link, said.at
             elif has_key():
                 raise refuse(reason, link)
-            else:  # of anybody, who may not end the job
+            else:  # without a key anybody may call, and may not end the job
                 turned = reason
                 callers.turn_away(link, reason, told=True)
-        way = listen(listener.getsockname()[0], 0)
-        passage.lead(way, job.size)
+        proxy = listen(listener.getsockname()[0], 0)
+        passage.lead(proxy, job.size)
     for rank, link in links.items():
-        # Seen from there: this host's address, and the others'.
-        service = address(link.host, way.getsockname()[1])
-        before = {str(other): at for other, at in heard.items() if other < rank}
+        # This host's address as that rank sees it.
+        service = address(link.host, proxy.getsockname()[1])
+        before = {str(other): at for other, at in addresses.items() if other < rank}
         try:
             link.wait(_ANSWER)
             link.send({"service": service, "before": before})
@@ -134,7 +134,7 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
 
 
 def _wrong(job: Job, said: Hello, links: dict[int, Link]) -> str:
-    """What is wrong with a process; "": nothing."""
+    """Why a caller does not belong to the job; "": it does."""
     rank, size = said.process, said.processes
     if size != job.size:
         return f"process {rank} was told of {size} processes, and process 0 of {job.size}"
@@ -147,7 +147,7 @@ def _wrong(job: Job, said: Hello, links: dict[int, Link]) -> str:
 
 
 def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
-    """Another process: calls process 0, and those with numbers between; as `_lead`."""
+    """Another rank: connects to rank 0 and to lower ranks, and waits for higher ones."""
     first = links[0] = _reached(job.host, job.port, deadline, "process 0")
     with listening(first.host, 0) as listener, _heard(listener) as callers:
         at = address(*listener.getsockname()[:2])
@@ -156,7 +156,7 @@ def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
         for other, where in sorted(told.before.items()):
             link = _reached(*place(where), deadline, f"process {other}")
             links[int(other)] = link
-            with suppress(LinkError):  # the group finds that it is lost
+            with suppress(LinkError):  # the process group will notice the loss
                 link.send(asdict(mine))
         while len(links) < job.size - 1:
             try:
@@ -172,7 +172,7 @@ def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
 
 
 def _welcomed(first: Link, mine: Hello, deadline: float) -> Welcome:
-    """What process 0 answers, once all have called. Raises `SourceError`."""
+    """Rank 0's answer, which comes when all ranks have called. Raises `SourceError`."""
     try:
         first.wait(_ANSWER)
         first.send(asdict(mine))
@@ -210,7 +210,7 @@ def _versions() -> dict[str, str]:
 
 
 def _reached(host: str, port: int, deadline: float, who: str) -> Link:
-    """A link to a process that may yet have to start. Raises `SourceError`."""
+    """Connects to a process that may not have started yet. Raises `SourceError`."""
     broken, where = 0, address(host, port)
     with task(f"waiting for {who} at {where}"):
         while True:
@@ -218,7 +218,7 @@ def _reached(host: str, port: int, deadline: float, who: str) -> Link:
                 connection = socket.create_connection((host, port), timeout=_ANSWER)
                 return known(connection, called=True, seconds=_ANSWER)
             except LinkError as error:
-                # Among many strangers a process may be cut short, though not each time.
+                # A listener with many callers drops the oldest ones: try again.
                 broken += 1
                 if isinstance(error, StrangerError) or broken == _TRIES:
                     raise SourceError(f"{who} at {where}: {error}") from None
@@ -230,15 +230,15 @@ def _reached(host: str, port: int, deadline: float, who: str) -> Link:
 
 
 def _aside() -> None:
-    """What gloo prints must not be taken for an answer: from here on only Python's own is one."""
+    """Redirects file descriptor 1 to stderr, since gloo prints to it; Python's stdout stays."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     os.dup2(2, 1)
 
 
 def _initialize(job: Job, service: str) -> None:
-    """Tells JAX. Raises `SourceError`."""
-    # It would take SIGTERM, which is the server's.
+    """Starts JAX's distributed runtime. Raises `SourceError`."""
+    # The preemption service would handle SIGTERM, which the server handles.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

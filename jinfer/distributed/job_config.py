@@ -1,7 +1,7 @@
-"""Which job this process belongs to: as flags or the environment say, or as the cluster tells.
+"""Job configuration: coordinator address, world size and rank, from flags, environment or cluster.
 
-Slurm, Open MPI and indexed jobs of Kubernetes are recognized by JAX, and a LeaderWorkerSet by the
-variables that it sets.
+JAX recognizes Slurm, Open MPI and indexed jobs of Kubernetes; a LeaderWorkerSet is recognized by
+its environment variables.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from typing import Any
 
 from jinfer.opening.sources import SourceError
 
-PORT = 8476  # of process 0, where nobody names one
+PORT = 8476  # rank 0's default
 FLAGS = {
     "coordinator": "HOST:PORT at which process 0 waits for the others",
     "processes": "of the job, one on each host",
     "process": "number of this one, from 0 on",
 }
-# What whoever starts a process of a job sets for it: no need to ask JAX where there is none.
+# Variables that cluster launchers set for each process: without them JAX need not be asked.
 _STARTED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 _NEIGHBOURS = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process of several.
+    """A process of a distributed job.
 
     Attributes:
-        host, port: where process 0 waits.
-        size, rank: how many processes there are, and which this one is.
-        devices: numbers of the machine's devices that are this process's; None: all.
+        host, port: where rank 0 listens.
+        size: how many processes there are.
+        rank: this process's rank.
+        devices: the local devices that this process uses, by number; None: all.
     """
 
     host: str
@@ -42,13 +43,14 @@ class Job:
 
 
 def find_job(given: Mapping[str, Any], environment: Mapping[str, str]) -> Job | None:
-    """The job that this process belongs to; None where it is alone.
+    """The job that this process belongs to; None for a single process.
 
     Args:
-        given: values of the flags named in `FLAGS`; None where one was not given.
+        given: values of the flags in `FLAGS`; None for a flag that was not passed.
+        environment: the environment variables.
 
     Raises:
-        SourceError: they are not enough, or contradict each other.
+        SourceError: the settings are incomplete, or contradict each other.
     """
     named = {
         name: given.get(name) if given.get(name) is not None else environment.get(_variable(name))
@@ -100,20 +102,20 @@ def _count(name: str, value: Any) -> int:
 
 
 def _detected(environment: Mapping[str, str]) -> Job | None:
-    """What JAX finds out of the cluster; its own settings of a coordinator count as well."""
+    """The job that JAX detects from the cluster and its own environment variables."""
     try:
         from jax._src.clusters import ClusterEnv
-    except ImportError:  # it has no public name
+    except ImportError:  # a private module
         return None
-    own = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    detect = ClusterEnv.auto_detect_unset_distributed_params
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(own, None, None, None, None, 300)
+        where, size, rank, devices = detect(coordinator, None, None, None, None, 300)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise SourceError(f"the cluster's job cannot be found: {reason}") from None
-    where, size, rank, devices = found
     if where is None or size is None or rank is None:
         return None
-    # Of several processes on a machine JAX gives each a device of its own; one has all of them.
+    # JAX gives each process one device; the only process of a machine should have them all.
     alone = any(environment.get(name, "").partition("(")[0] == "1" for name in _NEIGHBOURS)
     return _job(where, size, rank, None if alone or devices is None else tuple(devices))

@@ -1,7 +1,7 @@
-"""What processes of a job say to each other: a schema of every message.
+"""Message schemas: the messages between ranks, with the types of their fields.
 
-The first of a message's keys in `_FIELDS` is its name. A message that has other keys, or values of
-other types, is not taken for anything.
+The first of a message's keys in `_FIELDS` is its name. A message with other keys, or with values
+of other types, is rejected.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "release": {"release": bool},
 }
 _SHAPE = frozenset(one.name for one in fields(Shape))
-_LONGEST = 80  # characters that are shown of somebody's words
+_LONGEST = 80  # characters of a received text that errors show
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says of itself when it calls another one.
+    """The first message of a connection, by the process that made it.
 
     Attributes:
-        process, processes: its number, and how many it was told of.
+        process: its rank.
+        processes: the size of the job, as it knows it.
         jinfer, jax: its versions.
-        at: HOST:PORT at which it waits for those with higher numbers; "" where it need not say.
+        at: HOST:PORT at which it listens for higher ranks; "" where it does not matter.
     """
 
     process: int
@@ -47,12 +48,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What process 0 answers, once all have called.
+    """Rank 0's answer, when all ranks have called.
 
     Attributes:
-        service: HOST:PORT of the way to JAX's service.
-        before: where processes with lower numbers wait, by their numbers.
-        refused: why there is no job; "" where there is one.
+        service: HOST:PORT of the proxy to JAX's coordination service.
+        before: HOST:PORT of lower ranks, by rank.
+        refused: why the job does not start; "" where it does.
     """
 
     service: str = ""
@@ -61,7 +62,7 @@ class Welcome:
 
 
 def read_hello(message: Any) -> Hello:
-    """A caller's first message. Raises `FrameError`."""
+    """Parses a caller's first message. Raises `FrameError`."""
     types = {"process": int, "processes": int, "jinfer": str, "jax": str}
     _check(message, types, {"at": str})
     said = Hello(**message)
@@ -76,7 +77,7 @@ def read_hello(message: Any) -> Hello:
 
 
 def read_welcome(message: Any) -> Welcome:
-    """What process 0 answers. Raises `FrameError`."""
+    """Parses rank 0's answer. Raises `FrameError`."""
     _check(message, {}, {"service": str, "before": dict, "refused": str})
     told = Welcome(**message)
     if told.refused:
@@ -90,7 +91,7 @@ def read_welcome(message: Any) -> Welcome:
 
 
 def kind(message: Any) -> str:
-    """The name of a message, which has what its schema says. Raises `FrameError`."""
+    """The name of a message, after a check of its fields. Raises `FrameError`."""
     if isinstance(message, dict):
         for name, types in _FIELDS.items():
             if name in message and message.keys() == types.keys():
@@ -100,7 +101,7 @@ def kind(message: Any) -> str:
 
 
 def place(where: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises `FrameError`."""
+    """Parses HOST:PORT. Raises `FrameError`."""
     host, _, port = where.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise FrameError(f"an address {where[:_LONGEST]!r}")
@@ -108,7 +109,11 @@ def place(where: str) -> tuple[str, int]:
 
 
 def _check(message: Any, types: Mapping[str, type], more: Mapping[str, type] | None = None) -> None:
-    """Raises `FrameError` for what has not the keys of `types`, and perhaps of `more`."""
+    """Checks a message's keys and their types; those of `more` are optional.
+
+    Raises:
+        FrameError: they differ.
+    """
     known = {**types, **(more or {})}
     if not isinstance(message, dict) or not types.keys() <= message.keys() <= known.keys():
         raise FrameError(f"no message has {_shown(message)}")

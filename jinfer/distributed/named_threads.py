@@ -1,4 +1,4 @@
-"""Threads that each do one thing after the other, by their names."""
+"""Named threads: one worker thread per name, each with a queue of its own."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Threads:
-    """Does what is added, in the order of each thread's name.
+    """Runs work in threads chosen by name, in order within each thread.
 
-    Devices of several processes exchange what they have in the order in which they are told to,
-    which has to be the same in all: a process with two such stages has one thread for all.
+    Collectives between devices of several ranks run in launch order, which has to be the same on
+    all ranks: a rank with two stages that have such collectives uses one thread for all stages.
     """
 
     def __init__(self, failed: Callable[[BaseException], None], *, together: bool) -> None:
         """
         Args:
-            failed: is told what went wrong.
-            together: whether one thread does all but the sending.
+            failed: called with an error of the work.
+            together: whether one thread does everything except sending.
         """
         self._failed, self._together = failed, together
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def add(self, name: str, work: Callable[[], None]) -> None:
-        """Has something done, some time."""
+        """Queues work for the thread of a name."""
         if self._together and not name.endswith("sending"):
             name = "stages"
         if name not in self._pools:
@@ -31,7 +31,7 @@ class Threads:
         self._pools[name].submit(self._done, work)
 
     def close(self) -> None:
-        """Ends all threads; waits until they have nothing left to do."""
+        """Waits for all queued work, and ends the threads."""
         for pool in self._pools.values():
             pool.shutdown()
         self._pools = {}

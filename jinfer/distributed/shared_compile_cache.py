@@ -1,4 +1,4 @@
-"""Compiled programs are kept on every host: JAX would have process 0 alone do it."""
+"""Persistent compilation cache on every host: JAX would write it on rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _log = logging.getLogger("jinfer")
 
 
 def keep_programs() -> None:
-    """Has JAX's persistent cache, where there is one, take what this process compiles.
+    """Has JAX write this rank's compiled programs to its persistent cache, if that is enabled.
 
-    JAX supposes one folder for all, and so lets process 0 write alone; the others would compile
-    anew at each start. It has no interface for this: where it has changed, they do.
+    JAX assumes a folder shared by all hosts, and writes on rank 0 only, so that the others would
+    compile again at each start. This replaces a private function; where JAX has changed, they do.
     """
     try:
         from jax._src import compilation_cache, compiler
 
-        known = compiler._cache_write
+        original = compiler._cache_write
     except (ImportError, AttributeError):
         return
 
-    def write(*given: Any) -> None:
-        key, seconds, name, backend, executable = given
+    def write(*arguments: Any) -> None:
+        key, seconds, name, backend, executable = arguments
         if seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
             return
         try:
@@ -33,5 +33,5 @@ def keep_programs() -> None:
         except Exception as error:
             _log.debug("%s cannot be kept: %s", name, error)
 
-    write.__name__ = known.__name__
+    write.__name__ = original.__name__
     compiler._cache_write = write  # type: ignore[assignment]

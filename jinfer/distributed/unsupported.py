@@ -1,4 +1,4 @@
-"""What several processes cannot do, each with what to do instead."""
+"""Checks for what a distributed job does not support; errors say what to do instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinfer.parallel.stage_programs import Stage
 
 
 def check_spec(group: Group, opened: Opened) -> None:
-    """Raises `SpecError` where a specification asks for what several processes cannot do."""
+    """Raises `SpecError` where a specification asks for what several processes do not support."""
     spec, several = opened.spec, f"with {group.size} processes"
     part, path = spec.partition, spec.path
     if part.is_plain:
@@ -39,7 +39,7 @@ def check_spec(group: Group, opened: Opened) -> None:
 
 
 def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
-    """Raises `SpecError` where a process has nothing to do."""
+    """Raises `SpecError` where a rank has no device, or a stage's collectives are not possible."""
     owners = {device.process_index for stage in stages for device in stage.site.devices}
     if idle := sorted(set(range(group.size)) - owners):
         raise SpecError(

@@ -1,6 +1,6 @@
-"""Messages between processes as bytes: JSON, and the arrays in it as they lie in memory.
+"""Wire format: messages between ranks as JSON followed by the raw bytes of their arrays.
 
-Nothing that is read is ever run; what does not fit its own lengths is refused.
+Received bytes are never executed (no pickle), and are checked against their declared lengths.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-HEAD = 12  # bytes: how long the JSON is, and how long the arrays are
-_TEXT, _DATA = 64 << 20, 1 << 36  # bytes of each, at most
-_LONGEST = 200  # characters of a reason
-_ALIGNED = 64  # where arrays begin
-# By name: NumPy would read a name that it does not know as a text that describes a type.
+HEAD = 12  # bytes of the header: the lengths of JSON (4) and arrays (8), little-endian
+_TEXT, _DATA = 64 << 20, 1 << 36  # largest JSON and arrays, in bytes
+_LONGEST = 200  # characters of an error's reason
+_ALIGNED = 64  # alignment of arrays, in bytes
+# An explicit table: `np.dtype` of a received name would parse type descriptions.
 _TYPES: dict[str, np.dtype] = {
     dtype.name: dtype
     for dtype in map(
@@ -35,16 +35,16 @@ _TYPES: dict[str, np.dtype] = {
 
 
 class FrameError(ValueError):
-    """Bytes that are no message."""
+    """Bytes are not a valid message."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A result of a call that stays where it is.
+    """A reference to a result that stays on the rank that computed it.
 
     Attributes:
         call: the call's number.
-        name: of the result.
+        name: the result's name.
     """
 
     call: int
@@ -52,7 +52,7 @@ class Ref:
 
 
 def packed(message: Any) -> bytes:
-    """A message of dictionaries, lists, texts, numbers, `Ref` and arrays."""
+    """Serializes a message of dictionaries, lists, strings, numbers, `ResultRef` and arrays."""
     arrays: list[np.ndarray] = []
     text = json.dumps(_coded(message, arrays)).encode()
     parts, at = [text], 0
@@ -63,7 +63,7 @@ def packed(message: Any) -> bytes:
 
 
 def lengths(head: bytes) -> tuple[int, int]:
-    """Bytes of JSON and of arrays that follow. Raises `FrameError`."""
+    """Parses a header: the bytes of JSON and of arrays. Raises `FrameError`."""
     text, data = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:], "little")
     if text > _TEXT or data > _DATA:
         raise FrameError(f"a message of {text + data} bytes")
@@ -71,7 +71,7 @@ def lengths(head: bytes) -> tuple[int, int]:
 
 
 def unpacked(text: bytes, data: memoryview) -> Any:
-    """The message; its arrays are views of `data`. Raises `FrameError`."""
+    """Parses a message, whose arrays are views of `data`. Raises `FrameError`."""
     try:
         return _decoded(json.loads(text), _Reading(data))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -103,22 +103,22 @@ def _coded(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 class _Reading:
-    """Takes one array after the other."""
+    """Reads arrays from a buffer, one after the other."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
     def take(self, name: Any, shape: Sequence[Any]) -> np.ndarray:
-        """An array of a type and a shape."""
+        """The next array, of a dtype and shape."""
         dtype = _TYPES.get(name) if isinstance(name, str) else None
         if dtype is None or any(type(n) is not int or n < 0 for n in shape):
             raise FrameError(f"an array of {name!r} and {shape}")
         size = math.prod(shape) * dtype.itemsize
         if self.at + size > len(self.data):
             raise FrameError("arrays that are cut short")
-        found = np.frombuffer(self.data[self.at : self.at + size], dtype).reshape(shape)
+        array = np.frombuffer(self.data[self.at : self.at + size], dtype).reshape(shape)
         self.at += size + _padding(size)
-        return found
+        return array
 
 
 def _decoded(coded: Any, reading: _Reading) -> Any:
