@@ -69,7 +69,10 @@ class Products:
                 total = jax.lax.psum(total + one, AXIS) if numbers else total + one
             return total
 
-        given = site.take(np.ones((1, self._inputs), np.float32)), site.taken(self._weights)
+        given = (
+            site.replicate(np.ones((1, self._inputs), np.float32)),
+            site.replicate_tree(self._weights),
+        )
         added(*given).block_until_ready()
         # As many runs in all processes: each waits for the others in every sum.
         runs = [_timed(lambda: added(*given).block_until_ready()) for _ in range(_RUNS)]

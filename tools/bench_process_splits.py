@@ -221,7 +221,7 @@ def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[Work, li
     work = work_of(spec, model, weight, dtype, opened.kv_cache)
     plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache, imagined=True)
     read = work.weights - work.tables
-    shares = [(weight.of(row.part) - row.part.first * work.tables) / read for row in plan.rows]
+    shares = [(weight.of(row.slice) - row.slice.first * work.tables) / read for row in plan.stages]
     return work, shares
 
 

@@ -29,7 +29,7 @@ from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
 from jinfer.parallel.placement import plan_of, stage_models, work_of
 from jinfer.parallel.sharding_rules import AXIS
-from jinfer.parallel.stage import StageModel
+from jinfer.parallel.stage_model import StageModel
 from jinfer.weights.model_size import bytes_text
 from jinfer.weights.plan_weights import find_weights
 
@@ -93,12 +93,12 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     stages = stage_models(plan, opened.spec, model, dtype)
     work = work_of(opened.spec, model, weigh(opened.spec, model), dtype, opened.kv_cache)
     views = tuple(
-        _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.rows, strict=True)
+        _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.stages, strict=True)
     )
     kind, context = opened.kv_cache, opened.context
     memory = memory_plan(plan, opened.spec, model, dtype, kind, context, free_of(machine))
-    tensor = max(len(row.devices) for row in plan.rows)
-    found = estimate(work, MACHINES[machine], len(plan.rows), tensor, context=opened.context)
+    tensor = max(len(row.devices) for row in plan.stages)
+    found = estimate(work, MACHINES[machine], len(plan.stages), tensor, context=opened.context)
     return PlanView(views, int(work.hidden), opened.context, machine, found, memory)
 
 
@@ -109,7 +109,7 @@ def free_of(machine: str) -> Callable[[str], float]:
 
 
 def _stage(stage: StageModel, devices: tuple[str, ...], opened: Opened) -> StageView:
-    model, part = stage.model, stage.part
+    model, part = stage.model, stage.slice
     own = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
     cache = sum(block_bytes(own, opened.kv_cache).values()) / BLOCK if own else 0.0
     layers = [f"{stack} {_run(rows)}" for stack, rows in part.layers.items() if len(rows)]
@@ -135,7 +135,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     if opened.spec.decoder is None:
         texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         run: Any = partial(stage_forward.read, stage, ("hidden", "logits"))
-        given = (None if stage.part.first else x, texts, texts, ints)
+        given = (None if stage.slice.first else x, texts, texts, ints)
         several = False
     else:
         shapes = stage.model.caches
@@ -144,7 +144,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
         places = Places(ints, ints, ints, ints, ints)
         run = partial(stage_forward.flow, stage, ("logits",))
-        given = (pools, None if stage.part.first else x, places, tables, None)
+        given = (pools, None if stage.slice.first else x, places, tables, None)
         several = True
 
     def function(leaves: Any, *rest: Any) -> Any:

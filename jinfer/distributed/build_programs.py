@@ -19,8 +19,8 @@ from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.open_model import Opened
 from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.microbatches import Lanes
+from jinfer.parallel.pipeline_stage import Stage
 from jinfer.parallel.placement import make_stages, plan_of
-from jinfer.parallel.stage_programs import Stage
 
 
 def hosted_programs(
@@ -42,7 +42,7 @@ def hosted_programs(
     plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, spec, model, dtype)
     check_stages(group, stages, spec.path)
-    local_blocks = _blocks([stage for stage in stages if stage.site.here], opened)
+    local_blocks = _blocks([stage for stage in stages if stage.device_group.local], opened)
     programs = LeadingPrograms if group.rank == 0 else HostedPrograms
     return programs(
         group=group,
@@ -57,9 +57,9 @@ def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
     """The KV cache blocks of each group that every stage of this rank has room for."""
     blocks: dict[str, int] = {}
     engine = opened.spec.engine
-    hosts = sum(d.platform == "cpu" for stage in stages for d in stage.site.devices)
+    hosts = sum(d.platform == "cpu" for stage in stages for d in stage.device_group.devices)
     for stage in stages:
-        device, model = stage.site.devices[0], stage.model.model
+        device, model = stage.device_group.devices[0], stage.model.model
         counts = cache_blocks(
             model.caches,
             opened.kv_cache,
@@ -83,7 +83,7 @@ def _planned(group: Group, model: AbstractModel, opened: Opened) -> ModelSpec:
         return spec
     if group.rank == 0:
         plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
-        named = ";".join("&".join(stage.devices) for stage in plan.rows)
+        named = ";".join("&".join(stage.devices) for stage in plan.stages)
     return replace(spec, partition=replace(spec.partition, devices=group.shared(named)))
 
 

@@ -51,7 +51,7 @@ class LeadingPrograms(HostedPrograms):
 
     def _reset(self, what: str) -> Any:
         self.group.tell_all(reset=what)
-        self.part.reset(what)
+        self.worker.reset(what)
         return _HERE
 
     def _compile(self, shape: Shape) -> Program:
@@ -60,7 +60,7 @@ class LeadingPrograms(HostedPrograms):
         local = super()._compile(shape)
 
         def program(*arguments: Any) -> Any:
-            self.part.leaves = arguments[0] if _OWN[shape.kind] > 1 else self.part.leaves
+            self.worker.leaves = arguments[0] if _OWN[shape.kind] > 1 else self.worker.leaves
             return self._called(shape, local, arguments[_OWN[shape.kind] :])
 
         return program
@@ -78,8 +78,8 @@ class LeadingPrograms(HostedPrograms):
         arguments = [_sent(argument) for argument in given]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self.group.tell_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
-        self.part.drop(dropped)
-        coming = self.part.results.expect(call, DONE) if kind in _GIVING else None
+        self.worker.drop(dropped)
+        coming = self.worker.results.expect(call, DONE) if kind in _GIVING else None
         own(call, *arguments)
         match kind:
             case "logits":
@@ -112,7 +112,7 @@ class LeadingPrograms(HostedPrograms):
     @property
     def _chosen(self) -> Any:
         """A tree with the structure of the sampler's output."""
-        progress = jax.tree.map(lambda _: 0, self.making.state.progress)
+        progress = jax.tree.map(lambda _: 0, self.compiler.state.progress)
         return Chosen(*(0,) * 4, progress)  # type: ignore[arg-type]
 
     def _keeping(self, kept: Kept) -> Kept:

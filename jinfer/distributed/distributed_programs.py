@@ -42,67 +42,67 @@ class HostedPrograms(StagedPrograms):
 
     Attributes:
         group: the job's processes.
-        part: this rank's stages, caches and states.
+        worker: this rank's stages, caches and states.
     """
 
     group: Group
-    part: Part = field(init=False)
+    worker: Part = field(init=False)
 
     def __post_init__(self) -> None:
-        self.part = Part(group=self.group, making=self.making, lanes=self.lanes)
+        self.worker = Part(group=self.group, compiler=self.compiler, lanes=self.lanes)
 
     @cached_property
     def state(self) -> Any:
         """A micro-batch's abstract state: the states themselves may be on another rank."""
-        return self.making.state
+        return self.compiler.state
 
     def release(self) -> None:
         """As `Programs.release`."""
         super().release()
-        self.part.threads.close()
-        self.part.caches.clear()
-        self.part.states.clear()
+        self.worker.threads.close()
+        self.worker.caches.clear()
+        self.worker.states.clear()
 
     def _logits(self, shape: Shape) -> Program:
-        part, chosen = self.part, shape.chosen
-        begin = self.making.begin(shape.tokens, chosen).program
+        worker, chosen = self.worker, shape.chosen
+        begin = self.compiler.begin(shape.tokens, chosen).program
         rows_of = self.lanes.rows
-        flow = self.making.flow(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
+        flow = self.compiler.flow(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
 
         def run(call: int, slots: Any, positions: Any, tables: Any, last: Any) -> None:
             lane, rows = self.lanes.of_slots(slots)
-            logits, chooses = part.keep(call, LOGITS), part.keep(call, ROWS)
+            logits, chooses = worker.keep(call, LOGITS), worker.keep(call, ROWS)
             self._begin(call, lane, begin, (rows, positions, last), chooses)
-            part.flow(call, flow, None, self.lanes.tables(lane, tables), last)
+            worker.flow(call, flow, None, self.lanes.tables(lane, tables), last)
             self._at_home(call, lane, lambda out: logits.set_result(out["logits"]))
 
         return run
 
     def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: Values) -> None:
         """Has home compute a flat batch's places for all ranks, and the rows to sample for."""
-        part = self.part
+        worker = self.worker
 
         def work() -> None:
-            places, chooses = begin(part.states[lane], *given)
+            places, chooses = begin(worker.states[lane], *given)
             rows.set_result(chooses)
-            part.give(call, PLACES, places, part.everybody(), f"lane {lane}")
+            worker.give(call, PLACES, places, worker.everybody(), f"lane {lane}")
 
-        part.lane(lane, work)
+        worker.lane(lane, work)
 
     def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
         """Queues `finish` at home, with the last stage's results."""
-        part = self.part
-        if part.is_home:
-            coming = part.results.expect(call, OUT)
-            part.lane(lane, lambda: finish(coming.result()))
+        worker = self.worker
+        if worker.is_home:
+            coming = worker.results.expect(call, OUT)
+            worker.lane(lane, lambda: finish(coming.result()))
 
     def _done(self, call: int, lane: int, value: Any) -> None:
         """Sends a call's result to rank 0."""
-        self.part.give(call, DONE, value, {0}, f"lane {lane}")
+        self.worker.give(call, DONE, value, {0}, f"lane {lane}")
 
     def _choose(self, shape: Shape) -> Program:
-        part = self.part
-        program = self.making.choose(shape.chosen, self.width, shape.stages).program
+        worker = self.worker
+        program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
         def run(call: int, logits: Ref, given: Any, mask: Any, masked: Any) -> None:
             # Rows that only home knows come as a reference, with the micro-batch's number.
@@ -110,23 +110,23 @@ class HostedPrograms(StagedPrograms):
             lane, rows = (
                 (given["lane"], given["rows"]) if by_reference else self.lanes.of_slots(given)
             )
-            get_logits, get_rows = part.kept(logits), part.kept(rows)
+            get_logits, get_rows = worker.kept(logits), worker.kept(rows)
 
             def work() -> None:
                 arguments = get_logits(), get_rows(), mask, masked
-                chosen = part.state(lane, lambda state: program(state, *arguments))
+                chosen = worker.state(lane, lambda state: program(state, *arguments))
                 self._done(call, lane, chosen)
 
-            part.lane(lane, work)
+            worker.lane(lane, work)
 
         return run
 
     def _decode(self, shape: Shape) -> Program:
-        part, count = self.part, shape.tokens
-        begin = self.making.begin(count, count).program
+        worker, count = self.worker, shape.tokens
+        begin = self.compiler.begin(count, count).program
         rows_of = self.lanes.rows
-        flow = self.making.flow(count, (rows_of, rows_of + 1), count, ("logits",))
-        choose = self.making.choose(count, self.width, shape.stages).program
+        flow = self.compiler.flow(count, (rows_of, rows_of + 1), count, ("logits",))
+        choose = self.compiler.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
@@ -135,11 +135,11 @@ class HostedPrograms(StagedPrograms):
             lane, rows = self.lanes.of_slots(slots)
             sampled_rows: Values = Future()
             self._begin(call, lane, begin, (rows, newest, every), sampled_rows)
-            part.flow(call, flow, None, self.lanes.tables(lane, tables), every)
+            worker.flow(call, flow, None, self.lanes.tables(lane, tables), every)
 
             def finish(out: Any) -> None:
                 arguments = out["logits"], sampled_rows.result(), *unmasked
-                chosen = part.state(lane, lambda state: choose(state, *arguments))
+                chosen = worker.state(lane, lambda state: choose(state, *arguments))
                 self._done(call, lane, chosen)
 
             self._at_home(call, lane, finish)
@@ -186,19 +186,19 @@ class HostedPrograms(StagedPrograms):
             finish: the function of the results and of the call's arguments after the flat batch.
             more: the abstract arrays of those arguments.
         """
-        part = self.part
-        flow = self.making.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
-        end = self.making.finish(shape, finish, flow[-1].out[1], *more).program
+        worker = self.worker
+        flow = self.compiler.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
+        end = self.compiler.finish(shape, finish, flow[-1].out[1], *more).program
         stays = shape.kind == "contrast"
 
         def run(
             call: int, tokens: Any, rows: Any, positions: Any, prompts: Any, tables: Any,
             encoded: Any, *rest: Any,
         ) -> None:  # fmt: skip
-            part.flow(call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None)
-            arguments = [part.kept(argument) for argument in rest]
+            worker.flow(call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None)
+            arguments = [worker.kept(argument) for argument in rest]
             # The hidden states so far are large, and only the next call needs them: they stay.
-            past = part.keep(call, PAST) if stays else None
+            past = worker.keep(call, PAST) if stays else None
 
             def work(out: Any) -> None:
                 finished = end(out, *(resolve() for resolve in arguments))
@@ -212,8 +212,8 @@ class HostedPrograms(StagedPrograms):
         return run
 
     def _fill(self, shape: Shape) -> Program:
-        part = self.part
-        made = self.making.read(1, shape.tokens, ("hidden",))
+        worker = self.worker
+        made = self.compiler.read(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
         encoded = made[-1].out["hidden"]
         filled = {
@@ -221,63 +221,63 @@ class HostedPrograms(StagedPrograms):
             for number, stage in enumerate(self.stages)
             if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
         }
-        programs = {n: self.making.fill(n, encoded).program for n in filled}
-        receivers = {rank for number in filled for rank in part.owners(number)}
+        programs = {n: self.compiler.fill(n, encoded).program for n in filled}
+        receivers = {rank for number in filled for rank in worker.owners(number)}
 
         def run(call: int, tokens: Any, lengths: Any, table: Any) -> None:
-            part.read(call, made, tokens, np.zeros_like(tokens), lengths)
+            worker.read(call, made, tokens, np.zeros_like(tokens), lengths)
             self._at_home(
-                call, 0, lambda out: part.give(call, ENCODED, out["hidden"], receivers, "lane 0")
+                call, 0, lambda out: worker.give(call, ENCODED, out["hidden"], receivers, "lane 0")
             )
-            local = [number for number in filled if number in part.own]
-            coming = part.results.expect(call, ENCODED) if local else None
+            local = [number for number in filled if number in worker.own]
+            coming = worker.results.expect(call, ENCODED) if local else None
 
             def fill(number: int) -> None:
                 assert coming is not None, "this rank has such a stage"
-                stage, cache = filled[number], part.caches[number]
-                text = stage.site.take(coming.result()), lengths, table
-                part.caches[number] = programs[number](part.leaves[stage.leaves], cache, *text)
+                stage, cache = filled[number], worker.caches[number]
+                text = stage.device_group.replicate(coming.result()), lengths, table
+                worker.caches[number] = programs[number](worker.leaves[stage.leaves], cache, *text)
 
             for number in local:
-                part.threads.add(f"stage {number}", partial(fill, number))
+                worker.threads.add(f"stage {number}", partial(fill, number))
 
         return run
 
     def _encode(self, shape: Shape) -> Program:
-        part = self.part
-        made = self.making.read(shape.rows, shape.tokens, (shape.want,))
+        worker = self.worker
+        made = self.compiler.read(shape.rows, shape.tokens, (shape.want,))
 
         def run(call: int, tokens: Any, types: Any, lengths: Any) -> None:
-            part.read(call, made, tokens, types, lengths)
+            worker.read(call, made, tokens, types, lengths)
             self._at_home(call, 0, lambda out: self._done(call, 0, _float32(out[shape.want])))
 
         return run
 
     def _copy(self, shape: Shape) -> Program:
-        part = self.part
-        copies = {number: self.making.copy(number).program for number in part.own}
+        worker = self.worker
+        copies = {number: self.compiler.copy(number).program for number in worker.own}
 
         def run(call: int, *ids: Any) -> None:
             def copy(number: int) -> None:
-                part.caches[number] = copies[number](part.caches[number], *ids)
+                worker.caches[number] = copies[number](worker.caches[number], *ids)
 
             for number in copies:
-                part.threads.add(f"stage {number}", partial(copy, number))
+                worker.threads.add(f"stage {number}", partial(copy, number))
 
         return run
 
     def _admit(self, shape: Shape) -> Program:
-        part, program = self.part, self.making.admit().program
-        tree = jax.tree.structure(self.making.state)
+        worker, program = self.worker, self.compiler.admit().program
+        tree = jax.tree.structure(self.compiler.state)
 
         def run(call: int, leaves: Any, slot: Any) -> None:
             lane, rows = self.lanes.of_slots(np.array([slot]))
             row = jax.tree.unflatten(tree, leaves)
 
             def work() -> None:
-                part.states[lane] = program(part.states[lane], row, rows[0])
+                worker.states[lane] = program(worker.states[lane], row, rows[0])
 
-            part.lane(lane, work)
+            worker.lane(lane, work)
 
         return run
 

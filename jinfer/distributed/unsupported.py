@@ -6,7 +6,7 @@ from jinfer.distributed.process_group import Group
 from jinfer.modelspec.partition_table import AUTO, CPU, device_groups
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_model import Opened
-from jinfer.parallel.stage_programs import Stage
+from jinfer.parallel.pipeline_stage import Stage
 
 
 def check_spec(group: Group, opened: Opened) -> None:
@@ -40,7 +40,7 @@ def check_spec(group: Group, opened: Opened) -> None:
 
 def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
     """Raises `SpecError` where a rank has no device, or a stage's collectives are not possible."""
-    owners = {device.process_index for stage in stages for device in stage.site.devices}
+    owners = {device.process_index for stage in stages for device in stage.device_group.devices}
     if idle := sorted(set(range(group.size)) - owners):
         raise SpecError(
             path,
@@ -49,8 +49,8 @@ def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
             "through all processes, those of process 0 first",
         )
     shared = any(
-        len({device.process_index for device in stage.site.devices}) > 1
-        and stage.site.devices[0].platform == CPU
+        len({device.process_index for device in stage.device_group.devices}) > 1
+        and stage.device_group.devices[0].platform == CPU
         for stage in stages
     )
     if shared and group.mute:

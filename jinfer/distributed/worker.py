@@ -16,16 +16,16 @@ def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) 
     Args:
         leaves: the parameters of all stages; abstract for stages of other ranks.
     """
-    part = programs.part
-    part.leaves = leaves
+    worker = programs.worker
+    worker.leaves = leaves
     while True:
         match group.hear(0):
             case {"announce": shape}:
                 programs.announce([_shape(shape)])
             case {"reset": what}:
-                part.reset(what)
+                worker.reset(what)
             case {"call": call, "shape": shape, "given": given, "drop": dropped}:
-                part.drop(dropped)
+                worker.drop(dropped)
                 programs.get(_shape(shape))(call, *given)
             case {"release": True}:
                 programs.release()

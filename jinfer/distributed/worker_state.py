@@ -28,7 +28,8 @@ from jinfer.distributed.wire_format import Ref
 from jinfer.engine.runner.flat_batch import Places
 from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.microbatches import Lanes
-from jinfer.parallel.stage_programs import Made, Making, Stage
+from jinfer.parallel.pipeline_stage import Stage
+from jinfer.parallel.stage_programs import Made, Making
 
 # Names of a call's results.
 X = "x {}"  # hidden states for the stage of this number
@@ -45,7 +46,7 @@ class Part:
 
     Attributes:
         group: the job's processes.
-        making: compiles the stages' programs.
+        compiler: compiles the stages' programs.
         lanes: how slots are divided among micro-batches.
         leaves: the parameters of all stages; abstract for stages of other ranks.
         caches: the KV cache of each local stage, by the stage's number.
@@ -53,7 +54,7 @@ class Part:
     """
 
     group: Group
-    making: Making
+    compiler: Making
     lanes: Lanes
     leaves: Sequence[Any] = ()
     caches: dict[int, Any] = field(default_factory=dict)
@@ -69,23 +70,29 @@ class Part:
     def threads(self) -> Threads:
         """The threads that launch programs and send results."""
         # Stages that this rank shares with others: their collectives need one common order.
-        shared = [s for s in self.stages if s.site.here and len(s.site.here) < len(s.site.devices)]
+        shared = [
+            s
+            for s in self.stages
+            if s.device_group.local and len(s.device_group.local) < len(s.device_group.devices)
+        ]
         return Threads(self.group.fail, together=len(shared) > 1)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """All stages, of all ranks."""
-        return self.making.stages
+        return self.compiler.stages
 
     @cached_property
     def own(self) -> dict[int, Stage]:
         """The stages with devices of this rank, by their numbers."""
-        return {number: stage for number, stage in enumerate(self.stages) if stage.site.here}
+        return {
+            number: stage for number, stage in enumerate(self.stages) if stage.device_group.local
+        }
 
     @cached_property
     def home(self) -> int:
         """The rank that has the states and samples tokens."""
-        return self.making.home.devices[0].process_index
+        return self.compiler.home.devices[0].process_index
 
     @property
     def is_home(self) -> bool:
@@ -94,7 +101,7 @@ class Part:
 
     def owners(self, number: int) -> set[int]:
         """The ranks that have devices of a stage."""
-        return {device.process_index for device in self.stages[number].site.devices}
+        return {device.process_index for device in self.stages[number].device_group.devices}
 
     def lane(self, lane: int, work: Callable[[], None]) -> None:
         """Queues work for a micro-batch at home; does nothing on other ranks."""
@@ -150,10 +157,10 @@ class Part:
 
     def _empty(self, number: int, stage: Stage) -> None:
         self.caches.pop(number, None)
-        self.caches[number] = self.making.empty_cache(stage)
+        self.caches[number] = self.compiler.empty_cache(stage)
 
     def _fresh(self, lane: int) -> None:
-        self.states[lane] = self.making.empty_state()
+        self.states[lane] = self.compiler.empty_state()
 
     def flow(
         self,
@@ -173,7 +180,7 @@ class Part:
         def run(number: int, x: Any) -> Any:
             stage = self.own[number]
             batch = places if coming is None else Places(*coming.result())
-            hidden, local = jax.tree.map(stage.site.take, (x, batch))
+            hidden, local = jax.tree.map(stage.device_group.replicate, (x, batch))
             wanted = last if stage.last else None
             weights, cache = self.leaves[stage.leaves], self.caches[number]
             program = made[number].program
@@ -187,7 +194,7 @@ class Part:
 
         def run(number: int, x: Any) -> Any:
             stage = self.own[number]
-            given, each = None if x is None else stage.site.take(x), made[number]
+            given, each = None if x is None else stage.device_group.replicate(x), made[number]
             if each is None:  # it has nothing of the encoder
                 return given
             return each.program(self.leaves[stage.leaves], given, *texts)

@@ -54,14 +54,14 @@ class Place:
     """A memory that has some of a cache's blocks, and the programs that copy them.
 
     Attributes:
-        site: the device, or the host's.
+        device_group: the device, or the host's.
         copy: copies blocks within the memory.
         take: gathers blocks for the other memory; None where that has none.
         put: scatters blocks from the other memory; None where that has none.
         launch: launches these programs.
     """
 
-    site: Site
+    device_group: Site
     copy: Callable[..., Any]
     take: Callable[..., Any] | None
     put: Callable[..., Any] | None
@@ -102,7 +102,7 @@ class Exchange:
                 split = {name: caches[index][name] for name in self.both}
                 ids = {g: sources[g] - shift[index][g] for g in groups}
                 blocks = place.launch(place.take, split, ids)
-                incoming[1 - index] = self.places[1 - index].site.taken(blocks)
+                incoming[1 - index] = self.places[1 - index].device_group.replicate_tree(blocks)
         copied = []
         for index, place in enumerate(self.places):
             inside = {g: (a == index) & (b == index) for g, (a, b) in above.items()}

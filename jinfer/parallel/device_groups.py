@@ -33,7 +33,7 @@ class Site:
         return self.devices[0].platform
 
     @cached_property
-    def here(self) -> tuple[int, ...]:
+    def local(self) -> tuple[int, ...]:
         """Indices in `devices` of those that belong to this process."""
         rank = jax.process_index()
         return tuple(i for i, device in enumerate(self.devices) if device.process_index == rank)
@@ -44,20 +44,20 @@ class Site:
         return Mesh(np.array(self.devices), (AXIS,))
 
     @cached_property
-    def same(self) -> Sharding:
+    def replicated(self) -> Sharding:
         """The sharding of replicated arrays."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
-    def parts(self) -> Sharding:
+    def sharded(self) -> Sharding:
         """The sharding of arrays of which each device has its own shard."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
-    def take(self, array: Any) -> Array:
+    def replicate(self, array: Any) -> Array:
         """An array of the host or of another group, replicated on this group; asynchronous."""
         sources = [array]
         if isinstance(array, Array):
@@ -65,18 +65,18 @@ class Site:
                 return array
             # `device_put` between device sets of different sizes would go through the host.
             sources = [shard.data for shard in array.addressable_shards]
-        elif len(self.here) == len(self.devices):
-            return jax.device_put(array, self.same)
-        copies = [jax.device_put(sources[i % len(sources)], self.devices[i]) for i in self.here]
+        elif len(self.local) == len(self.devices):
+            return jax.device_put(array, self.replicated)
+        copies = [jax.device_put(sources[i % len(sources)], self.devices[i]) for i in self.local]
         if len(self.devices) == 1:
             return copies[0]
-        return jax.make_array_from_single_device_arrays(array.shape, self.same, copies)
+        return jax.make_array_from_single_device_arrays(array.shape, self.replicated, copies)
 
-    def taken(self, tree: Any) -> Any:
+    def replicate_tree(self, tree: Any) -> Any:
         """`replicate` for each array of a tree."""
-        return jax.tree.map(self.take, tree)
+        return jax.tree.map(self.replicate, tree)
 
-    def joined(self, parts: Sequence[Any], memory: str | None = None) -> Array:
+    def join_shards(self, shards: Sequence[Any], memory: str | None = None) -> Array:
         """A sharded array from this process's shards, which are in host memory.
 
         Args:
@@ -84,34 +84,35 @@ class Site:
         """
         arrays = [
             jax.device_put(shard, SingleDeviceSharding(self.devices[i], memory_kind=memory))
-            for shard, i in zip(parts, self.here, strict=True)
+            for shard, i in zip(shards, self.local, strict=True)
         ]
         if len(self.devices) == 1:
             return arrays[0]
         first, *rest = arrays[0].shape
         shape = (len(self.devices) * first, *rest)
-        sharding = self.parts if memory is None else self.parts.with_memory_kind(memory)
+        sharding = self.sharded if memory is None else self.sharded.with_memory_kind(memory)
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-    def of_parts(self, tree: Any) -> Any:
+    def abstract_shards(self, tree: Any) -> Any:
         """The abstract sharded arrays whose shards on one device are the arrays of `tree`."""
         count = len(self.devices)
 
         def whole_array(shard: Any) -> jax.ShapeDtypeStruct:
             # XLA returns arrays without elements as if they were replicated.
-            sharding = self.parts if shard.size else self.same
+            sharding = self.sharded if shard.size else self.replicated
             shape = (count * shard.shape[0], *shard.shape[1:])
             return jax.ShapeDtypeStruct(shape, shard.dtype, sharding=sharding)
 
         return jax.tree.map(whole_array, tree)
 
-    def of_same(self, tree: Any) -> Any:
+    def abstract_replicated(self, tree: Any) -> Any:
         """The abstract replicated arrays of a tree."""
         return jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.same), tree
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.replicated),
+            tree,
         )
 
-    def shared(
+    def shard_map(
         self, function: Callable[..., Any], parts: Sequence[bool], out: Any
     ) -> Callable[..., Any]:
         """`jax.shard_map` of a function over the group; on one device the function itself.

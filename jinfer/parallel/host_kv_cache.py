@@ -24,15 +24,8 @@ from jinfer.ops.attention.kv_cache import ENCODER, Cache
 from jinfer.parallel import split_attention
 from jinfer.parallel.block_transfer import Exchange, Place, put, take
 from jinfer.parallel.device_groups import Site
-from jinfer.parallel.stage_programs import (
-    Made,
-    Making,
-    Stage,
-    int32,
-    leaves_of,
-    with_parts,
-    zeros_like,
-)
+from jinfer.parallel.pipeline_stage import Stage, leaves_of, with_parts
+from jinfer.parallel.stage_programs import Made, Making, int32, zeros_like
 
 type Launch = Callable[..., Any]
 
@@ -104,9 +97,9 @@ class _Layer:
                 partial_result, device[name] = attention.here(*arguments)
                 partials.append(partial_result)
             on_host = host_places.rows, host_places.positions, host_tables[group]
-            arguments = self.host.taken(inputs), host[name], *on_host
+            arguments = self.host.replicate_tree(inputs), host[name], *on_host
             partial_result, host[name] = self.launch("host", attention.there, *arguments)
-            attended[name] = (*partials, self.stage.site.taken(partial_result))
+            attended[name] = (*partials, self.stage.device_group.replicate_tree(partial_result))
         return Pools(device, host), self.tell(leaves, cross, x, *batch, attended)
 
 
@@ -157,29 +150,29 @@ class HostedMaking(Making):
     ) -> Made:
         if stage.host is None:
             return super()._flow(stage, x, tokens, rows, chosen, wants, copies)
-        site, (host, pools) = stage.site, self._there(stage)
+        device_group, (host, pools) = stage.device_group, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
         places, tables, _ = self.flat(tokens, rows, chosen, copies)
-        batch = site.of_same((x, places, tables))
+        batch = device_group.abstract_replicated((x, places, tables))
         attentions, attended = list[_Attention](), dict[str, Any]()
         for _ in pools:
             question = split_attention.Question()
             function = with_parts(stage, partial(split_attention.ask, stage.model, question))
-            arguments = leaves_of(stage), cross, *batch, site.of_same(attended)
-            inputs = self.lowered(function, (), arguments, site)
+            arguments = leaves_of(stage), cross, *batch, device_group.abstract_replicated(attended)
+            inputs = self.compile(function, (), arguments, device_group)
             name, group = question.name, caches[question.name].group
             begin, end = self._boundary(group), self.sizes.blocks[group]
             attend = partial(self._part, question, inputs.out, places, tables[group])
             on_host = attend((begin, end), pools[name], host)
-            on_device = attend((0, begin), device[name], site) if begin else None
+            on_device = attend((0, begin), device[name], device_group) if begin else None
             partials = [made.out[0] for made in (on_device, on_host) if made is not None]
             attended[name] = tuple(partials)
             programs = None if on_device is None else on_device.program, on_host.program
             attentions.append(_Attention(name, group, inputs.program, *programs))
         function = with_parts(stage, partial(split_attention.tell, stage.model))
-        arguments = leaves_of(stage), cross, *batch, site.of_same(attended)
-        rest = self.lowered(function, (), arguments, site)
+        arguments = leaves_of(stage), cross, *batch, device_group.abstract_replicated(attended)
+        rest = self.compile(function, (), arguments, device_group)
         layer = _Layer(stage, host, tuple(attentions), rest.program, self.launch)
         return Made(layer, (Pools(device, pools), rest.out))
 
@@ -191,14 +184,14 @@ class HostedMaking(Making):
         table: Any,
         blocks: tuple[int, int],
         pool: Any,
-        site: Site,
+        device_group: Site,
     ) -> Made:
         """`split_attention.partial_attention` over the blocks of one memory."""
-        batch = site.of_same((places.rows, places.positions, table))
-        arguments = *site.of_same((asked,)), pool, *batch
+        batch = device_group.abstract_replicated((places.rows, places.positions, table))
+        arguments = *device_group.abstract_replicated((asked,)), pool, *batch
         function = partial(split_attention.part, question.rules, blocks)
-        key = "part", site, blocks, repr(question.rules), repr(arguments)
-        return self.once(key, lambda: self.lowered(function, 1, arguments, site))
+        key = "part", device_group, blocks, repr(question.rules), repr(arguments)
+        return self.cached(key, lambda: self.compile(function, 1, arguments, device_group))
 
     def fill(self, number: int, encoded: Any) -> Made:
         """As `StageCompiler.fill`; the cross-attention's cache is always on the device."""
@@ -222,21 +215,27 @@ class HostedMaking(Making):
         which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
         blocks = self.pools(stage, dict.fromkeys(self.hosted, MAX_COPIES)) if both else {}
 
-        def made(name: str, function: Any, donated: Any, given: Any, site: Site) -> Any:
-            key = name, site, stage.kind
-            return self.once(key, lambda: self.lowered(function, donated, given, site)).program
+        def made(name: str, function: Any, donated: Any, given: Any, device_group: Site) -> Any:
+            key = name, device_group, stage.kind
+            return self.cached(
+                key, lambda: self.compile(function, donated, given, device_group)
+            ).program
 
         places = []
-        for site, own in ((stage.site, self._cache(stage)), (host, pools)):
+        for device_group, own in ((stage.device_group, self._cache(stage)), (host, pools)):
             some = {name: own[name] for name in both}
-            ids, new = site.of_same((which, blocks))
-            given = own, ids, ids, *site.of_same((int32(),))
-            copy = made("copy", partial(steps.copy_blocks, model), 0, given, site)
-            taking = made("take", partial(take, model), (), (some, ids), site) if both else None
-            putting = made("put", partial(put, model), 0, (own, new, ids), site) if both else None
+            ids, new = device_group.abstract_replicated((which, blocks))
+            given = own, ids, ids, *device_group.abstract_replicated((int32(),))
+            copy = made("copy", partial(steps.copy_blocks, model), 0, given, device_group)
+            taking = (
+                made("take", partial(take, model), (), (some, ids), device_group) if both else None
+            )
+            putting = (
+                made("put", partial(put, model), 0, (own, new, ids), device_group) if both else None
+            )
             # The stage's thread runs all of this; to launch there again would be a deadlock.
-            launch = partial(self.launch, "host") if site is host else _at_once
-            places.append(Place(site, copy, taking, putting, launch))
+            launch = partial(self.launch, "host") if device_group is host else _at_once
+            places.append(Place(device_group, copy, taking, putting, launch))
         exchange = Exchange(boundaries, frozenset(both), (places[0], places[1]))
 
         def run(cache: Pools, *given: Any) -> Pools:

@@ -48,11 +48,11 @@ class Row:
 
     Attributes:
         devices: their numbers, or "cpu". Several are a tensor-parallel group.
-        part: the slice of the model that they have.
+        slice: the slice of the model that they have.
     """
 
     devices: tuple[str, ...]
-    part: Part
+    slice: Part
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Plan:
     """Which devices have which slice of the model.
 
     Attributes:
-        rows: the stages, in pipeline order.
+        stages: in pipeline order.
         lanes: the number of micro-batches.
     """
 
-    rows: tuple[Row, ...]
+    stages: tuple[Row, ...]
     lanes: int
 
 

@@ -16,7 +16,7 @@ from jinfer.modelspec.partition_table import CPU
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape
 from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.sharding_rules import Part
-from jinfer.parallel.stage import StageModel
+from jinfer.parallel.stage_model import StageModel
 
 HOST = "host"  # the name of the host's memory
 
@@ -77,7 +77,7 @@ def holding(stage: StageModel, devices: tuple[str, ...], main: str) -> Holding:
     Args:
         main: the stack whose layers may be offloaded.
     """
-    model, numbers = stage.model, _layers(stage.part, main)
+    model, numbers = stage.model, _layers(stage.slice, main)
     layers = dict.fromkeys(numbers.values(), 0)
     weights = tables = 0
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):

@@ -147,7 +147,7 @@ def sizing_of(
     stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
     holdings = tuple(
         holding(stage, planned.devices, main)
-        for stage, planned in zip(stages, plan.rows, strict=True)
+        for stage, planned in zip(stages, plan.stages, strict=True)
     )
     return Sizing(spec, kind, context, free, holdings, streamed_layers(plan, spec))
 

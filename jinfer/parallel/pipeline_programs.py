@@ -31,7 +31,8 @@ from jinfer.parallel.device_groups import Site, first_copy
 from jinfer.parallel.host_kv_cache import HostedMaking
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import LaneRows, Lanes, LaneStates
-from jinfer.parallel.stage_programs import Made, Making, Stage, float32, int32
+from jinfer.parallel.pipeline_stage import Stage
+from jinfer.parallel.stage_programs import Made, Making, float32, int32
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import Stream
 from jinfer.sampling.logprobs import log_probabilities
@@ -59,7 +60,7 @@ class StagedPrograms(Programs):
     most_steps: int = 1
 
     @cached_property
-    def making(self) -> Making:
+    def compiler(self) -> Making:
         """Compiles the stages' programs."""
         arguments = self.model, self.sizes, self.stages, self.lanes, self._tracing
         if not self.hosted:
@@ -70,11 +71,15 @@ class StagedPrograms(Programs):
     def streams(self) -> dict[int, Stream]:
         """Weight offload: the prefetcher of each offloaded stage, by the stage's number."""
         prefetchers: dict[int, Stream] = {}
-        for site in dict.fromkeys(stage.site for stage in self.stages if stage.streamed):
+        for device_group in dict.fromkeys(
+            stage.device_group for stage in self.stages if stage.streamed
+        ):
             turns = tuple(
-                n for n, stage in enumerate(self.stages) if stage.streamed and stage.site == site
+                n
+                for n, stage in enumerate(self.stages)
+                if stage.streamed and stage.device_group == device_group
             )
-            prefetchers |= dict.fromkeys(turns, Stream(site, turns))
+            prefetchers |= dict.fromkeys(turns, Stream(device_group, turns))
         return prefetchers
 
     @property
@@ -100,24 +105,24 @@ class StagedPrograms(Programs):
     @cached_property
     def launch(self) -> Launcher:
         """Launches the stages' programs, and those at home, where samples are drawn."""
-        on_cpu = any(stage.site.platform == "cpu" for stage in self.stages)
+        on_cpu = any(stage.device_group.platform == "cpu" for stage in self.stages)
         return Launcher(on_cpu and (len(self.stages) > 1 or bool(self.hosted)))
 
     def release(self) -> None:
         """As `Programs.release`."""
         super().release()
-        self.making.forget()
+        self.compiler.forget()
         self.launch.close()
         for stream in self.streams.values():
             stream.forget()
 
     def empty_cache(self) -> Any:
         """The KV cache pools of each stage, filled with zeros."""
-        return tuple(map(self.making.empty_cache, self.stages))
+        return tuple(map(self.compiler.empty_cache, self.stages))
 
     def empty_state(self) -> Any:
         """A state for each micro-batch, without running sequences."""
-        return tuple(self.making.empty_state() for _ in range(self.lanes.count))
+        return tuple(self.compiler.empty_state() for _ in range(self.lanes.count))
 
     def _compile(self, shape: Shape) -> Program:
         check_maps()
@@ -144,7 +149,7 @@ class StagedPrograms(Programs):
         return run
 
     def _choose(self, shape: Shape) -> Program:
-        program = self.making.choose(shape.chosen, self.width, shape.stages).program
+        program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
         def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
             in_lane = isinstance(rows, LaneRows)
@@ -158,7 +163,7 @@ class StagedPrograms(Programs):
     def _decode(self, shape: Shape) -> Program:
         count = shape.tokens
         begin, flow = self._of_state(count, count)
-        choose = self.making.choose(count, self.width, shape.stages).program
+        choose = self.compiler.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
@@ -179,9 +184,9 @@ class StagedPrograms(Programs):
 
     def _verify(self, shape: Shape) -> Program:
         count = shape.tokens
-        begin = self.making.plant(shape).program
-        made = self.making.flow(count, (count, count), None, ("logits",), shape.rows)
-        flow, choose = _Flow(self, made), self.making.walk(shape, self.width).program
+        begin = self.compiler.plant(shape).program
+        made = self.compiler.flow(count, (count, count), None, ("logits",), shape.rows)
+        flow, choose = _Flow(self, made), self.compiler.walk(shape, self.width).program
 
         def run(
             leaves: Any, caches: Caches, states: LaneStates, nodes: Nodes, tables: Any,
@@ -204,16 +209,16 @@ class StagedPrograms(Programs):
         return tuple(tuple(pools[name] for name in names) for names, pools in tapped)
 
     def _kept(self, shape: Shape) -> Program:
-        made = [self.making.kept(number, shape.tokens) for number in range(len(self.stages))]
+        made = [self.compiler.kept(number, shape.tokens) for number in range(len(self.stages))]
         out = [program.out for program in made if program is not None]
-        join = self.making.finish(shape, partial(jnp.concatenate, axis=-1), out).program
+        join = self.compiler.finish(shape, partial(jnp.concatenate, axis=-1), out).program
 
         def run(layers: Any, *batch: Any) -> Any:
             hidden = []
             for number, (stage_program, tapped) in enumerate(zip(made, layers, strict=True)):
                 if stage_program is not None:
                     states = self.launch(f"stage {number}", stage_program.program, tapped, *batch)
-                    hidden.append(self.making.home.take(first_copy(states)))
+                    hidden.append(self.compiler.home.replicate(first_copy(states)))
             return join(hidden)
 
         return run
@@ -221,8 +226,8 @@ class StagedPrograms(Programs):
     def _of_state(self, tokens: int, chosen: int) -> tuple[Program, _Flow]:
         """Batch preparation, and the forward pass of all stages, for sequences in a state."""
         rows = self.lanes.rows
-        made = self.making.flow(tokens, (rows, rows + 1), chosen, ("logits",))
-        return self.making.begin(tokens, chosen).program, _Flow(self, made)
+        made = self.compiler.flow(tokens, (rows, rows + 1), chosen, ("logits",))
+        return self.compiler.begin(tokens, chosen).program, _Flow(self, made)
 
     def _forward(self, shape: Shape) -> Program:
         return self._whole(shape, (shape.want,), lambda out: out[shape.want].astype(jnp.float32))
@@ -267,9 +272,9 @@ class StagedPrograms(Programs):
             more: the abstract arrays of those arguments.
             several: whether `finish` returns a tuple, whose members follow the cache one by one.
         """
-        made = self.making.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
+        made = self.compiler.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
         flow, (_, out) = _Flow(self, made), made[-1].out
-        end = self.making.finish(shape, finish, out, *more).program
+        end = self.compiler.finish(shape, finish, out, *more).program
 
         def run(
             leaves: Any, caches: Caches, tokens: Any, rows: Any, positions: Any, prompts: Any,
@@ -283,11 +288,11 @@ class StagedPrograms(Programs):
         return run
 
     def _fill(self, shape: Shape) -> Program:
-        made = self.making.read(1, shape.tokens, ("hidden",))
+        made = self.compiler.read(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
         abstract = made[-1].out["hidden"]
         fills = {
-            number: self.making.fill(number, abstract).program
+            number: self.compiler.fill(number, abstract).program
             for number, stage in enumerate(self.stages)
             if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
         }
@@ -297,7 +302,7 @@ class StagedPrograms(Programs):
             filled = list(caches)
             for number, fill in fills.items():
                 stage = self.stages[number]
-                text = stage.site.take(encoded), lengths, table
+                text = stage.device_group.replicate(encoded), lengths, table
                 arguments = self.leaves_of(number, leaves), caches[number], *text
                 filled[number] = self.launch(f"stage {number}", fill, *arguments)
                 if stage.streamed:
@@ -308,7 +313,7 @@ class StagedPrograms(Programs):
         return run
 
     def _encode(self, shape: Shape) -> Program:
-        made = self.making.read(shape.rows, shape.tokens, (shape.want,))
+        made = self.compiler.read(shape.rows, shape.tokens, (shape.want,))
 
         def run(leaves: Any, caches: Any, tokens: Any, types: Any, lengths: Any) -> Any:
             out = self._read(made, leaves, tokens, types, lengths)[shape.want]
@@ -322,14 +327,14 @@ class StagedPrograms(Programs):
         for number, (stage, encoder) in enumerate(zip(self.stages, made, strict=True)):
             if encoder is None:
                 continue
-            x = None if x is None else stage.site.take(x)
+            x = None if x is None else stage.device_group.replicate(x)
             x = encoder.program(self.leaves_of(number, leaves), x, *texts)
             if stage.streamed:
                 self.streams[number].computed(x)
         return x
 
     def _copy(self, shape: Shape) -> Program:
-        copies = [self.making.copy(number).program for number in range(len(self.stages))]
+        copies = [self.compiler.copy(number).program for number in range(len(self.stages))]
 
         def run(caches: Caches, *ids: Any) -> Any:
             return tuple(
@@ -340,7 +345,7 @@ class StagedPrograms(Programs):
         return run
 
     def _admit(self, shape: Shape) -> Program:
-        program = self.making.admit().program
+        program = self.compiler.admit().program
 
         def run(states: LaneStates, row: Any, slot: Any) -> LaneStates:
             lane, rows = self.lanes.of_slots(np.array([slot]))
@@ -371,13 +376,13 @@ class _Flow:
         programs, timeline = self.programs, self.programs.timeline
         batches: dict[Site, tuple[Places, Any]] = {}
 
-        def batch_on(site: Site) -> tuple[Places, Any]:
-            if site not in batches:
-                batches[site] = site.taken((places, tables))
-            return batches[site]
+        def batch_on(device_group: Site) -> tuple[Places, Any]:
+            if device_group not in batches:
+                batches[device_group] = device_group.replicate_tree((places, tables))
+            return batches[device_group]
 
         for number, (stage, made) in enumerate(zip(programs.stages, self.made, strict=True)):
-            hidden, batch = stage.site.taken(x), batch_on(stage.site)
+            hidden, batch = stage.device_group.replicate_tree(x), batch_on(stage.device_group)
             weights = programs.leaves_of(number, leaves)
             arguments = weights, caches[number], hidden, *batch, last if stage.last else None
             on_host = () if stage.host is None else (batch_on(stage.host),)

@@ -25,10 +25,10 @@ from jinfer.parallel.cost_model import Link, Machine, Work, best
 from jinfer.parallel.device_groups import Site
 from jinfer.parallel.layer_bytes import nbytes, weigh
 from jinfer.parallel.layer_plan import Groups, Plan, Row, Weight, make_plan
+from jinfer.parallel.pipeline_stage import Stage
 from jinfer.parallel.shard_sizes import ShareError
 from jinfer.parallel.sharding_rules import Part, whole_of
-from jinfer.parallel.stage import StageModel, stage_model
-from jinfer.parallel.stage_programs import Stage
+from jinfer.parallel.stage_model import StageModel, stage_model
 from jinfer.parallel.substages import pieces, spread
 
 # Assumed speeds, of the order of current hardware: devices do not report theirs.
@@ -167,17 +167,17 @@ def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
         SpecError: a stage is on the host, and JAX's CPU platform is not enabled.
     """
     devices = jax.devices()
-    on_host = any(CPU in stage.devices for stage in plan.rows)
+    on_host = any(CPU in stage.devices for stage in plan.stages)
     host = host_device(plan, path) if on_host else devices[0]
     return tuple(
         tuple(host if name == CPU else devices[int(name)] for name in stage.devices)
-        for stage in plan.rows
+        for stage in plan.stages
     )
 
 
 def host_device(plan: Plan, path: object) -> jax.Device:
     """The CPU device that stands for the host. Raises `SpecError` as `stage_devices`."""
-    named = {name for stage in plan.rows for name in stage.devices} - {CPU}
+    named = {name for stage in plan.stages for name in stage.devices} - {CPU}
     used = {jax.devices()[int(name)] for name in named}
     # On a CPU-only machine with several virtual devices, prefer one that no stage has.
     free = [device for device in _host(path) if device not in used]
@@ -197,7 +197,7 @@ def stage_models(
 ) -> list[StageModel]:
     """The stages' models. Raises `SpecError` where a stage cannot be divided among its devices."""
     try:
-        return [_stage_model(spec, model, stage, stage.part, dtype) for stage in plan.rows]
+        return [_stage_model(spec, model, stage, stage.slice, dtype) for stage in plan.stages]
     except ShareError as error:
         key = "mesh" if spec.partition.mesh is not None else "devices"
         raise SpecError(spec.path, f"partition.{key}", str(error)) from None
@@ -219,10 +219,10 @@ def make_stages(
     if spec.partition.host_kv_cache:
         host = Site((host_device(plan, spec.path),))
     main, streamed = main_stack(spec), streamed_layers(plan, spec)
-    for planned, devices in zip(plan.rows, devices_of(plan, spec.path), strict=True):
+    for planned, devices in zip(plan.stages, devices_of(plan, spec.path), strict=True):
         hosted = host is not None and CPU not in planned.devices
-        for substage in pieces(planned.part, main, streamed, hosted=hosted):
-            local = _stage_model(spec, model, planned, substage.part, dtype)
+        for substage in pieces(planned.slice, main, streamed, hosted=hosted):
+            local = _stage_model(spec, model, planned, substage.slice, dtype)
             end = begin + len(jax.tree.leaves(local.model.parameters))
             where = host if substage.hosted else None
             leaves = slice(begin, end)
@@ -238,8 +238,8 @@ def streamed_layers(plan: Plan, spec: ModelSpec) -> frozenset[int]:
         SpecError: `partition.streamed_layers` is more than the layers on devices.
     """
     count, main = spec.partition.streamed_layers, main_stack(spec)
-    stages = (stage for stage in plan.rows if CPU not in stage.devices)
-    on_devices = [layer for stage in stages for layer in stage.part.layers[main]]
+    stages = (stage for stage in plan.stages if CPU not in stage.devices)
+    on_devices = [layer for stage in stages for layer in stage.slice.layers[main]]
     if count > len(on_devices):
         most = len(on_devices)
         reason = f"{count} are more than the {most} layers on devices; take at most these"
@@ -257,9 +257,9 @@ def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
     reason = ""
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
-    elif all(CPU in stage.devices for stage in plan.rows):
+    elif all(CPU in stage.devices for stage in plan.stages):
         reason = "all stages are on the host, and so is all of the cache; leave it out"
-    elif any(len(stage.devices) > 1 for stage in plan.rows):
+    elif any(len(stage.devices) > 1 for stage in plan.stages):
         reason = "a stage of several devices has its cache on them; take stages of one device"
     elif spec.speculation.draft:
         reason = "drafts are not verified with that; leave out it, or speculation.draft"
@@ -272,7 +272,7 @@ def free_of(plan: Plan, spec: ModelSpec) -> Callable[[str], float]:
     devices = devices_of(plan, spec.path)
     by_name = {
         name: device
-        for stage, group in zip(plan.rows, devices, strict=True)
+        for stage, group in zip(plan.stages, devices, strict=True)
         for name, device in zip(stage.devices, group, strict=True)
     }
     # CPU devices share the host's memory with each other and with what is offloaded to it.

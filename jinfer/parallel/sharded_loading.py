@@ -14,9 +14,9 @@ from jinfer.engine.scheduling.cache_size import trim
 from jinfer.ops.backend import target
 from jinfer.parallel.device_groups import HOST_MEMORY
 from jinfer.parallel.layer_bytes import nbytes
+from jinfer.parallel.pipeline_stage import Stage
 from jinfer.parallel.shard_params import as_here, cut, once
-from jinfer.parallel.stage import Source
-from jinfer.parallel.stage_programs import Stage
+from jinfer.parallel.stage_model import Source
 from jinfer.weights.plan_weights import Weights
 from jinfer.weights.row_slices import Rows
 
@@ -32,7 +32,9 @@ def load_stages(
     read for stages of other processes; abstract arrays stand for their parameters.
     """
     wanted: dict[str, list[tuple[int, int]]] = {}
-    local_stages = [(number, stage) for number, stage in enumerate(stages) if stage.site.here]
+    local_stages = [
+        (number, stage) for number, stage in enumerate(stages) if stage.device_group.local
+    ]
     for number, stage in local_stages:
         for index, source in enumerate(stage.model.sources):
             wanted.setdefault(source.name, []).append((number, index))
@@ -45,7 +47,7 @@ def load_stages(
         for name in names:
             for number, index in wanted.get(name, ()):
                 source = stages[number].model.sources[index]
-                key = number, _key(source.shares), source.once
+                key = number, _key(source.shardings), source.first_only
                 if key not in shards:
                     shards[key] = _placed(stages[number], source, values)
                 loaded[number, index] = shards[key]
@@ -62,7 +64,7 @@ def load_stages(
     weights.place(place, progress, rows)
     gc.collect(0)  # releases the whole arrays that JAX still refers to
     trim()
-    absent = [stage.site.of_parts(stage.model.model.parameters) for stage in stages]
+    absent = [stage.device_group.abstract_shards(stage.model.model.parameters) for stage in stages]
     return tuple(
         leaf
         for number, stage in enumerate(stages)
@@ -83,11 +85,11 @@ def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
     """
     begin, end, total = [], [], 0
     for stage, source in wanted:
-        share = source.shares.get(len(source.shape) - 2)
+        share = source.shardings.get(len(source.shape) - 2)
         if share is None or len(source.shape) < 2:
             return None
         total = share.total
-        for device in stage.site.here:
+        for device in stage.device_group.local:
             if share.counts[device]:
                 begin.append(share.starts[device])
                 end.append(share.starts[device] + share.counts[device])
@@ -98,16 +100,18 @@ def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
 
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
     """A stage's parameter, sharded over the stage's devices."""
-    site, shares = stage.site, source.shares
+    device_group, shares = stage.device_group, source.shardings
     if isinstance(values, Rows):
         axis = len(source.shape) - 2
         share, begin = shares[axis], values.begin
         starts = tuple(start - begin for start in share.starts)
         shares, values = {**shares, axis: replace(share, starts=starts)}, values.values
-    with target(site.platform):
+    with target(device_group.platform):
         values = as_here(values)
-    shards = [cut(values, shares, device) for device in site.here]
-    if source.once:
-        shards = [once(shard, device) for device, shard in zip(site.here, shards, strict=True)]
+    shards = [cut(values, shares, device) for device in device_group.local]
+    if source.first_only:
+        shards = [
+            once(shard, device) for device, shard in zip(device_group.local, shards, strict=True)
+        ]
     memory = HOST_MEMORY if stage.streamed else None
-    return jax.tree.map(lambda *leaves: site.joined(leaves, memory), *shards)
+    return jax.tree.map(lambda *leaves: device_group.join_shards(leaves, memory), *shards)

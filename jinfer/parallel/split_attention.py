@@ -21,7 +21,7 @@ from jinfer.ops.attention.kv_cache import Cache, LayerCache, Placement
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend_part
 from jinfer.ops.attention.partial_merge import Part, joined
-from jinfer.parallel.stage import StageModel
+from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -12,7 +12,7 @@ from jinfer.engine.runner.flat_batch import Places, Tables
 from jinfer.nn.abstract_model import Want
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention.kv_cache import Cache, Placement
-from jinfer.parallel.stage import StageModel
+from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -48,7 +48,7 @@ def flow(
     if x is None:
         x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], at, module.shared)
     x, cache = stack.run_layers(x, tokens[None], at, cache, module.shared)
-    if not stage.part.last:
+    if not stage.slice.last:
         return cache, x
     if last is not None:
         x = x[:, jnp.maximum(last, 0)]
@@ -76,7 +76,7 @@ def read(
     if x is None:
         x = stack.embed(tokens, types, at, module.shared)
     x, _ = stack.run_layers(x, tokens, at, {}, module.shared)
-    if not stage.part.last:
+    if not stage.slice.last:
         return x
     results = stack.results(x, at, module.shared)
     return {want: results[want] for want in wants}

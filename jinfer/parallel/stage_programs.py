@@ -32,38 +32,8 @@ from jinfer.ops.backend import target
 from jinfer.parallel import stage_forward
 from jinfer.parallel.device_groups import Site
 from jinfer.parallel.microbatches import Lanes
-from jinfer.parallel.stage import StageModel
+from jinfer.parallel.pipeline_stage import Stage, leaves_of, with_parts
 from jinfer.progress import task
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage on its devices.
-
-    Attributes:
-        model: the model that each of its devices runs.
-        site: its devices.
-        leaves: where its parameters stand among the flattened parameters of all stages.
-        streamed: whether its weights are offloaded to host memory.
-        host: the host's device, where some of its KV cache is; None: all is on `site`.
-    """
-
-    model: StageModel
-    site: Site
-    leaves: slice
-    streamed: bool = False
-    host: Site | None = None
-
-    @cached_property
-    def kind(self) -> str:
-        """A key that is equal for stages with the same programs."""
-        part, where = self.model.part, (self.site.devices, self.host)
-        return repr((where, part.first, part.last, self.model.model.described()))
-
-    @property
-    def last(self) -> bool:
-        """Whether it is the last stage, which returns results."""
-        return self.model.part.last
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,7 @@ class Making:
     @property
     def home(self) -> Site:
         """The device that has the sampling states, and samples tokens."""
-        return Site(self.stages[-1].site.devices[:1])
+        return Site(self.stages[-1].device_group.devices[:1])
 
     @property
     def words(self) -> int:
@@ -112,14 +82,14 @@ class Making:
         """A micro-batch's state without running sequences."""
         sizes = self.sizes
         state = states.empty_state(self.lanes.rows, sizes.context, sizes.vocab)
-        return jax.device_put(state, self.home.same)
+        return jax.device_put(state, self.home.replicated)
 
     @cached_property
     def state(self) -> Any:
         """The abstract state of a micro-batch."""
         sizes = self.sizes
         state = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
-        return self.home.of_same(jax.eval_shape(state))
+        return self.home.abstract_replicated(jax.eval_shape(state))
 
     def empty_cache(self, stage: Stage) -> Any:
         """A stage's KV cache pools, filled with zeros."""
@@ -128,34 +98,34 @@ class Making:
     def begin(self, tokens: int, chosen: int) -> Made:
         """`flat_batch.placed` at home: the places of a flat batch's tokens."""
         arguments = self.state, int32(tokens), int32(tokens), int32(chosen)
-        return self.once(("begin", tokens, chosen), lambda: self.lowered(placed, (), arguments))
+        return self.cached(("begin", tokens, chosen), lambda: self.compile(placed, (), arguments))
 
     def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
         """The sampler at home, for logits of a width."""
-        rows = self.home.of_same((float32(count, width), int32(count)))
+        rows = self.home.abstract_replicated((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         function = partial(steps.choose, self.model, stages)
-        return self.once(
+        return self.cached(
             ("choose", count, stages),
-            lambda: self.lowered(function, 0, (self.state, *rows, masks, flag)),
+            lambda: self.compile(function, 0, (self.state, *rows, masks, flag)),
         )
 
     def plant(self, shape: Shape) -> Made:
         """`verify.planted` at home: the places of a draft tree's tokens."""
         arguments = self.state, nodes_of(shape)
-        return self.once(
+        return self.cached(
             ("plant", shape.tokens, shape.chosen, shape.rows),
-            lambda: self.lowered(planted, (), arguments),
+            lambda: self.compile(planted, (), arguments),
         )
 
     def walk(self, shape: Shape, width: int) -> Made:
         """`verify.walk` at home: verifies draft trees, for logits of a width."""
-        logits = self.home.of_same(float32(shape.tokens, width))
+        logits = self.home.abstract_replicated(float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
         arguments = self.state, nodes_of(shape), logits, masks if shape.masked else None
         function = partial(walk, self.model, shape.stages)
-        return self.once(("walk", shape), lambda: self.lowered(function, 0, arguments))
+        return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
 
     def flow(
         self,
@@ -178,7 +148,7 @@ class Making:
             which, named = (chosen, wants) if stage.last else (None, ())
             make = partial(self._flow, stage, x, tokens, rows, which, named, copies)
             key = ("flow", stage.kind, tokens, rows, which, named, copies)
-            made.append(self.once(key, make))
+            made.append(self.cached(key, make))
             x = made[-1].out[1]
         return tuple(made)
 
@@ -193,9 +163,13 @@ class Making:
         copies: int,
     ) -> Made:
         function = with_parts(stage, partial(stage_forward.flow, stage.model, wants))
-        sharded = stage.site.shared(function, (True, True, *(False,) * 4), (True, False))
-        batch = stage.site.of_same((x, *self.flat(tokens, rows, chosen, copies)))
-        return self.lowered(sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.site)
+        sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 4), (True, False))
+        batch = stage.device_group.abstract_replicated(
+            (x, *self.flat(tokens, rows, chosen, copies))
+        )
+        return self.compile(
+            sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.device_group
+        )
 
     def flat(
         self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
@@ -212,23 +186,23 @@ class Making:
         """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers."""
         made, x = list[Made | None](), None
         for stage in self.stages:
-            part = stage.model.part
-            if not (part.first or part.last or part.layers["encoder"]):
+            model_slice = stage.model.slice
+            if not (model_slice.first or model_slice.last or model_slice.layers["encoder"]):
                 made.append(None)
                 continue
             named = wants if stage.last else ()
             make = partial(self._read, stage, x, rows, tokens, named)
-            program = self.once(("read", stage.kind, rows, tokens, named), make)
+            program = self.cached(("read", stage.kind, rows, tokens, named), make)
             made.append(program)
             x = program.out
         return tuple(made)
 
     def _read(self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]) -> Made:
         function = with_parts(stage, partial(stage_forward.read, stage.model, wants))
-        sharded = stage.site.shared(function, (True, *(False,) * 4), False)
+        sharded = stage.device_group.shard_map(function, (True, *(False,) * 4), False)
         texts = int32(rows, tokens)
-        batch = stage.site.of_same((x, texts, texts, int32(rows)))
-        return self.lowered(sharded, (), (leaves_of(stage), *batch), stage.site)
+        batch = stage.device_group.abstract_replicated((x, texts, texts, int32(rows)))
+        return self.compile(sharded, (), (leaves_of(stage), *batch), stage.device_group)
 
     def fill(self, number: int, encoded: Any) -> Made:
         """`stage_forward.fill_cross_attention` of a stage."""
@@ -236,13 +210,15 @@ class Making:
 
         def make() -> Made:
             function = with_parts(stage, partial(stage_forward.fill, stage.model))
-            sharded = stage.site.shared(function, (True, True, *(False,) * 3), True)
-            batch = stage.site.of_same((encoded, int32(1), int32(1, self.sizes.table)))
-            return self.lowered(
-                sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.site
+            sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 3), True)
+            batch = stage.device_group.abstract_replicated(
+                (encoded, int32(1), int32(1, self.sizes.table))
+            )
+            return self.compile(
+                sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.device_group
             )
 
-        return self.once(("fill", stage.kind, encoded.shape), make)
+        return self.cached(("fill", stage.kind, encoded.shape), make)
 
     def kept(self, number: int, tokens: int) -> Made | None:
         """Reads a stage's tapped hidden states for a draft head; None for stages without taps."""
@@ -252,16 +228,16 @@ class Making:
             return None
 
         def make() -> Made:
-            sharded = stage.site.shared(head_steps.kept, (True, *(False,) * 3), False)
+            sharded = stage.device_group.shard_map(head_steps.kept, (True, *(False,) * 3), False)
             cache, of_tokens = self._cache(stage), int32(tokens)
             tables = {
                 group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
             }
-            batch = stage.site.of_same((of_tokens, of_tokens, tables))
+            batch = stage.device_group.abstract_replicated((of_tokens, of_tokens, tables))
             tapped = tuple(cache[name] for name in names)
-            return self.lowered(sharded, (), (tapped, *batch), stage.site)
+            return self.compile(sharded, (), (tapped, *batch), stage.device_group)
 
-        return self.once(("kept", number, tokens), make)
+        return self.cached(("kept", number, tokens), make)
 
     def copy(self, number: int) -> Made:
         """`steps.copy_blocks` of a stage."""
@@ -270,11 +246,11 @@ class Making:
         def make() -> Made:
             ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
-            sharded = stage.site.shared(function, (True, *(False,) * 3), True)
-            copies = stage.site.of_same((ids, ids, int32()))
-            return self.lowered(sharded, 0, (self._cache(stage), *copies), stage.site)
+            sharded = stage.device_group.shard_map(function, (True, *(False,) * 3), True)
+            copies = stage.device_group.abstract_replicated((ids, ids, int32()))
+            return self.compile(sharded, 0, (self._cache(stage), *copies), stage.device_group)
 
-        return self.once(("copy", stage.kind), make)
+        return self.cached(("copy", stage.kind), make)
 
     def admit(self) -> Made:
         """`device_state.admit` at home: sets a slot's state for a new sequence."""
@@ -282,14 +258,14 @@ class Making:
             lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
         )
         arguments = self.state, row, int32()
-        return self.once("admit", lambda: self.lowered(states.admit, 0, arguments))
+        return self.cached("admit", lambda: self.compile(states.admit, 0, arguments))
 
     def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> Made:
         """A function at home of the last stage's results `out` and further arguments."""
-        arguments = self.home.of_same(out), *more
-        return self.once(("finish", key), lambda: self.lowered(function, (), arguments))
+        arguments = self.home.abstract_replicated(out), *more
+        return self.cached(("finish", key), lambda: self.compile(function, (), arguments))
 
-    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Any, make: Callable[[], Made]) -> Made:
         """The cached program of a key, compiled by the first thread that asks for it."""
         with self._lock:
             future = self._made.get(key)
@@ -306,8 +282,12 @@ class Making:
                 future.set_exception(error)
         return future.result()
 
-    def lowered(
-        self, function: Callable[..., Any], donated: Any, given: Any, site: Site | None = None
+    def compile(
+        self,
+        function: Callable[..., Any],
+        donated: Any,
+        given: Any,
+        device_group: Site | None = None,
     ) -> Made:
         """Compiles a function for a stage's devices or for home; only traces for other processes'.
 
@@ -315,9 +295,9 @@ class Making:
             donated: the arguments whose buffers may be reused.
             given: the abstract arguments.
         """
-        where = site or self.home
+        where = device_group or self.home
         with self.tracing, target(where.platform):
-            if not where.here:
+            if not where.local:
                 return Made(_elsewhere, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return Made(compiled(lowered), lowered.out_info)
@@ -326,7 +306,9 @@ class Making:
         """A stage's abstract KV cache pools on its devices."""
         return self.pools(stage, self.sizes.blocks)
 
-    def pools(self, stage: Stage, blocks: Mapping[str, int], site: Site | None = None) -> Any:
+    def pools(
+        self, stage: Stage, blocks: Mapping[str, int], device_group: Site | None = None
+    ) -> Any:
         """A stage's abstract pools with a number of blocks for each cache group.
 
         Groups without blocks have no pool.
@@ -334,7 +316,7 @@ class Making:
         shapes = {n: s for n, s in stage.model.model.caches.items() if blocks.get(s.group)}
         counts = {name: blocks[shape.group] for name, shape in shapes.items()}
         pools = jax.eval_shape(lambda: empty(shapes, counts, self.sizes.kv_cache))
-        return (site or stage.site).of_parts(pools)
+        return (device_group or stage.device_group).abstract_shards(pools)
 
 
 def zeros_like(abstract: Any) -> Any:
@@ -344,23 +326,8 @@ def zeros_like(abstract: Any) -> Any:
     return jax.jit(zeros, out_shardings=shardings)()
 
 
-def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a stage's parameters as one of its flattened parameters."""
-    tree = jax.tree.structure(stage.model.model.parameters)
-
-    def with_parts(leaves: Any, *rest: Any) -> Any:
-        return function(jax.tree.unflatten(tree, leaves), *rest)
-
-    return with_parts
-
-
 def _elsewhere(*_: Any) -> Any:
     raise AssertionError("another process has the devices of this program")
-
-
-def leaves_of(stage: Stage) -> Any:
-    """A stage's abstract parameters, flattened and sharded."""
-    return stage.site.of_parts(tuple(jax.tree.leaves(stage.model.model.parameters)))
 
 
 def nodes_of(shape: Shape) -> Nodes:

@@ -17,12 +17,12 @@ class Piece:
     """Some consecutive layers of a pipeline stage.
 
     Attributes:
-        part: the slice of the model that it has.
+        slice: the slice of the model that it has.
         streamed: whether its weights are offloaded to host memory.
         hosted: whether some of its KV cache is offloaded.
     """
 
-    part: Part
+    slice: Part
     streamed: bool = False
     hosted: bool = False
 

@@ -25,11 +25,11 @@ class Stream:
     the current one has ended, and its weights are free.
 
     Attributes:
-        site: the devices that compute these stages.
+        device_group: the devices that compute these stages.
         turns: the numbers of the offloaded stages, in order; after the last comes the first.
     """
 
-    site: Site
+    device_group: Site
     turns: tuple[int, ...]
     _brought: dict[int, Leaves] = field(default_factory=dict)
     _before: Any = None
@@ -57,5 +57,8 @@ class Stream:
         self._brought, self._before = {}, None
 
     def _bring(self, leaves: Leaves) -> Leaves:
-        shardings = [self.site.parts if leaf.size else self.site.same for leaf in leaves]
+        shardings = [
+            self.device_group.sharded if leaf.size else self.device_group.replicated
+            for leaf in leaves
+        ]
         return tuple(jax.device_put(leaves, tuple(shardings)))

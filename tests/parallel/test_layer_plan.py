@@ -19,7 +19,7 @@ def plan(there: int = 4, weight: Weight = WEIGHT, **keys: Any) -> Plan:
 
 
 def shown(plan: Plan) -> list[tuple[str, int]]:
-    return [("&".join(row.devices), len(row.part.layers["decoder"])) for row in plan.rows]
+    return [("&".join(row.devices), len(row.slice.layers["decoder"])) for row in plan.stages]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_a_stage_on_the_host() -> None:
 
 def test_an_encoder_follows_its_decoder() -> None:
     weight = Weight({"encoder": [1, 1], "decoder": [1] * 6}, 0, 0)
-    rows = plan(weight=weight, devices="0;1;2").rows
-    assert sorted(len(row.part.layers["encoder"]) for row in rows) == [0, 1, 1]
-    assert [row.part.layers["decoder"] for row in rows] == [range(2), range(2, 4), range(4, 6)]
-    assert [(row.part.first, row.part.last) for row in rows] == [
+    rows = plan(weight=weight, devices="0;1;2").stages
+    assert sorted(len(row.slice.layers["encoder"]) for row in rows) == [0, 1, 1]
+    assert [row.slice.layers["decoder"] for row in rows] == [range(2), range(2, 4), range(4, 6)]
+    assert [(row.slice.first, row.slice.last) for row in rows] == [
         (True, False), (False, False), (False, True),
     ]  # fmt: skip
 

@@ -19,8 +19,8 @@ from jinfer.parallel.layer_plan import Plan, Row
 from jinfer.parallel.placement import make_stages, stage_models
 from jinfer.parallel.shard_params import abstract_part
 from jinfer.parallel.sharding_rules import Part, whole_of
-from jinfer.parallel.stage import StageModel, stage_model
 from jinfer.parallel.stage_forward import flow
+from jinfer.parallel.stage_model import StageModel, stage_model
 from jinfer.quant import parse_format
 from jinfer.quant.quantized_tensor import MOST_COLUMNS, QuantizedTensor, abstract, columns_of
 

@@ -7,7 +7,7 @@ type Cut = list[tuple[range, bool, bool]]
 
 
 def cut(found: list[Piece]) -> Cut:
-    return [(each.part.layers["decoder"], each.streamed, each.hosted) for each in found]
+    return [(each.slice.layers["decoder"], each.streamed, each.hosted) for each in found]
 
 
 def whole(layers: int, **others: range) -> Part:
@@ -28,8 +28,8 @@ def test_layers_between_streamed_ones_stay_together() -> None:
         (range(5, 6), True, False),
         (range(6, 6), False, False),  # the head, which stays
     ]
-    assert [each.part.first for each in found] == [True, False, False, False, False]
-    assert [each.part.last for each in found] == [False, False, False, False, True]
+    assert [each.slice.first for each in found] == [True, False, False, False, False]
+    assert [each.slice.last for each in found] == [False, False, False, False, True]
 
 
 def test_each_layer_alone_where_its_cache_is_divided() -> None:
@@ -41,7 +41,7 @@ def test_each_layer_alone_where_its_cache_is_divided() -> None:
 def test_an_encoder_stays_with_what_comes_first() -> None:
     part = whole(1, encoder=range(2))
     found = pieces(part, "decoder", (), hosted=True)
-    assert [each.part.layers["encoder"] for each in found] == [range(2), range(2, 2), range(2, 2)]
+    assert [each.slice.layers["encoder"] for each in found] == [range(2), range(2, 2), range(2, 2)]
     assert cut(found)[0] == (range(0), False, False)
 
 

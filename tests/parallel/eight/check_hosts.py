@@ -49,7 +49,7 @@ def test_tensors_of_other_stages_are_not_read(
     here = property(lambda site: tuple(i for i, d in enumerate(site.devices) if d.id in own))
     monkeypatch.setattr(Site, "here", here)
     leaves = load_stages(found, stages)
-    layers = {f".{layer}." for layer in stages[stage].model.part.layers["decoder"]}
+    layers = {f".{layer}." for layer in stages[stage].model.slice.layers["decoder"]}
     ends = {0: "embed_tokens", 1: "lm_head"}
     assert read
     for name in read:

@@ -1,4 +1,4 @@
-"""Pipeline stage: the model that each of its devices runs, and where its parameters come from."""
+"""Stage model: the model that each device of a pipeline stage runs, and its parameters' origins."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Source:
     Attributes:
         name: the whole model's name of it.
         shape: its shape in the whole model.
-        shares: how its axes are divided among the devices.
-        once: whether it is added to partial sums, so that only the first device may have it.
+        shardings: how its axes are divided among the devices.
+        first_only: whether it is added to partial sums, so that only the first device may have it.
     """
 
     name: str
     shape: tuple[int, ...]
-    shares: Mapping[int, Share]
-    once: bool
+    shardings: Mapping[int, Share]
+    first_only: bool
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class StageModel:
     """A pipeline stage as each of its devices has it.
 
     Attributes:
-        part: the slice of the whole model that the stage has.
+        slice: the slice of the whole model that the stage has.
         devices: how many devices its layers are divided among (tensor parallelism).
         model: the model of one device, with the shapes of its shards.
         sources: where the model's parameters come from, in the order of its names.
     """
 
-    part: Part
+    slice: Part
     devices: int
     model: AbstractModel
     sources: tuple[Source, ...]
