@@ -154,7 +154,7 @@ def _passing(group: Group, sender: ThreadPoolExecutor, name: int, numbers: int) 
     x = jax.device_put(np.ones((1, numbers), np.float32), jax.local_devices()[0])
 
     def send(index: int) -> None:
-        group.tell(1 - group.rank, result=f"ping {name}", call=-index - 1, value=np.asarray(x))
+        group.send(1 - group.rank, result=f"ping {name}", call=-index - 1, value=np.asarray(x))
 
     begun = 0.0
     for index in range(_MESSAGES):

@@ -58,9 +58,9 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
         found = {"read": products.read(), "flops": products.flops(options.requests)}
     if group is None:
         return found
-    group.gathered(True)  # all are ready,
-    group.shared(True)  # and begin
-    found["together"] = sum(group.gathered(products.read()))
+    group.gather(True)  # all are ready,
+    group.broadcast(True)  # and begin
+    found["together"] = sum(group.gather(products.read()))
     # One of a layer's sums follows a matrix of middle size, attention's, one the largest ones.
     after = [sum_link(hidden, each) for each in (Products(matrices[len(matrices) // 2]), products)]
     rate = len(after) / sum(1 / link.rate for link in after)

@@ -84,13 +84,13 @@ def _planned(group: Group, model: AbstractModel, opened: Opened) -> ModelSpec:
     if group.rank == 0:
         plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
         named = ";".join("&".join(stage.devices) for stage in plan.stages)
-    return replace(spec, partition=replace(spec.partition, devices=group.shared(named)))
+    return replace(spec, partition=replace(spec.partition, devices=group.broadcast(named)))
 
 
 def _least(group: Group, own: dict[str, int]) -> dict[str, int]:
     """The blocks of each group that every rank has room for: all share the block tables."""
     least: dict[str, int] = {}
-    for blocks in group.gathered(own):
+    for blocks in group.gather(own):
         for name, count in blocks.items():
             least[name] = min(count, least.get(name, count))
-    return dict(group.shared(least))
+    return dict(group.broadcast(least))

@@ -36,8 +36,8 @@ def agree(group: Group, opened: Opened) -> None:
         "checkpoint": _checkpoint(opened.checkpoint),
         "processor": str(as_whole_numbers(opened.dtype, opened.activations)),
     }
-    every = group.gathered(local)
-    reason = group.shared(_difference(every))
+    every = group.gather(local)
+    reason = group.broadcast(_difference(every))
     if reason:
         raise SourceError(reason)
 

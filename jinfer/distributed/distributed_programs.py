@@ -67,13 +67,13 @@ class HostedPrograms(StagedPrograms):
         worker, chosen = self.worker, shape.chosen
         begin = self.compiler.begin(shape.tokens, chosen).program
         rows_of = self.lanes.rows
-        flow = self.compiler.flow(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
+        flow = self.compiler.decoder(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
 
         def run(call: int, slots: Any, positions: Any, tables: Any, last: Any) -> None:
             lane, rows = self.lanes.of_slots(slots)
-            logits, chooses = worker.keep(call, LOGITS), worker.keep(call, ROWS)
+            logits, chooses = worker.store(call, LOGITS), worker.store(call, ROWS)
             self._begin(call, lane, begin, (rows, positions, last), chooses)
-            worker.flow(call, flow, None, self.lanes.tables(lane, tables), last)
+            worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), last)
             self._at_home(call, lane, lambda out: logits.set_result(out["logits"]))
 
         return run
@@ -85,20 +85,20 @@ class HostedPrograms(StagedPrograms):
         def work() -> None:
             places, chooses = begin(worker.states[lane], *given)
             rows.set_result(chooses)
-            worker.give(call, PLACES, places, worker.everybody(), f"lane {lane}")
+            worker.deliver(call, PLACES, places, worker.all_ranks(), f"lane {lane}")
 
-        worker.lane(lane, work)
+        worker.queue_at_home(lane, work)
 
     def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
         """Queues `finish` at home, with the last stage's results."""
         worker = self.worker
         if worker.is_home:
             coming = worker.results.expect(call, OUT)
-            worker.lane(lane, lambda: finish(coming.result()))
+            worker.queue_at_home(lane, lambda: finish(coming.result()))
 
     def _done(self, call: int, lane: int, value: Any) -> None:
         """Sends a call's result to rank 0."""
-        self.worker.give(call, DONE, value, {0}, f"lane {lane}")
+        self.worker.deliver(call, DONE, value, {0}, f"lane {lane}")
 
     def _choose(self, shape: Shape) -> Program:
         worker = self.worker
@@ -110,14 +110,14 @@ class HostedPrograms(StagedPrograms):
             lane, rows = (
                 (given["lane"], given["rows"]) if by_reference else self.lanes.of_slots(given)
             )
-            get_logits, get_rows = worker.kept(logits), worker.kept(rows)
+            get_logits, get_rows = worker.resolve(logits), worker.resolve(rows)
 
             def work() -> None:
                 arguments = get_logits(), get_rows(), mask, masked
-                chosen = worker.state(lane, lambda state: program(state, *arguments))
+                chosen = worker.update_state(lane, lambda state: program(state, *arguments))
                 self._done(call, lane, chosen)
 
-            worker.lane(lane, work)
+            worker.queue_at_home(lane, work)
 
         return run
 
@@ -125,7 +125,7 @@ class HostedPrograms(StagedPrograms):
         worker, count = self.worker, shape.tokens
         begin = self.compiler.begin(count, count).program
         rows_of = self.lanes.rows
-        flow = self.compiler.flow(count, (rows_of, rows_of + 1), count, ("logits",))
+        flow = self.compiler.decoder(count, (rows_of, rows_of + 1), count, ("logits",))
         choose = self.compiler.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
@@ -135,11 +135,11 @@ class HostedPrograms(StagedPrograms):
             lane, rows = self.lanes.of_slots(slots)
             sampled_rows: Values = Future()
             self._begin(call, lane, begin, (rows, newest, every), sampled_rows)
-            worker.flow(call, flow, None, self.lanes.tables(lane, tables), every)
+            worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), every)
 
             def finish(out: Any) -> None:
                 arguments = out["logits"], sampled_rows.result(), *unmasked
-                chosen = worker.state(lane, lambda state: choose(state, *arguments))
+                chosen = worker.update_state(lane, lambda state: choose(state, *arguments))
                 self._done(call, lane, chosen)
 
             self._at_home(call, lane, finish)
@@ -187,7 +187,7 @@ class HostedPrograms(StagedPrograms):
             more: the abstract arrays of those arguments.
         """
         worker = self.worker
-        flow = self.compiler.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
+        flow = self.compiler.decoder(shape.tokens, (shape.rows, shape.rows), None, wants)
         end = self.compiler.finish(shape, finish, flow[-1].out[1], *more).program
         stays = shape.kind == "contrast"
 
@@ -195,10 +195,12 @@ class HostedPrograms(StagedPrograms):
             call: int, tokens: Any, rows: Any, positions: Any, prompts: Any, tables: Any,
             encoded: Any, *rest: Any,
         ) -> None:  # fmt: skip
-            worker.flow(call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None)
-            arguments = [worker.kept(argument) for argument in rest]
+            worker.run_decoder(
+                call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None
+            )
+            arguments = [worker.resolve(argument) for argument in rest]
             # The hidden states so far are large, and only the next call needs them: they stay.
-            past = worker.keep(call, PAST) if stays else None
+            past = worker.store(call, PAST) if stays else None
 
             def work(out: Any) -> None:
                 finished = end(out, *(resolve() for resolve in arguments))
@@ -213,7 +215,7 @@ class HostedPrograms(StagedPrograms):
 
     def _fill(self, shape: Shape) -> Program:
         worker = self.worker
-        made = self.compiler.read(1, shape.tokens, ("hidden",))
+        made = self.compiler.encoder(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
         encoded = made[-1].out["hidden"]
         filled = {
@@ -225,11 +227,13 @@ class HostedPrograms(StagedPrograms):
         receivers = {rank for number in filled for rank in worker.owners(number)}
 
         def run(call: int, tokens: Any, lengths: Any, table: Any) -> None:
-            worker.read(call, made, tokens, np.zeros_like(tokens), lengths)
+            worker.run_encoder(call, made, tokens, np.zeros_like(tokens), lengths)
             self._at_home(
-                call, 0, lambda out: worker.give(call, ENCODED, out["hidden"], receivers, "lane 0")
+                call,
+                0,
+                lambda out: worker.deliver(call, ENCODED, out["hidden"], receivers, "lane 0"),
             )
-            local = [number for number in filled if number in worker.own]
+            local = [number for number in filled if number in worker.local_stages]
             coming = worker.results.expect(call, ENCODED) if local else None
 
             def fill(number: int) -> None:
@@ -245,17 +249,17 @@ class HostedPrograms(StagedPrograms):
 
     def _encode(self, shape: Shape) -> Program:
         worker = self.worker
-        made = self.compiler.read(shape.rows, shape.tokens, (shape.want,))
+        made = self.compiler.encoder(shape.rows, shape.tokens, (shape.want,))
 
         def run(call: int, tokens: Any, types: Any, lengths: Any) -> None:
-            worker.read(call, made, tokens, types, lengths)
+            worker.run_encoder(call, made, tokens, types, lengths)
             self._at_home(call, 0, lambda out: self._done(call, 0, _float32(out[shape.want])))
 
         return run
 
     def _copy(self, shape: Shape) -> Program:
         worker = self.worker
-        copies = {number: self.compiler.copy(number).program for number in worker.own}
+        copies = {number: self.compiler.copy(number).program for number in worker.local_stages}
 
         def run(call: int, *ids: Any) -> None:
             def copy(number: int) -> None:
@@ -277,7 +281,7 @@ class HostedPrograms(StagedPrograms):
             def work() -> None:
                 worker.states[lane] = program(worker.states[lane], row, rows[0])
 
-            worker.lane(lane, work)
+            worker.queue_at_home(lane, work)
 
         return run
 

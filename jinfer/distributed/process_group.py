@@ -36,7 +36,7 @@ class Group:
         rank: this process's rank.
         size: how many processes there are.
         links: connections to the other ranks.
-        said: received messages of each other rank, in order.
+        inboxes: received messages of each other rank, in order.
         results: results of calls that this rank waits for.
         calls: numbers for calls, unique in the job.
         mute: why collectives between devices of several ranks are not possible; "": they are.
@@ -47,7 +47,7 @@ class Group:
     rank: int
     size: int
     links: Mapping[int, Link]
-    said: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
+    inboxes: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     calls: Iterator[int] = field(default_factory=count)
     mute: str = ""
@@ -61,7 +61,7 @@ class Group:
 
     def __post_init__(self) -> None:
         for other, link in self.links.items():
-            self.said[other], self._gone[other] = SimpleQueue(), threading.Event()
+            self.inboxes[other], self._gone[other] = SimpleQueue(), threading.Event()
             self._heard[other] = time.monotonic()
             for work in (self._read, self._beat):
                 thread = threading.Thread(
@@ -69,7 +69,7 @@ class Group:
                 )
                 thread.start()
 
-    def tell(self, other: int, **message: Any) -> None:
+    def send(self, other: int, **message: Any) -> None:
         """Sends a message to another rank."""
         try:
             self.links[other].send(message)
@@ -79,31 +79,31 @@ class Group:
     def tell_all(self, **message: Any) -> None:
         """Sends a message to all other ranks."""
         for other in self.links:
-            self.tell(other, **message)
+            self.send(other, **message)
 
     def hear(self, other: int) -> Any:
         """The next message of another rank; waits for it."""
-        return self.said[other].get()
+        return self.inboxes[other].get()
 
-    def silence(self, other: int) -> float:
+    def seconds_silent(self, other: int) -> float:
         """Seconds since the last message or heartbeat of another rank."""
         return time.monotonic() - self._heard[other]
 
     def complaint(self) -> str:
         """Names a rank that does not answer; "": all do."""
         for other in self.links:
-            if (seconds := self.silence(other)) > SILENT:
+            if (seconds := self.seconds_silent(other)) > SILENT:
                 return f"{self._named(other)} has not answered for {seconds:.0f} s"
         return ""
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather: the values of all ranks on rank 0; on the others their own only."""
         if self.rank:
-            self.tell(0, value=value)
+            self.send(0, value=value)
             return [value]
         return [value, *(self.hear(other)["value"] for other in range(1, self.size))]
 
-    def shared(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast: rank 0's value on all ranks."""
         if self.rank:
             return self.hear(0)["value"]
@@ -177,7 +177,7 @@ class Group:
                     ending = message["end"], message["reason"]
                     threading.Thread(target=self._ended, args=ending, daemon=True).start()
                 case _:
-                    self.said[other].put(message)
+                    self.inboxes[other].put(message)
 
     def _beat(self, other: int, link: Link) -> None:
         """Sends heartbeats, and logs when another rank's are missing, and when they come again."""
@@ -186,10 +186,10 @@ class Group:
         for number in count():
             if self._gone[other].wait(_BEAT):
                 return
-            if self.parting and self.silence(other) > SILENT:
+            if self.parting and self.seconds_silent(other) > SILENT:
                 self.leave(LOST, f"{self._named(other)} does not answer; the job ends without it")
             # Two checks in a row, since this process may itself have been stopped.
-            missed = missed + 1 if self.silence(other) > SILENT else 0
+            missed = missed + 1 if self.seconds_silent(other) > SILENT else 0
             if (missed > 1) != reported:
                 reported = not reported
                 change = "does not answer; what needs it waits" if reported else "answers again"

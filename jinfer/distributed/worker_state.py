@@ -59,7 +59,7 @@ class Part:
     leaves: Sequence[Any] = ()
     caches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
-    _kept: dict[int, dict[str, Values]] = field(default_factory=dict)
+    _stored: dict[int, dict[str, Values]] = field(default_factory=dict)
 
     @property
     def results(self) -> Results:
@@ -83,7 +83,7 @@ class Part:
         return self.compiler.stages
 
     @cached_property
-    def own(self) -> dict[int, Stage]:
+    def local_stages(self) -> dict[int, Stage]:
         """The stages with devices of this rank, by their numbers."""
         return {
             number: stage for number, stage in enumerate(self.stages) if stage.device_group.local
@@ -103,12 +103,12 @@ class Part:
         """The ranks that have devices of a stage."""
         return {device.process_index for device in self.stages[number].device_group.devices}
 
-    def lane(self, lane: int, work: Callable[[], None]) -> None:
+    def queue_at_home(self, lane: int, work: Callable[[], None]) -> None:
         """Queues work for a micro-batch at home; does nothing on other ranks."""
         if self.is_home:
             self.threads.add(f"lane {lane}", work)
 
-    def give(self, call: int, name: str, value: Any, to: set[int], sender: str) -> None:
+    def deliver(self, call: int, name: str, value: Any, to: set[int], sender: str) -> None:
         """Delivers a result to the ranks that expect it; sends from a thread of its own.
 
         Args:
@@ -123,37 +123,37 @@ class Part:
         """Sends a result to other ranks, as soon as it is computed."""
         on_host = jax.tree.map(np.asarray, value)
         for other in others:
-            self.group.tell(other, result=name, call=call, value=on_host)
+            self.group.send(other, result=name, call=call, value=on_host)
 
-    def keep(self, call: int, name: str) -> Values:
+    def store(self, call: int, name: str) -> Values:
         """A future for a result that stays at home for later calls, which name it by a `ResultRef`.
 
         It stays until it is dropped.
         """
         future: Values = Future()
         if self.is_home:
-            self._kept.setdefault(call, {})[name] = future
+            self._stored.setdefault(call, {})[name] = future
         return future
 
-    def kept(self, given: Any) -> Callable[[], Any]:
+    def resolve(self, given: Any) -> Callable[[], Any]:
         """A function that returns an argument; at home it resolves a `ResultRef`, and waits."""
         if not isinstance(given, Ref) or not self.is_home:
             return lambda: given
-        return self._kept[given.call][given.name].result
+        return self._stored[given.call][given.name].result
 
     def drop(self, calls: Sequence[int]) -> None:
         """Drops the stored results of calls."""
         for call in calls:
-            self._kept.pop(call, None)
+            self._stored.pop(call, None)
 
     def reset(self, what: str) -> None:
         """Empties the caches, or resets the states."""
         if what == "cache":
-            for number, stage in self.own.items():
+            for number, stage in self.local_stages.items():
                 self.threads.add(f"stage {number}", partial(self._empty, number, stage))
             return
         for lane in range(self.lanes.count):
-            self.lane(lane, partial(self._fresh, lane))
+            self.queue_at_home(lane, partial(self._fresh, lane))
 
     def _empty(self, number: int, stage: Stage) -> None:
         self.caches.pop(number, None)
@@ -162,7 +162,7 @@ class Part:
     def _fresh(self, lane: int) -> None:
         self.states[lane] = self.compiler.empty_state()
 
-    def flow(
+    def run_decoder(
         self,
         call: int,
         made: tuple[Made, ...],
@@ -178,7 +178,7 @@ class Part:
         coming = None if places is not None else self.results.expect(call, PLACES)
 
         def run(number: int, x: Any) -> Any:
-            stage = self.own[number]
+            stage = self.local_stages[number]
             batch = places if coming is None else Places(*coming.result())
             hidden, local = jax.tree.map(stage.device_group.replicate, (x, batch))
             wanted = last if stage.last else None
@@ -189,20 +189,20 @@ class Part:
 
         self._stages(call, run)
 
-    def read(self, call: int, made: tuple[Made | None, ...], *texts: Any) -> None:
-        """Has all stages of an encoder compute texts; at home, `OUT` is their result."""
+    def run_encoder(self, call: int, made: tuple[Made | None, ...], *texts: Any) -> None:
+        """Queues an encoder's forward pass of all local stages; home gets `OUT`."""
 
         def run(number: int, x: Any) -> Any:
-            stage = self.own[number]
-            given, each = None if x is None else stage.device_group.replicate(x), made[number]
-            if each is None:  # it has nothing of the encoder
-                return given
-            return each.program(self.leaves[stage.leaves], given, *texts)
+            stage = self.local_stages[number]
+            hidden, encoder = None if x is None else stage.device_group.replicate(x), made[number]
+            if encoder is None:  # no layers of the encoder
+                return hidden
+            return encoder.program(self.leaves[stage.leaves], hidden, *texts)
 
         self._stages(call, run)
 
     def _stages(self, call: int, run: Callable[[int, Any], Any]) -> None:
-        for number in self.own:
+        for number in self.local_stages:
             coming = self.results.expect(call, X.format(number)) if number else None
             self.threads.add(f"stage {number}", partial(self._stage, call, number, coming, run))
 
@@ -214,7 +214,7 @@ class Part:
         owners, sender = self.owners(number), f"stage {number}"
         if self.stages[number].last:
             if self.is_home:
-                self.give(call, OUT, jax.tree.map(first_copy, out), {self.home}, sender)
+                self.deliver(call, OUT, jax.tree.map(first_copy, out), {self.home}, sender)
             return
         following = self.owners(number + 1)
         # A rank with devices of both stages passes it on locally; the lowest rank of this stage
@@ -224,13 +224,13 @@ class Part:
             to = to | (following - owners)
         value = out if to <= {self.group.rank} else first_copy(out)
         if to:
-            self.give(call, X.format(number + 1), value, to, sender)
+            self.deliver(call, X.format(number + 1), value, to, sender)
 
-    def everybody(self) -> set[int]:
+    def all_ranks(self) -> set[int]:
         """All ranks."""
         return set(range(self.group.size))
 
-    def state(self, lane: int, change: Callable[[Any], tuple[Any, Any]]) -> Any:
+    def update_state(self, lane: int, change: Callable[[Any], tuple[Any, Any]]) -> Any:
         """Replaces a micro-batch's state by `change`; returns its second result."""
         self.states[lane], out = change(self.states[lane])
         return out

@@ -138,7 +138,7 @@ class HostedMaking(Making):
             return device
         return Pools(device, zeros_like(self._there(stage)[1]))
 
-    def _flow(
+    def _decoder(
         self,
         stage: Stage,
         x: Any,
@@ -149,7 +149,7 @@ class HostedMaking(Making):
         copies: int,
     ) -> Made:
         if stage.host is None:
-            return super()._flow(stage, x, tokens, rows, chosen, wants, copies)
+            return super()._decoder(stage, x, tokens, rows, chosen, wants, copies)
         device_group, (host, pools) = stage.device_group, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}

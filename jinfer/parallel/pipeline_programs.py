@@ -185,7 +185,7 @@ class StagedPrograms(Programs):
     def _verify(self, shape: Shape) -> Program:
         count = shape.tokens
         begin = self.compiler.plant(shape).program
-        made = self.compiler.flow(count, (count, count), None, ("logits",), shape.rows)
+        made = self.compiler.decoder(count, (count, count), None, ("logits",), shape.rows)
         flow, choose = _Flow(self, made), self.compiler.walk(shape, self.width).program
 
         def run(
@@ -209,7 +209,7 @@ class StagedPrograms(Programs):
         return tuple(tuple(pools[name] for name in names) for names, pools in tapped)
 
     def _kept(self, shape: Shape) -> Program:
-        made = [self.compiler.kept(number, shape.tokens) for number in range(len(self.stages))]
+        made = [self.compiler.tapped(number, shape.tokens) for number in range(len(self.stages))]
         out = [program.out for program in made if program is not None]
         join = self.compiler.finish(shape, partial(jnp.concatenate, axis=-1), out).program
 
@@ -226,7 +226,7 @@ class StagedPrograms(Programs):
     def _of_state(self, tokens: int, chosen: int) -> tuple[Program, _Flow]:
         """Batch preparation, and the forward pass of all stages, for sequences in a state."""
         rows = self.lanes.rows
-        made = self.compiler.flow(tokens, (rows, rows + 1), chosen, ("logits",))
+        made = self.compiler.decoder(tokens, (rows, rows + 1), chosen, ("logits",))
         return self.compiler.begin(tokens, chosen).program, _Flow(self, made)
 
     def _forward(self, shape: Shape) -> Program:
@@ -272,7 +272,7 @@ class StagedPrograms(Programs):
             more: the abstract arrays of those arguments.
             several: whether `finish` returns a tuple, whose members follow the cache one by one.
         """
-        made = self.compiler.flow(shape.tokens, (shape.rows, shape.rows), None, wants)
+        made = self.compiler.decoder(shape.tokens, (shape.rows, shape.rows), None, wants)
         flow, (_, out) = _Flow(self, made), made[-1].out
         end = self.compiler.finish(shape, finish, out, *more).program
 
@@ -288,7 +288,7 @@ class StagedPrograms(Programs):
         return run
 
     def _fill(self, shape: Shape) -> Program:
-        made = self.compiler.read(1, shape.tokens, ("hidden",))
+        made = self.compiler.encoder(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
         abstract = made[-1].out["hidden"]
         fills = {
@@ -313,7 +313,7 @@ class StagedPrograms(Programs):
         return run
 
     def _encode(self, shape: Shape) -> Program:
-        made = self.compiler.read(shape.rows, shape.tokens, (shape.want,))
+        made = self.compiler.encoder(shape.rows, shape.tokens, (shape.want,))
 
         def run(leaves: Any, caches: Any, tokens: Any, types: Any, lengths: Any) -> Any:
             out = self._read(made, leaves, tokens, types, lengths)[shape.want]

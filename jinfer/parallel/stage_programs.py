@@ -127,7 +127,7 @@ class Making:
         function = partial(walk, self.model, shape.stages)
         return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
 
-    def flow(
+    def decoder(
         self,
         tokens: int,
         rows: tuple[int, int],
@@ -146,13 +146,13 @@ class Making:
         made, x = list[Made](), None
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
-            make = partial(self._flow, stage, x, tokens, rows, which, named, copies)
+            make = partial(self._decoder, stage, x, tokens, rows, which, named, copies)
             key = ("flow", stage.kind, tokens, rows, which, named, copies)
             made.append(self.cached(key, make))
             x = made[-1].out[1]
         return tuple(made)
 
-    def _flow(
+    def _decoder(
         self,
         stage: Stage,
         x: Any,
@@ -174,7 +174,7 @@ class Making:
     def flat(
         self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
     ) -> tuple[Any, Any, Any]:
-        """Abstract places, block tables and result indices of a flat batch; arguments as `flow`."""
+        """Abstract places, block tables and result indices of a flat batch, as for `decoder`."""
         of_tokens, lengths = int32(tokens), int32(rows[1])
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         last = None if chosen is None else int32(chosen)
@@ -182,7 +182,7 @@ class Making:
         places = Places(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
         return places, tables, last
 
-    def read(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
+    def encoder(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
         """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers."""
         made, x = list[Made | None](), None
         for stage in self.stages:
@@ -191,13 +191,15 @@ class Making:
                 made.append(None)
                 continue
             named = wants if stage.last else ()
-            make = partial(self._read, stage, x, rows, tokens, named)
+            make = partial(self._encoder, stage, x, rows, tokens, named)
             program = self.cached(("read", stage.kind, rows, tokens, named), make)
             made.append(program)
             x = program.out
         return tuple(made)
 
-    def _read(self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]) -> Made:
+    def _encoder(
+        self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]
+    ) -> Made:
         function = with_parts(stage, partial(stage_forward.read, stage.model, wants))
         sharded = stage.device_group.shard_map(function, (True, *(False,) * 4), False)
         texts = int32(rows, tokens)
@@ -220,7 +222,7 @@ class Making:
 
         return self.cached(("fill", stage.kind, encoded.shape), make)
 
-    def kept(self, number: int, tokens: int) -> Made | None:
+    def tapped(self, number: int, tokens: int) -> Made | None:
         """Reads a stage's tapped hidden states for a draft head; None for stages without taps."""
         stage = self.stages[number]
         names = taps(stage.model.model.caches)

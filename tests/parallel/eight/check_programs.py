@@ -21,7 +21,7 @@ def collectives(golden: str, **keys: object) -> list[Counter[str]]:
         programs = llm.frontend.engine.programs
         assert isinstance(programs, StagedPrograms)
         rows = programs.lanes.rows
-        made = programs.compiler.flow(rows, (rows, rows + 1), rows, ("logits",))
+        made = programs.compiler.decoder(rows, (rows, rows + 1), rows, ("logits",))
         texts = [cast(Compiled, each.program).as_text() or "" for each in made]
         return [Counter(_COLLECTIVES.findall(text)) for text in texts]
 
