@@ -1,9 +1,9 @@
-"""GPU kernels in Pallas: raw arrays in, raw arrays out; imports only jax and numpy.
+"""GPU kernels in Pallas: quantized matmul, grouped matmul (MoE) and paged attention.
 
-`matmul` and `expert_matmul` multiply by quantized matrices as they are stored, `attend` reads a
-plain or quantized cache through tables of its blocks. Each takes `backend`, the one switch between
-the Triton-style kernels, Mosaic GPU and plain XLA, and `interpret`, which runs a kernel where there
-is no GPU.
+Raw arrays in, raw arrays out; imports only jax and numpy. `matmul` and `grouped_quantized_matmul`
+multiply by quantized matrices as stored, `attend` reads a plain or quantized KV cache through block
+tables. Each takes `backend`: the Triton-style kernels, Mosaic GPU, or plain XLA; and `interpret`,
+which runs a kernel without a GPU.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import Packed
 from kernels_pallas.triton_ops import Backend
 
-# Known, and what `backend` is for.
+# Known: `backend` is there to change it.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 __all__ = [

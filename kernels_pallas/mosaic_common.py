@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels have in common."""
+"""Mosaic GPU helpers: kernel launch, shared-memory layouts and pipeline depth."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu
 
-plgpu: Any = mosaic_gpu  # whose types leave out what it exports
-ROWS = 64  # of a product of a warp group
-_SHARED = 231_000  # bytes of a multiprocessor
+plgpu: Any = mosaic_gpu  # its type stubs lack some exports
+ROWS = 64  # of a warp group's matmul
+_SHARED = 231_000  # bytes per multiprocessor (SM)
 _MOST_STAGES = 4
 
 
 def call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: bool) -> Any:
-    """A kernel of one warp group a program, as a function of arrays.
+    """A kernel of one warp group per program, as a function of arrays.
 
     Args:
         out: shapes of its results.
-        grid: names of its axes and their sizes.
+        grid: names and sizes of its axes.
     """
     options = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
     return plgpu.kernel(
@@ -33,15 +33,18 @@ def call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: b
 
 
 def order(columns: int, bits: int) -> tuple[Any, ...]:
-    """How rows of so many numbers lie in shared memory; factors of a product must lie alike."""
+    """Shared-memory transforms (tiling, swizzle) of rows of this width.
+
+    Both operands of a matmul need the same ones.
+    """
     swizzle = plgpu.find_swizzle(columns * bits, "tile")
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def stages(each: int, beside: int) -> int:
-    """How many tiles of `each` bytes shared memory holds beside all else; of two programs' rather.
+    """Pipeline stages of `each` bytes that fit into shared memory beside `beside` bytes.
 
-    Fewer than two where not even one program has room for them.
+    Sized for two resident programs if possible; fewer than two if not even one program has room.
     """
     for programs in (2, 1):
         count = (_SHARED // programs - beside) // each
@@ -51,5 +54,5 @@ def stages(each: int, beside: int) -> int:
 
 
 def wide(row: jax.Array, columns: int) -> jax.Array:
-    """A number of each row in all its columns."""
+    """A column vector broadcast to all columns."""
     return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))

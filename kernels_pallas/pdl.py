@@ -1,11 +1,11 @@
-"""Lets the next kernel of a GPU begin while this one still runs.
+"""Programmatic dependent launch (PDL): lets the next kernel begin while this one still runs.
 
-From Hopper on a kernel can be launched before the one it waits for has ended (programmatic
-dependent launch, CUDA C++ Programming Guide): its programs take their places and wait in front of
-their first instruction, where XLA has put `griddepcontrol.wait`, until all of the other's results
-can be seen. Without being asked a kernel lets the next one begin when its programs end; asked for
-at their start, the microsecond or so that a launch takes is gone. They ask after having waited
-themselves, so that whoever begins early finds all but the results of this kernel done.
+From Hopper on a kernel can be launched before its predecessor has ended (CUDA C++ Programming
+Guide): its programs become resident and wait at their first instruction, where XLA puts
+`griddepcontrol.wait`, until the predecessor's results are visible. By default a kernel allows its
+successor to launch when its programs end; allowing it at their start hides the launch latency.
+Programs allow it after their own wait, so that whatever begins early finds everything but this
+kernel's results complete.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from kernels_pallas.triton_ops import plt
 
 _HOPPER = 90  # compute capability
-# Waits once more, in case that XLA ever has it done later than first of all.
+# Waits again, in case XLA ever places its own wait later.
 _BEGIN = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
 
 def first_program_id(*, asm: bool) -> Any:
-    """`pl.program_id(0)`, and the next kernel may begin.
+    """`pl.program_id(0)`, allowing the next kernel to launch.
 
-    What a program does must depend on the result, or nobody is told.
+    The program must depend on the result, or the instruction is optimized away.
 
     Args:
         asm: whether the kernel is compiled for a GPU.
@@ -47,5 +47,5 @@ def first_program_id(*, asm: bool) -> Any:
 def _can_begin_early() -> bool:
     try:
         return bool(plt.get_gpu_info().compute_capability >= _HOPPER)
-    except ValueError:  # none that JAX knows
+    except ValueError:  # no GPU known to JAX
         return False

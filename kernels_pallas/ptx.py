@@ -1,4 +1,4 @@
-"""PTX in Mosaic GPU kernels, on registers of two 16-bit numbers, as Triton-style ones have it."""
+"""Inline PTX in Mosaic GPU kernels, on registers of two 16-bit numbers, as in Triton-style ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ mgpu: Any = mosaic_gpu
 
 @contextmanager
 def assembled() -> Iterator[None]:
-    """What `registers` writes as PTX meanwhile is for a Mosaic kernel."""
+    """Within the context `unpack` emits its PTX for a Mosaic kernel."""
     token = unpack.ASSEMBLER.set(ptx)
     try:
         yield
@@ -30,7 +30,7 @@ def assembled() -> Iterator[None]:
 
 
 def ptx(body: str, args: Sequence[Array]) -> Array:
-    """See `registers.ASSEMBLER`; arrays are [64, columns] in the layout of tensor cores."""
+    """See `unpack.ASSEMBLER`; arrays are [64, columns] in the layout of tensor cores."""
     layout = plgpu.Layout.WGMMA
     constraints = ",".join(["=r"] + ["r"] * len(args))
 

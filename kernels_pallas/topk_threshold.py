@@ -1,9 +1,9 @@
-"""The least of the greatest numbers of a row that together weigh so much, without sorting them.
+"""Top-k and top-p threshold kernel: radix select over a row's weights, without sorting.
 
-Its bits are found four at a time, from the highest on. A kernel's programs each take a piece of a
-row and weigh what is not below 15 candidates; the next kernel adds the pieces up, in their order,
-and goes on from the candidate that was found. So a vocabulary takes nine short kernels, where XLA's
-bisection takes four for each of 32 bits.
+The bits of the threshold are found four at a time, from the highest. The programs of a kernel each
+take a piece of a row and sum the weights not below 15 candidates; the next kernel adds up the
+pieces in order and continues from the chosen candidate. A vocabulary takes nine short kernels,
+where XLA's bisection takes four for each of 32 bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def least(
     *,
     interpret: bool = False,
 ) -> UInt[Array, " rows"]:
-    """The largest bits at or above which numbers weigh at least `mass`; 0 where none do.
+    """The largest threshold at or above which the values weigh at least `mass`; or else 0.
 
     Args:
-        order: bits of 32 that are compared.
-        weights: float32, none below 0.
+        order: uint32 keys that are compared.
+        weights: float32, not negative.
     """
     rows, numbers = order.shape
     tile = max(_OF_A_WARP, 1 << (-(-numbers // _PIECES) - 1).bit_length())
@@ -77,7 +77,7 @@ def _kernel(
     row, piece = first_program_id(asm=asm), pl.program_id(1)
     known = known_ref[row]
     if place < 32 - _BITS:
-        # What is not below a higher candidate weighs no more: candidates that hold are the first.
+        # Higher candidates weigh no more, so the candidates that hold come first.
         held = jnp.sum(before_ref[row, :, :], axis=0) >= mass_ref[row]
         held &= lax.iota(jnp.int32, _DIGITS) > 0
         digit: Array = jnp.sum(held.astype(jnp.int32)).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Pallas' Triton-style operations, which JAX is going to drop: None where it has."""
+"""Pallas' Triton-style operations; None once JAX, which has deprecated them, drops them."""
 
 from __future__ import annotations
 

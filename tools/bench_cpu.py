@@ -1,17 +1,15 @@
-"""Speed on a CPU, alone or beside others: `python -m tools.bench_cpu MODEL.gguf... [--json FILE]`.
+"""CPU benchmark, alone or against peers: `python -m tools.bench_cpu MODEL.gguf... [--json FILE]`.
 
-Beside llama.cpp, where a Python has it (`--peer-python`), and beside another checkout of jinfer
-(`--beside`). All load the same file, or llama.cpp what it makes of it in types of its own
-(`--peer-type Q4_K_M`, beside `--set quantization.weights=q4`: what equal quality costs either),
-each in a process of its own that waits while another works; they take turns, and a ratio is the
-median of the ratios of the rounds, because the machine's speed changes from minute to minute but
-hardly within a round. Everyone gets the cores of this process's
-affinity, so that `taskset -c 0` measures one core.
+Peers are llama.cpp, if a Python has it (`--peer-python`), and another checkout of jinfer
+(`--beside`). All load the same file, or llama.cpp its own quantization of it (`--peer-type Q4_K_M`,
+beside `--set quantization.weights=q4`: the cost of equal quality), each in a process of its own
+that waits while another works. They take turns, and a ratio is the median of the ratios of the
+rounds, because the machine's speed changes from minute to minute but hardly within a round. All use
+the cores of this process's affinity, so `taskset -c 0` measures one core.
 
-A decoding step reads all weights once. What that comes to, beside what the machine's memory gives
-at that time, is each decode's share of the bandwidth: a rate cannot grow beyond one, unless caches
-hold the weights. The memory is measured before and after each round too, as other machines on the
-same processor take of it what they want.
+A decoding step reads all weights once. Its share of the bandwidth compares that with the memory's
+read rate at that time: it cannot exceed one, unless caches hold the weights. The memory is measured
+before and after each round too, as other machines on the same processor share it.
 """
 
 from __future__ import annotations
@@ -49,14 +47,14 @@ _ROOT = Path(jinfer.__path__[0]).parent
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: decoding of several sequences, greedy or drawn, or the prefill of one."""
+    """What is measured: decoding of several sequences, greedy or sampled, or the prefill of one."""
 
     kind: str
     size: int
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """Its name in the table."""
         return f"{self.kind} {self.size}"
 
 
@@ -69,14 +67,14 @@ TASKS = tuple(
 
 @dataclass(frozen=True)
 class Side:
-    """An engine that takes part.
+    """An engine under test.
 
     Attributes:
-        name: as the table has it.
-        command: what starts it, but for the model and what follows that.
-        options: what follows the model.
-        folder: a checkout that it is to run from.
-        model: what it loads, if not what all do.
+        name: as in the table.
+        command: starts it, without the model and what follows.
+        options: follow the model.
+        folder: a checkout to run from.
+        model: what it loads, if not the common one.
     """
 
     name: str
@@ -87,7 +85,7 @@ class Side:
 
 
 class Worker:
-    """An engine in a process of its own, that measures one task at a time."""
+    """An engine in its own process, which measures one task at a time."""
 
     def __init__(self, side: Side, model: str) -> None:
         # Only jinfer's own processes need to find its folder.
@@ -112,14 +110,14 @@ class Worker:
         return float(self._answer()["rate"])
 
     def close(self) -> dict[str, Any]:
-        """Ends the process; what it says of its memory."""
+        """Ends the process; returns its memory report."""
         assert self.process.stdin is not None, "the process reads its tasks"
         with self.process:
             self.process.stdin.close()
             return self._answer()
 
     def stop(self) -> None:
-        """Ends the process in whatever it does; nothing where it has ended."""
+        """Kills the process, if it still runs."""
         self.process.kill()
         with self.process:  # which closes what it is spoken to by, and waits
             pass
@@ -139,10 +137,10 @@ class Worker:
 def compare(
     model: str, sides: Sequence[Side], rounds: int, tasks: Sequence[Task]
 ) -> dict[str, Any]:
-    """Measures every side on a model, taking turns; the first is what others are ratios to.
+    """Measures all engines on a model, in turns; ratios are relative to the first.
 
-    A checkout from before tokens were drawn here would measure greedy ones in their place: what a
-    side does not say that it knows is left out.
+    Older checkouts that cannot sample would measure greedy decoding instead: tasks that an engine
+    does not announce are left out.
     """
     workers: list[Worker] = []
     try:
@@ -183,7 +181,7 @@ def compare(
 
 
 def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
-    """Medians of each side, and of the rounds' ratios of our own rate to each other's."""
+    """Medians of each engine, and of the rounds' ratios of our own rate to each other's."""
     ratios = {
         name: [mine / theirs for mine, theirs in zip(rates[own], others, strict=True)]
         for name, others in rates.items()
@@ -199,9 +197,9 @@ def summary(rates: Mapping[str, Sequence[float]], own: str) -> dict[str, Any]:
 
 
 def step_bytes(model: str) -> int | None:
-    """Bytes of weights that a step reads: all but a table only looked up; None if experts choose.
+    """Bytes of weights read per step, without lookup-only tables; None if experts are chosen.
 
-    As they are in the file, which both engines compute on as it is.
+    As stored in the file, which both engines compute on directly.
     """
     tensors = dict(open_checkpoint(model).tensors)
     if any("_exps" in name for name in tensors):
@@ -212,7 +210,7 @@ def step_bytes(model: str) -> int | None:
 
 
 def add_shares(result: dict[str, Any], read: int) -> None:
-    """Says of each decode which share of the bandwidth it reads, the median of the rounds'.
+    """Adds the share of the memory bandwidth to each decode result, the median of the rounds.
 
     Args:
         read: bytes of a step.
@@ -336,7 +334,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _file(source: str) -> str:
-    """The GGUF file of a model, by which every engine finds it in whichever folder it runs."""
+    """The GGUF file of a model, as an absolute path, for engines in other folders."""
     path = open_source(source, {}).weights
     if open_checkpoint(path).format != "gguf":
         raise OSError(f"{path}: is no GGUF file")
@@ -344,10 +342,10 @@ def _file(source: str) -> str:
 
 
 def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[Side]:
-    """Who takes part, ourselves first.
+    """The engines under test, our own first.
 
     Args:
-        folder: for what llama.cpp makes of the model.
+        folder: for llama.cpp's quantized copies of the model.
     """
     python, passed = sys.executable, tuple(word for text in options.set for word in ("--set", text))
     own = (python, "-P", "-m", "jinfer", "bench", "cpu", "--worker", OWN)

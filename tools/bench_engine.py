@@ -1,12 +1,12 @@
-"""What streams feel of one another: `python -m tools.bench_engine SOURCE [--svg FILE]`.
+"""Continuous batching benchmark: `python -m tools.bench_engine SOURCE [--svg FILE]`.
 
-Three measurements, all on one engine in one run, so that they are ratios to one another:
+Four measurements, all on one engine in one run, so that they can be compared:
 
 - a prompt that arrives while four streams decode: the longest gap between two tokens of a stream
-  beside the gap it has when nobody disturbs it, and the new prompt's time to its first token;
-- a beginning of 1,000 tokens that 16 requests share: how often it is computed, and the first
-  token's time of the first request and of the others;
-- streams of mixed lengths that arrive over time: tokens a second together, beside one stream alone;
+  beside its usual gap, and the new prompt's time to first token (TTFT);
+- a prefix of 1,000 tokens shared by 16 requests (prefix cache): how often it is computed, and the
+  TTFT of the first request and of the others;
+- streams of mixed lengths that arrive over time: total tokens per second, beside one stream alone;
 - answers under a JSON schema beside free ones of the same lengths, in turns.
 """
 
@@ -48,7 +48,7 @@ _SCHEMA: dict[str, Any] = {
 
 @dataclass
 class Stream:
-    """A request, and when its tokens came, in seconds from its beginning."""
+    """A request and the arrival times of its tokens, in seconds from its start."""
 
     prompt: list[int]
     tokens: int
@@ -58,7 +58,7 @@ class Stream:
     done: threading.Event = field(default_factory=threading.Event)
 
     def start(self, llm: LLM) -> Stream:
-        """Submits it; greedy, without an end."""
+        """Submits it: greedy, ignoring end-of-text."""
         params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
         (prepared,) = llm.frontend.prepare(self.prompt, params)
         self.begun = time.perf_counter()
@@ -80,7 +80,7 @@ class Gaps:
     Attributes:
         usual, longest: gap between two arrivals at a stream, alone and beside the prompt; tokens of
             one call arrive together.
-        first: from the prompt's arrival to its first token, beside the streams; and alone.
+        first: time to first token of the prompt, beside the streams; and alone.
     """
 
     usual: float
@@ -91,13 +91,13 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Shared:
-    """A beginning that several requests share.
+    """A prefix shared by several requests.
 
     Attributes:
-        computed: tokens of all prompts that were computed.
-        asked: tokens of all prompts.
-        first, others: seconds to the first token, of the first request and (median) of the others.
-        own: the same for a prompt of only what the others have for themselves.
+        computed: prompt tokens computed.
+        asked: prompt tokens requested.
+        first, others: time to first token, of the first request and (median) of the others.
+        own: the same for a prompt with only the unshared part of the others.
     """
 
     computed: int
@@ -109,7 +109,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Tokens a second of many streams together, and of one alone."""
+    """Tokens per second of many streams together, and of one alone."""
 
     streams: int
     together: float
@@ -150,7 +150,7 @@ def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[Gaps, list[Stream]]
 
 
 def shared(llm: LLM, rng: random.Random) -> Shared:
-    """16 requests with the same first 1,000 tokens arrive together."""
+    """16 requests with the same first 1,000 tokens arrive at once."""
     vocab = llm.spec.dims["vocab"]
     begin = _prompt(rng, vocab, _COMMON)
     streams = [Stream([*begin, *_prompt(rng, vocab, 20)], 4) for _ in range(16)]
@@ -186,7 +186,7 @@ def mixed(llm: LLM, rng: random.Random, tokens: int) -> Mixed:
 
 
 def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
-    """Tokens a second under a schema, and over those of free answers as long, for each round."""
+    """Tokens per second under a schema, and of free answers of equal length, for each round."""
     prompts = [f"Person {i} as JSON: " for i in range(count)]
     kept = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=300, json_schema=_SCHEMA)
@@ -210,7 +210,7 @@ def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
 
 
 def drawing(streams: Sequence[Stream], path: str) -> None:
-    """When the tokens of each stream came, as an SVG or PNG."""
+    """Arrival times of the tokens of each stream, as an SVG or PNG."""
     import matplotlib as mpl
 
     mpl.use("svg" if path.endswith("svg") else "agg")

@@ -1,4 +1,4 @@
-"""This engine as one that is measured: prompts and answers of given lengths."""
+"""Benchmark worker of jinfer: prefill and decoding of given lengths."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .llama_peer import DRAWN
 
 
 class TimedEngine:
-    """This engine."""
+    """The engine of this checkout."""
 
     def __init__(self, source: str, keys: Mapping[str, Any]) -> None:
         self.llm = LLM(source, **keys)
         self.fresh, self.words = 0, min(1000, self.llm.spec.dims["vocab"] - 100)
 
     def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
-        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
+        """Seconds to compute prompts and then so many tokens of each, greedy or sampled."""
         # New tokens every time: nothing of a prompt is in the cache yet.
         self.fresh += 1
         prompts = [
@@ -33,7 +33,7 @@ class TimedEngine:
         return time.perf_counter() - begun
 
     def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
-        """Seconds of the decoding alone, or of the prefill where there are no steps."""
+        """Seconds of the decoding alone, or of the prefill if there are no steps."""
         whole = self.run(prompt, rows, steps, drawn=drawn)
         decoding = whole - self.run(prompt, rows, drawn=drawn) if steps else whole
         # A tiny model's tokens take less time than two runs differ by.

@@ -1,9 +1,10 @@
-"""Times the GPU kernels: `python -m tools.bench_kernels [--json FILE]`.
+"""GPU kernel benchmark: `python -m tools.bench_kernels [--json FILE]`.
 
-Products with the matrices of real models at every width and in GGUF's blocks, against what the
-machine's memory and tensor cores were measured to do, and attention over caches of every kind. Each
-time is of a loop over different matrices of a stack, or sequences, much larger than the machine's
-caches, launches and what stands before a product included; `bench_programs` times whole programs.
+Matmuls with the matrices of real models at every width and in GGUF's blocks, relative to the
+measured memory bandwidth and tensor-core throughput, and attention over every kind of KV cache.
+Each time is of a loop over different matrices of a stack, or sequences, much larger than the
+machine's caches, including launches and the prologue of a matmul; `bench_programs` times whole
+programs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _REPEATS = 5
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Median time of a call, after one that compiles."""
+    """Median time of a call, after a first one that compiles."""
     jax.block_until_ready(run())
     times = []
     for _ in range(_REPEATS):
@@ -68,7 +69,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes per second read and written by a copy."""
     x = jnp.zeros((1 << 29,), jnp.float32)
 
     @jax.jit
@@ -79,7 +80,7 @@ def copy_rate() -> float:
 
 
 def matmul_rate() -> float:
-    """Operations a second of a product of bf16 matrices of random numbers."""
+    """Operations per second of a bf16 matmul with random numbers."""
     size, times = 8192, 10
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) / 90
 
@@ -108,7 +109,7 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
-    """Seconds of one product."""
+    """Seconds of one matmul."""
     one = random_stack(format, 1, outputs, inputs).nbytes
     count = max(2, min(64, _STACK_BYTES // one))
     stack = random_stack(format, count, outputs, inputs)
@@ -136,7 +137,7 @@ def filled_pool(kind: str, shape: tuple[int, ...]) -> Kept:
 
 
 def scattered_tables(rows: int, length: int) -> Array:
-    """Tables of sequences whose blocks lie anywhere in a pool that holds them all."""
+    """Block tables of sequences whose blocks lie anywhere in a pool that holds them all."""
     blocks = rows * length // TOKENS
     order = jax.random.permutation(jax.random.key(3), blocks).astype(jnp.int32)
     return order.reshape(rows, length // TOKENS)
@@ -145,10 +146,10 @@ def scattered_tables(rows: int, length: int) -> Array:
 def time_attention(
     kind: str, context: int, decoding: int, prompt: int, backend: Backend
 ) -> tuple[float, int]:
-    """Seconds of 32 query heads' attention over 8 key heads, and the bytes it must read.
+    """Seconds of attention with 32 query heads over 8 key heads, and the bytes it must read.
 
     Args:
-        decoding: sequences with a token each.
+        decoding: sequences with one token each.
         prompt: tokens of one more sequence, the last ones of its context.
     """
     kv_heads, heads, dim = 8, 32, 128
@@ -178,7 +179,7 @@ def time_attention(
 
 
 def measure(names: list[str], rows: list[int], backend: str, caches: list[str]) -> dict[str, Any]:
-    """All figures; times in seconds, rates in bytes or operations a second."""
+    """All results; times in seconds, rates in bytes or operations per second."""
     copied, multiplied = copy_rate(), matmul_rate()
     device = jax.devices()[0].device_kind
     result: dict[str, Any] = {"device": device, "copy": copied, "matmul": multiplied}
@@ -251,7 +252,7 @@ def check(file: Path | None) -> None:
 
 
 def write(file: Path | None, figures: Mapping[str, Any]) -> None:
-    """All figures as JSON, where a file was named."""
+    """Writes all results as JSON, if a file was named."""
     if file:
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""Measures products with quantized matrices, by width, shape and rows.
+"""Quantized matmul benchmark (GEMV, GEMM), by width, shape and rows.
 
-Many matrices of each shape are gone through in turn in one program, more than caches hold, so that
-weights come from memory as in a model. GB/s counts the weights' bytes; GMAC/s the multiplications.
+One program loops over many matrices of each shape, more than caches hold, so that weights come from
+memory as in a model. GB/s counts the weights' bytes; GMAC/s the multiplications.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _matrices(
 
 
 def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float:
-    """Seconds for a product, the least of several runs."""
+    """Seconds for a matmul, the least of several runs."""
 
     def products(x: jax.Array, weights: list[QuantizedTensor]) -> jax.Array:
         total = jnp.zeros((), jnp.float32)
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _list[T](one: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Reads texts with commas between them."""
+    """Parses comma-separated texts."""
 
     def read(text: str) -> list[T]:
         try:

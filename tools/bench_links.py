@@ -1,4 +1,4 @@
-"""What a process's cores and the links between processes give, measured for the cost model."""
+"""Cost model measurements: a process's cores, and the links between processes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ _LARGE = 64  # times a token's vector: what tells a link's rate from its latency
 
 
 class Products:
-    """Products with many matrices one after the other, as a model's layers do them."""
+    """Matmuls with many matrices one after the other, as in a model's layers."""
 
     def __init__(self, parameter: Any) -> None:
-        """
-        Args:
-            parameter: an abstract matrix, as it is stored.
+        """Args:
+        parameter: an abstract matrix, as it is stored.
         """
         count = min(_MOST, max(2, _BYTES // nbytes(parameter)))
         self._weights = [_random(parameter, seed) for seed in range(count)]
@@ -45,11 +44,11 @@ class Products:
         self._compiled = {1: self._compile(1)}
 
     def read(self) -> float:
-        """Bytes a second that are read for a single row."""
+        """Bytes per second read for a single row."""
         return self.bytes / self._seconds(1)
 
     def flops(self, rows: int) -> float:
-        """Operations a second of so many rows."""
+        """Operations per second for so many rows."""
         return 2 * rows * self.numbers / self._seconds(rows)
 
     def _seconds(self, rows: int) -> float:
@@ -58,7 +57,7 @@ class Products:
         return median_seconds(lambda: compiled(x, self._weights).block_until_ready(), _SECONDS)
 
     def before_sums(self, site: Site, numbers: int) -> float:
-        """Seconds of a product, and of the sum of so many numbers of all devices after it."""
+        """Seconds of a matmul followed by an all-reduce of so many numbers."""
 
         @jax.jit
         @partial(jax.shard_map, mesh=site.mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -104,7 +103,7 @@ def _random(parameter: Any, seed: int) -> Any:
 
 
 def median_seconds(run: Callable[[], Any], seconds: float) -> float:
-    """What a run takes, as often as the time allows."""
+    """Median duration of a run, repeated as often as the time allows."""
     run()  # so that nothing is done for the first time
     taken, end = list[float](), time.perf_counter() + seconds
     while not taken or time.perf_counter() < end:
@@ -115,14 +114,14 @@ def median_seconds(run: Callable[[], Any], seconds: float) -> float:
 
 
 def sum_link(size: int, products: Products) -> Link:
-    """The link of sums among all devices of a job, of which each process has one.
+    """The all-reduce link among all devices of a job, one per process.
 
-    Sums that follow products, as a layer's do, take longer than one sum after another: the
-    processes come to them at different times, and who waits has to wake up.
+    All-reduces after matmuls, as in a layer, take longer than repeated ones: processes arrive at
+    different times, and waiting ones have to wake up.
 
     Args:
         size: numbers of a token's vector.
-        products: that sums follow.
+        products: the matmuls before each all-reduce.
     """
     site = Site(tuple(jax.devices()))
     count = len(site.devices)
@@ -139,7 +138,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def pass_link(group: Group, size: int) -> Link:
-    """The link that stages of processes 0 and 1 pass vectors over; called in all processes.
+    """The point-to-point link of stages 0 and 1 (pipeline parallelism); called in all processes.
 
     Args:
         size: numbers of a token's vector.
@@ -150,7 +149,7 @@ def pass_link(group: Group, size: int) -> Link:
 
 
 def _passing(group: Group, sender: ThreadPoolExecutor, name: int, numbers: int) -> float:
-    """Seconds that a vector takes from a device of one process to one of the other."""
+    """Seconds to send a vector from a device of one process to one of the other."""
     x = jax.device_put(np.ones((1, numbers), np.float32), jax.local_devices()[0])
 
     def send(index: int) -> None:
@@ -172,6 +171,6 @@ def _passing(group: Group, sender: ThreadPoolExecutor, name: int, numbers: int) 
 
 
 def _link(small: float, large: float, size: float) -> Link:
-    """What two times say, of a message and of one that is `_LARGE` times as large."""
+    """Latency and bandwidth from the times of a message and of one `_LARGE` times its size."""
     rate = (_LARGE - 1) * size / max(large - small, 1e-9)
     return Link(rate, max(small - size / rate, 0.0))

@@ -1,6 +1,6 @@
-"""Checkpoints to measure with: `python -m tools.bench_models OUT.gguf (--source X | --shape 1.1b)`.
+"""Benchmark checkpoints: `python -m tools.bench_models OUT.gguf (--source X | --shape 1.1b)`.
 
-Real weights with all matrices in one type, or made-up ones of a real shape.
+Real weights with all matrices in one type, or random weights of a real shape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = "smollm2_135m_instruct"  # whose tokenizer a made-up model has
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a decoder with gated feed-forwards and shared key and value heads."""
+    """Sizes of a Llama-like decoder (gated MLP, GQA)."""
 
     layers: int
     hidden: int
@@ -58,7 +58,7 @@ class LlamaShape:
             yield f"blk.{i}.ffn_down.weight", (self.hidden, self.intermediate)
 
     def metadata(self) -> dict[str, Any]:
-        """What GGUF says of these sizes."""
+        """GGUF metadata of these sizes."""
         return {
             "llama.block_count": self.layers,
             "llama.context_length": self.context,
@@ -80,7 +80,7 @@ SHAPES = {
 
 
 def convert(source: Path, out: Path, type_name: str) -> None:
-    """Writes a GGUF file again with all its matrices in one type."""
+    """Rewrites a GGUF file with all its matrices in one type."""
     checkpoint = open_checkpoint(source)
     writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
     copy_metadata(writer, checkpoint.metadata)
@@ -125,14 +125,14 @@ def _packed(name: str, values: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def copy_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Adds another file's metadata, but what the writer says itself."""
+    """Copies another file's metadata, except what the writer sets itself."""
     for key, value in metadata.items():
         if key not in ("general.architecture", "general.file_type") and key[:5] != "GGUF.":
             _add(writer, key, value)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """A value of metadata, in the type that it was read as."""
+    """Adds a metadata value, in the type it was read as."""
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -147,7 +147,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes the file, which gets its name when it is whole."""
+    """Writes the file, which is renamed to its final name when complete."""
     out = Path(writer.path or "")
     part = out.with_name(f".{out.name}.part")
     try:

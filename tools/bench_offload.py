@@ -1,7 +1,8 @@
-"""Offload between a GPU and its host: `python -m tools.bench_offload MODEL [--json FILE]`.
+"""CPU offload benchmark (GPU and host): `python -m tools.bench_offload MODEL [--json FILE]`.
 
 The same prompts on the device alone, and with layers, embeddings, a share of the KV cache or
-streamed weights on the host. Each split is a process of its own, so that its memory is its own.
+streamed weights on the host. Each split runs in its own process, so that its memory can be
+measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SECONDS = 120  # a split may take
 
 
 def splits(layers: int) -> dict[str, dict[str, Any]]:
-    """What is compared: a name, and keys of `[partition]`."""
+    """The compared splits: a name, and keys of `[partition]`."""
     return {
         "device alone": {},
         "2 layers on the host": {"cpu_layers": 2},
@@ -85,7 +86,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
 
 
 def in_a_process(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """`measure_split` in a new process; what it said where it failed."""
+    """`measure_split` in a new process; or its error output."""
     command = [sys.executable, "-m", "tools.bench_offload", source, "--dtype", dtype]
     try:
         done = subprocess.run(
@@ -105,7 +106,7 @@ def in_a_process(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str, 
 
 
 def compare(source: str, layers: int, dtype: str) -> dict[str, Any]:
-    """All splits, each with whether its tokens are the device's alone."""
+    """All splits, each with whether its tokens equal the device's alone."""
     found: dict[str, Any] = {}
     expected: Any = None
     for name, keys in splits(layers).items():

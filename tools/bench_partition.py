@@ -1,13 +1,12 @@
-"""Splits of a model beside each other: `python -m tools.bench_partition SOURCE --devices "0;1"`.
+"""Tensor / pipeline parallelism benchmark: `python -m tools.bench_partition SOURCE --devices "0;1"`
 
-Of each split: what its devices have and exchange, and how long one sequence waits for a token and
-how many tokens a second all requests get together. Virtual devices of one CPU share its cores, so
-of these only what is exchanged and computed is said, and how much of the time stages worked at the
-same time.
+For each split: weights and communication of its devices, latency of one sequence and throughput of
+all requests. Virtual devices of one CPU share its cores, so for these only communication,
+computation and the overlap of stages are reported.
 
 `--processes 2` compares one process with jobs of several that share its cores, each bound to its
-own, and what the cost model predicts of them. `--predict` measures nothing: it asks the cost model
-which split of well-known models is best on 1 to 64 devices.
+own, and with the cost model's prediction. `--predict` measures nothing: it asks the cost model for
+the best split of well-known models on 1 to 64 devices.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ _COLOURS = ("#3d5a80", "#c8553d", "#7fa677", "#b8a468", "#6b8fb5", "#8a5a83", "#
 
 @dataclass(frozen=True)
 class Measured:
-    """A split.
+    """Results of a split.
 
     Attributes:
-        weights: bytes of the device that has most.
-        exchanges: sums and gathers of a step, in all stages.
-        moved: bytes that go from stage to stage for a token.
-        latency: seconds from a token to the next, of a request alone.
-        rate: tokens a second of all requests together.
-        together: the share of the time in which several stages were busy.
+        weights: bytes on the fullest device.
+        exchanges: all-reduces and all-gathers of a step, in all stages.
+        moved: bytes passed between stages per token.
+        latency: seconds per token of a single request.
+        rate: tokens per second of all requests together.
+        together: share of the time in which several stages were busy.
     """
 
     devices: str
@@ -124,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _processes(options: argparse.Namespace) -> int:
-    """Splits over processes, or one of these."""
+    """Compares splits over processes, or runs as one of these processes."""
     keys: dict[str, Any] = {"engine.slots": options.requests, "engine.context": 256}
     for text in options.set:
         keys |= parse_flat(text)
@@ -213,7 +212,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def to_svg(busy: Sequence[Busy]) -> str:
-    """When each stage was busy, in the colour of the lane that it worked for."""
+    """When each stage was busy, in the colour of its micro-batch."""
     width, height, left = 860.0, 26.0, 70.0
     begin, end = min(call.begin for call in busy), max(call.end for call in busy)
     scale = (width - left - 10) / max(end - begin, 1e-9)
@@ -240,7 +239,7 @@ def to_svg(busy: Sequence[Busy]) -> str:
 
 
 def predictions() -> list[str]:
-    """What the cost model says of well-known models, a table for each machine and width."""
+    """The cost model's predictions for well-known models, a table for each machine and width."""
     tables = []
     for name, count in (("rtx4090", _COUNTS), ("a100", _COUNTS), ("h100", (8, 16, 32, 64))):
         for bits, word in ((16.0, "16 bits"), (4.5, "3.5 bits with their blocks' numbers")):
@@ -263,7 +262,7 @@ def predictions() -> list[str]:
 
 
 def _cell(work: Work, machine: Machine, devices: int) -> str:
-    """The fastest split of so many devices for a sequence, and the one with most tokens."""
+    """The fastest split of so many devices for one sequence, and the one of highest throughput."""
     fitting = [
         found
         for pipe, tensor in layouts(devices)

@@ -1,10 +1,10 @@
-"""Splits over processes that are devices of their own: each has its share of the cores.
+"""Multi-process split benchmark: processes as devices, each with its share of the cores.
 
-One process with all cores, and jobs of several with equal shares of them, by layers and by tensors,
-load the same model and take turns. What the cost model predicts of the jobs, from figures measured
-in the same processes before, stands beside what is measured. The time of a step that neither
-reading nor multiplying explains is taken from the single process, whose prediction is therefore
-what it measured.
+One process with all cores, and jobs of several with equal shares of them, by pipeline and tensor
+parallelism, load the same model and take turns. The cost model's prediction, from measurements in
+the same processes, is shown beside the results. The part of a step that neither reading nor
+multiplying explains is taken from the single process, whose prediction therefore equals its
+measurement.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _NO_LINK = Link(float("inf"), 0.0)
 
 @dataclass
 class Side:
-    """Processes that compute a model together.
+    """A job of processes that compute a model together.
 
     Attributes:
-        devices: as `partition.devices`; "" for one process without.
-        pipe, tensor: the layout.
-        figures: what its first process found of its cores and links.
-        rates: tokens a second of each round, by how many sequences there were.
+        devices: as `partition.devices`; "" for a single process.
+        pipe, tensor: pipeline and tensor parallel sizes.
+        figures: cost model measurements of its first process.
+        rates: tokens per second of each round, by number of sequences.
     """
 
     devices: str
@@ -62,7 +62,7 @@ class Side:
     rates: dict[int, list[float]] = field(default_factory=dict)
 
     def answer(self) -> dict[str, Any]:
-        """What the first process says next. Raises `OSError` where it has ended."""
+        """The next message of the first process. Raises `OSError` if it has ended."""
         out = self.processes[0].stdout
         assert out is not None, "it is read from"
         for line in out:
@@ -71,7 +71,7 @@ class Side:
         raise OSError(f'the processes of "{self.devices}" ended without an answer')
 
     def measure(self, rows: int) -> float:
-        """Tokens a second of so many sequences."""
+        """Tokens per second of so many sequences."""
         given = self.processes[0].stdin
         assert given is not None, "it is written to"
         given.write(f"decode {rows}\n")
@@ -79,7 +79,7 @@ class Side:
         return float(self.answer()["rate"])
 
     def stop(self) -> None:
-        """Ends all processes, in whatever they do."""
+        """Kills all processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -89,13 +89,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """A split beside one process.
+    """A split beside a single process.
 
     Attributes:
-        rows: sequences at a time.
-        rate, single: tokens a second of the split and of one process, the medians of the rounds.
+        rows: number of sequences.
+        rate, single: tokens per second of the split and of one process, medians of the rounds.
         ratio, least, most: of the rounds' rates.
-        predicted: tokens a second, by the cost model.
+        predicted: tokens per second, by the cost model.
     """
 
     devices: str
@@ -109,16 +109,16 @@ class Compared:
 
     @property
     def deviation(self) -> float:
-        """How far off the prediction is."""
+        """Relative error of the prediction."""
         return self.predicted / self.rate - 1
 
 
 def compare(options: argparse.Namespace, keys: Mapping[str, Any], command: Sequence[str]) -> str:
-    """Measures the splits; gives a report.
+    """Measures the splits; returns a report.
 
     Args:
-        keys: that the model is opened with, by their dotted names.
-        command: what starts a worker, see `split_worker`.
+        keys: overrides the model is opened with, by dotted name.
+        command: starts a worker, see `bench_split_worker`.
 
     Raises:
         OSError: a process has ended.
@@ -165,7 +165,7 @@ def compare(options: argparse.Namespace, keys: Mapping[str, Any], command: Seque
 def _started(
     devices: str, groups: Sequence[Sequence[int]], command: Sequence[str]
 ) -> list[subprocess.Popen[str]]:
-    """A process for each group of cores, with one device."""
+    """Starts a process for each group of cores, with one device."""
     port = _free_port()
     made = []
     for rank, cores in enumerate(groups):
@@ -190,7 +190,7 @@ def _free_port() -> int:
 
 
 def _compared(sides: Sequence[Side], source: str, keys: Mapping[str, Any]) -> list[Compared]:
-    """The splits beside the single process, which is the first."""
+    """The splits relative to the single process, which is the first."""
     single, *splits = sides
     found = list[Compared]()
     for rows, rates in single.rates.items():
@@ -213,7 +213,7 @@ def _compared(sides: Sequence[Side], source: str, keys: Mapping[str, Any]) -> li
 
 
 def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[Work, list[float]]:
-    """What a model asks for, and which part of what is read each stage has."""
+    """The model's work for the cost model, and the share of the bytes each stage reads."""
     opened = open_model(source, {**keys, "partition.devices": devices})
     spec, dtype = opened.spec, jnp.dtype(opened.dtype)
     model = find_weights(build(spec, dtype), spec, opened.checkpoint, opened.activations).model
@@ -226,11 +226,11 @@ def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[Work, li
 
 
 def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[float]) -> float:
-    """Tokens a second of so many sequences.
+    """Predicted tokens per second of so many sequences.
 
     Args:
-        single: whose rates say what a step takes beside reading and multiplying.
-        shares: which part of what is read each stage has.
+        single: the single process, whose rates give the fixed cost of a step.
+        shares: the share of the bytes each stage reads.
     """
     own, found = single.figures, side.figures
     alone = Machine(0.0, own["read"], own["flops"], _NO_LINK, _NO_LINK, 0.0)
@@ -272,7 +272,7 @@ def _of(
 
 
 def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
-    """What was measured before, for the cost model."""
+    """The measurements, as machine parameters of the cost model."""
     single, *splits = sides
     lines = [
         f"one process with {cores} cores reads {single.figures['read'] / 1e9:.1f} GB/s of weights; "

@@ -1,9 +1,8 @@
-"""Times jinfer's own programs on a GPU: `python -m tools.bench_programs [--formats q4 Q4_K ...]`.
+"""Whole-program GPU benchmark: `python -m tools.bench_programs [--formats q4 Q4_K ...]`.
 
-A model of a well-known shape with random weights: decoding one and more sequences, greedily or as
-most requests do (temperature and top_p), and prompts.
-Beside each time its share of what the machine's memory and its tensor cores were measured to do,
-and with `--kernels` where it goes, kernel by kernel.
+A model of a well-known shape with random weights: prompts, and decoding of one and more sequences,
+greedy or with temperature and top_p. Each time is also given as a share of the measured memory
+bandwidth and tensor-core throughput, and with `--kernels` kernel by kernel.
 """
 
 from __future__ import annotations
@@ -96,12 +95,12 @@ _REPEATS = 5
 
 
 def llama(format: str, sizes: Mapping[str, Any] = LLAMA_3_8B) -> AbstractModel:
-    """A model of the Llama line as a GPU has it, without numbers."""
+    """An abstract Llama-like model for a GPU."""
     return abstract_model("llama", sizes, format)
 
 
 def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> AbstractModel:
-    """A family's model of these sizes, its matrices in a format, without numbers."""
+    """An abstract model of a family with these sizes, its matrices in a format."""
 
     def lookup(key: str) -> Any:
         if key not in sizes:
@@ -123,7 +122,7 @@ def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> Abstra
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _random(shape: tuple[int, ...], dtype: Any, key: Array) -> Array:
-    """Codes of any kind, and numbers with which activations stay in range."""
+    """Random codes of any kind, and block numbers that keep activations in range."""
     if dtype == jnp.uint32:
         return jax.random.bits(key, shape, dtype)
     if dtype == jnp.int8:
@@ -134,7 +133,7 @@ def _random(shape: tuple[int, ...], dtype: Any, key: Array) -> Array:
 
 
 def random_leaves(programs: Programs) -> tuple[Array, ...]:
-    """What programs are given of a model with random weights."""
+    """Random weights as operands of the programs."""
     keys = jax.random.split(jax.random.key(0), len(programs.leaves))
     return tuple(
         _random(leaf.shape, leaf.dtype, key)
@@ -143,7 +142,7 @@ def random_leaves(programs: Programs) -> tuple[Array, ...]:
 
 
 def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
-    """All slots have a sequence of so many tokens and go on, greedily or not."""
+    """Device state in which all slots decode, at so many tokens, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
     one = sampler_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
@@ -163,7 +162,7 @@ def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
 
 
 def scattered(programs: Programs) -> dict[str, Array]:
-    """Tables of all slots, whose blocks lie anywhere."""
+    """Block tables of all slots, with blocks anywhere in the pool."""
     slots = programs.sizes.slots
     order = jax.random.permutation(jax.random.key(3), slots * SLOT_BLOCKS).astype(jnp.int32)
     table = order.reshape(slots, SLOT_BLOCKS)
@@ -185,7 +184,7 @@ def compile_task(programs: Programs, task: str) -> Any:
 def time_task(
     programs: Programs, compiled: Any, leaves: tuple[Array, ...], task: str, *, kernels: bool
 ) -> tuple[float, Kernels]:
-    """Seconds of a step or of a prompt, and where they go."""
+    """Seconds of a step or a prompt, and its profile."""
     kind, number = task.split("-")
     count, steps = int(number), 1 if kind == "prompt" else MAX_STEPS
     state = state_at(programs, LENGTH, sampled=kind == "sampled")
@@ -215,7 +214,7 @@ def time_task(
 
 
 def bytes_read(model: AbstractModel, task: str) -> int:
-    """Of weights that a step or a prompt reads, and of keys and values before it."""
+    """Bytes of weights, and of previous keys and values, read by a step or a prompt."""
     kind, count = task.split("-")
     weights = sum(
         leaf.size * leaf.dtype.itemsize
@@ -230,7 +229,7 @@ def bytes_read(model: AbstractModel, task: str) -> int:
 
 
 def operations(model: AbstractModel, task: str) -> int:
-    """Multiplications and additions of the products."""
+    """Multiplications and additions of the matmuls."""
     kind, count = task.split("-")
     total = 0
     for one, role in zip(model.parameters, model.roles, strict=True):
@@ -248,7 +247,7 @@ def measure(
     shape: str = "llama3_8b",
     slots: int = SLOTS,
 ) -> dict[str, Any]:
-    """All figures; times in seconds, rates in bytes or operations a second."""
+    """All results; times in seconds, rates in bytes or operations per second."""
     copied, multiplied = copy_rate(), matmul_rate()
     device = jax.devices()[0].device_kind
     print(f"{device}: copy {copied / 1e12:.2f} TB/s, bf16 {multiplied / 1e12:.0f} TFLOP/s")

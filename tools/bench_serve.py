@@ -1,8 +1,9 @@
-"""How a server stands load: `python -m tools.bench_serve URL [--rate 1,2,4 | --clients 1,8]`.
+"""Server load test: `python -m tools.bench_serve URL [--rate 1,2,4 | --clients 1,8]`.
 
 For any server with OpenAI's `/v1/chat/completions` or `/v1/completions` (jinfer, llama-server,
-vLLM). Open loop (`--rate`): users come by chance, so many a second on average, whether or not the
-server keeps up; closed loop (`--clients`): so many users, each of whom asks again when answered.
+vLLM). Open loop (`--rate`): Poisson arrivals at a given rate, whether or not the server keeps up;
+closed loop (`--clients`): a fixed number of users, each of whom sends the next request when
+answered.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _CONNECT = 10.0  # seconds
 
 
 class BenchError(ValueError):
-    """A measurement that cannot be made: one line."""
+    """A measurement that cannot be made; one line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask, and how.
+    """The server under test.
 
     Attributes:
         client: connected to the server.
-        model: which of its models.
-        chat: chat completions, else completions of texts.
-        extra: more fields of each request.
-        begun: when the load began, by the clock that `time.perf_counter` is.
+        model: model name.
+        chat: chat completions, otherwise text completions.
+        extra: additional request fields.
+        begun: start of the load, by `time.perf_counter`.
     """
 
     client: httpx.AsyncClient
@@ -53,7 +54,7 @@ class Target:
     begun: float
 
     def now(self) -> float:
-        """Seconds of the load."""
+        """Seconds since the start of the load."""
         return time.perf_counter() - self.begun
 
     async def ask(self, said: Sequence[Mapping[str, str]], tokens: int) -> tuple[Answered, str]:
@@ -103,7 +104,7 @@ class Target:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """What a server says is wrong."""
+    """The error message of a server's response."""
     try:
         error = reply.json()["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:200]
@@ -200,7 +201,7 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
 
 
 def report(options: argparse.Namespace, rows: Sequence[Figures]) -> int:
-    """Prints the figures, and writes the files that were asked for; 1 if nothing was answered."""
+    """Prints the results, and writes the requested files; 1 if nothing was answered."""
     print(table(rows))
     for row in rows:
         for why, count in row.errors.items():

@@ -1,4 +1,4 @@
-"""What a server is asked in a measurement: prompts, lengths, arrivals, all from one seed."""
+"""Server load: prompts, lengths and arrival times, all from one seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths, and how often each comes.
+    """A distribution of lengths.
 
     Attributes:
         lengths: words of a prompt, or tokens of an answer.
@@ -37,20 +37,20 @@ class Mix:
         return cls(tuple(lengths), tuple(weights))
 
     def draw(self, rng: random.Random) -> int:
-        """One of the lengths."""
+        """A random length."""
         return rng.choices(self.lengths, self.weights)[0]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What users ask.
+    """The requests of users.
 
     Attributes:
         prompt: words of a question.
-        answer: tokens of an answer, at most.
-        shared: words that all conversations begin with.
-        turns: questions of a conversation, each with all that was said before.
-        seed: of all draws.
+        answer: max tokens of an answer.
+        shared: words of the prefix shared by all conversations.
+        turns: questions per conversation, each with the history before it.
+        seed: of the random generator.
     """
 
     prompt: Mix
@@ -62,14 +62,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, and how long its answer may be."""
+    """A question, and the max length of its answer."""
 
     question: str
     tokens: int
 
 
 def conversation(work: Work, number: int) -> list[Turn]:
-    """The turns of one user: the same ones for each run with the same seed."""
+    """The turns of one user; the same for each run with the same seed."""
     rng = random.Random(f"{work.seed}/{number}")
     begin = words(random.Random(f"{work.seed}/shared"), work.shared)
     turns = []
@@ -81,12 +81,12 @@ def conversation(work: Work, number: int) -> list[Turn]:
 
 
 def words(rng: random.Random, count: int) -> str:
-    """So many words; a common word is about a token."""
+    """A text of so many words; a common word is about a token."""
     return " ".join(rng.choices(_WORDS, k=count))
 
 
 def arrivals(rate: float, count: int, seed: int | str) -> Sequence[float]:
-    """Seconds at which users come: so many a second on average, none knowing of the others."""
+    """Arrival times of a Poisson process of this rate, in seconds."""
     rng, now, times = random.Random(f"{seed}/arrivals"), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)

@@ -1,4 +1,4 @@
-"""From the times of answers to the figures of a load, as a table, JSON and a drawing."""
+"""Load test statistics: TTFT, inter-token latency and throughput as a table, JSON and a drawing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass
 class Answered:
-    """One answer, in seconds from the beginning of its load.
+    """One answer, in seconds from the start of its load.
 
     Attributes:
-        begun: when it was asked.
-        times: when its pieces came.
-        tokens: of the answer: as the server counts them, else its pieces.
-        prompt, cached: tokens of the prompt, and how many of them the server had already.
+        begun: when it was requested.
+        times: arrival times of its chunks.
+        tokens: of the answer: as the server reports, otherwise its chunks.
+        prompt, cached: prompt tokens, and how many of them the server had cached.
         error: why there is none.
     """
 
@@ -32,24 +32,24 @@ class Answered:
 
     @property
     def first(self) -> float:
-        """Seconds to the first piece."""
+        """Time to first chunk (TTFT)."""
         return self.times[0] - self.begun
 
     @property
     def between(self) -> float:
-        """Seconds between two tokens, on average."""
+        """Mean time between tokens (TPOT)."""
         return (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Within what an answer is good, in seconds; None: whatever it takes."""
+    """Service level objectives, in seconds; None: unlimited."""
 
     first: float | None = None
     between: float | None = None
 
     def kept(self, answer: Answered) -> bool:
-        """Whether an answer is within them."""
+        """Whether an answer meets them."""
         return answer.first <= (self.first or math.inf) and answer.between <= (
             self.between or math.inf
         )
@@ -57,19 +57,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Figures:
-    """A load and what came of it.
+    """A load and its results.
 
     Attributes:
-        load: as it is called in tables.
-        offered: requests a second, or clients.
-        answers, failed: how many came, and how many did not.
-        seconds: from the first question to the end of the last answer.
-        requests, tokens, prompts: a second: answers, their tokens, tokens of their prompts.
-        good: answers a second that kept to the limits.
-        cached: share of the prompts' tokens that the server had already.
-        first, between, gap, whole: percentiles in seconds: first token; average time between two
-            tokens of an answer; time between two pieces; whole answer.
-        errors: why answers failed, and how many.
+        load: its name in tables.
+        offered: requests per second, or clients.
+        answers, failed: number of answers and of failures.
+        seconds: from the first request to the end of the last answer.
+        requests, tokens, prompts: per second: answers, their tokens, tokens of their prompts.
+        good: answers per second within the limits (goodput).
+        cached: share of the prompt tokens that the server had cached.
+        first, between, gap, whole: percentiles in seconds: time to first token; mean time between
+            tokens; time between two chunks; whole answer.
+        errors: error messages and their counts.
     """
 
     load: str
@@ -90,7 +90,7 @@ class Figures:
 
 
 def figures(load: str, offered: float, answers: Sequence[Answered], limits: Limits) -> Figures:
-    """What the answers of one load amount to."""
+    """The results of one load."""
     done = [each for each in answers if each.error is None and each.times]
     errors: dict[str, int] = {}
     for each in answers:
@@ -120,7 +120,7 @@ def figures(load: str, offered: float, answers: Sequence[Answered], limits: Limi
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The value that so many percent are not above: one of the values; 0 where there is none."""
+    """The value that so many percent do not exceed: one of the values; 0 if there are none."""
     ordered = sorted(values)
     return {
         f"p{share}": ordered[max(math.ceil(share / 100 * len(ordered)) - 1, 0)] if ordered else 0.0
@@ -146,12 +146,12 @@ def _three(found: Mapping[str, float]) -> str:
 
 
 def record(rows: Sequence[Figures], about: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures for a program."""
+    """All results as JSON values."""
     return {**about, "loads": [asdict(row) for row in rows]}
 
 
 def drawing(rows: Sequence[Figures], path: str, unit: str) -> None:
-    """Rates and waiting against the load, as an SVG or PNG."""
+    """Throughput and latency over load, as an SVG or PNG."""
     import matplotlib as mpl
 
     mpl.use("svg" if path.endswith("svg") else "agg")

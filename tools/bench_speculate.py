@@ -1,12 +1,13 @@
-"""What drafts of tokens gain: `python -m tools.bench_speculate SOURCE [--json FILE]`.
+"""Speculative decoding benchmark: `python -m tools.bench_speculate SOURCE [--json FILE]`.
 
-Every figure is a ratio to plain decoding, taken in turns with it on one engine:
+All results are ratios to plain decoding, measured in turns on one engine:
 
-- a plain run is recorded and replayed as drafts, each token of which is right with a given chance:
-  tokens a call beside what the formula says, and speed, over chances, sizes of drafts and streams;
+- a plain run is recorded and replayed as drafts, each token of which is right with a given
+  probability: tokens per call beside the formula, and speed, over acceptance rates, draft sizes and
+  numbers of streams;
 - prompt lookup on a prompt whose answer copies it, and on one whose answer edits it.
 
-The answers are compared: a token that differs ends the measurement.
+Answers are compared: a token that differs ends the measurement.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _PROMPTS = {
 
 
 class Turns:
-    """Prompts that are answered without drafts and with them in turn."""
+    """Prompts that are answered with and without drafts in turn."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> None:
         self.llm, self.prompts, self.rounds = llm, prompts, rounds
@@ -71,7 +72,7 @@ class Turns:
         accuracy: float | None = None,
         formula: float | None = None,
     ) -> Gain:
-        """Measures; the first round is left out."""
+        """Measures; the first round is a warm-up."""
         for future in speculation.announce(self.llm.frontend.engine):
             future.result()
         ratios = []
@@ -100,7 +101,7 @@ class Turns:
 
 
 def replayed(turns: Turns, accuracy: float, nodes: int | None) -> Gain:
-    """Drafts that are right with a given chance."""
+    """Drafts that are right with a given probability."""
     prompts = [tuple(prompt) for prompt in turns.prompts]
     answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
     replay = Replay(answers, accuracy, turns.llm.spec.dims["vocab"])

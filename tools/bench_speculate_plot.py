@@ -1,4 +1,4 @@
-"""What drafts gain, drawn: times plain decoding, over how often they are right."""
+"""Speculative decoding plot: speedup over plain decoding, by acceptance rate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gain:
-    """A way of drafting beside none.
+    """A way of drafting relative to plain decoding.
 
     Attributes:
-        name: what drafted.
-        streams: answers at a time.
+        name: of the drafter.
+        streams: parallel answers.
         ratios: seconds without drafts over seconds with them, of each round.
         calls, tokens: of one round: tokens beyond the first of each answer.
         accepted, drafted: tokens of drafts.
-        accuracy: the chance that a replayed token is right; None: these are no replayed ones.
-        nodes: of each call; None: as many as pay.
-        formula: tokens a call, as they should be; none: nobody knows.
+        accuracy: the probability that a replayed token is right; None: not replayed.
+        nodes: draft tokens per call; None: as many as pay off.
+        formula: expected tokens per call, if known.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Gain:
 
     @property
     def middle(self) -> float:
-        """The ratio that half of the rounds are not above."""
+        """The median ratio."""
         return statistics.median(self.ratios)
 
     def line(self) -> str:

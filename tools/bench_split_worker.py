@@ -1,4 +1,4 @@
-"""A process of a split that is measured: alone, or one of a job. It answers a task a line."""
+"""Benchmark worker of `bench_process_splits`: one process of a job; a task per input line."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .llama_peer import answer_tasks
 
 
 def work(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
-    """Measures what standard input asks for, and says first what the cost model wants to know.
+    """First prints the cost model's measurements, then measures the tasks of standard input.
 
     Args:
-        keys: that the model is opened with, by their dotted names.
+        keys: overrides the model is opened with, by dotted name.
     """
     progress.show(False)  # whoever started it says how far it is
     job = find_job(vars(options), {})
@@ -48,7 +48,7 @@ def _follow(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
 
 
 def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What this process's cores give, and in a job the links and all processes' cores together."""
+    """The rates of this process's cores, and in a job the links and all cores together."""
     opened = open_model(options.source, dict(keys))
     plain = build(opened.spec, jnp.dtype(opened.dtype))
     model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
@@ -71,7 +71,7 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
 
 
 def matrices_of(model: AbstractModel) -> list[Any]:
-    """The matrices of layers, as they are stored, the smallest first."""
+    """The matrices of layers as stored, smallest first."""
     found = [
         parameter
         for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True)

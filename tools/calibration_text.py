@@ -1,4 +1,4 @@
-"""A text that a model is to read while its weights are quantized, in windows."""
+"""Calibration text for GPTQ and imatrix: a text as windows of token ids."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LENGTH = 512  # tokens of a window
 
 
 def text_windows(opened: Opened, text: str, most: int, length: int = LENGTH) -> list[Texts]:
-    """Batches of token ids, of a text without what is left at its end.
+    """Batches of token ids; an incomplete last window is dropped.
 
     Args:
-        opened: the model that is to read it.
-        most: tokens that are read, before some of them are read once more as first ones.
-        length: tokens of a window.
+        opened: the model that reads it.
+        most: max tokens, before some of them are repeated as first ones.
+        length: tokens per window.
 
     Raises:
-        RequestError: the text is too short, or the model reads two texts at a time.
+        RequestError: the text is too short, or the model reads text pairs.
     """
     if len(opened.spec.stacks) != 1:
         raise RequestError("calibration is for a model with an encoder or a decoder alone")

@@ -1,4 +1,4 @@
-"""A first draft of a specification for a checkpoint that no family matches."""
+"""Spec template: a first version of a specification for a checkpoint that no family matches."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _TO_CHECK = """\
 
 
 def draft(opened: Located, weights: str = "") -> str:
-    """The text of a specification: complete for a plain decoder or encoder, else its names.
+    """The text of a specification: complete for a plain decoder or encoder, otherwise only names.
 
     Args:
-        weights: where the checkpoint is, as seen from the file with the text; "" leaves it out.
+        weights: path of the checkpoint relative to the file; "" leaves it out.
     """
     tensors = list(opened.checkpoint.tensors.values())
     modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
@@ -78,7 +78,7 @@ def draft(opened: Located, weights: str = "") -> str:
 
 
 def _state_blocks(state: Mapping[str, str]) -> Iterator[str]:
-    """What is to be said of blocks that keep a state, one text each."""
+    """One comment for each block with a recurrent state."""
     for block in dict.fromkeys(state.values()):
         parts = [m.removeprefix(block).lstrip(".") for m, other in state.items() if other == block]
         yield (
@@ -94,7 +94,7 @@ def _match(opened: Located) -> str:
 
 
 def _unread(config: Mapping[str, Any], text: str) -> str:
-    """The keys of config.json that may matter, but that nothing in the text looks up."""
+    """The keys of config.json that may matter but that nothing in the text looks up."""
     read = {key.partition(".")[0] for key in re.findall(r"\$([\w.]+)", text)}
     unread = {
         key: value
@@ -131,7 +131,7 @@ def _dims(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> str:
 
 
 def _rotary_dim(config: Mapping[str, Any]) -> str:
-    """How many dimensions of a head are rotated; "" for all of them."""
+    """Rotated dimensions of a head; "" for all of them."""
     if config.get(_ROTARY_DIM) is not None:
         return f"${_ROTARY_DIM}"
     shares = [key for key in _ROTARY_SHARES if config.get(key) not in (None, 1)]
@@ -139,7 +139,7 @@ def _rotary_dim(config: Mapping[str, Any]) -> str:
 
 
 def _by_shape(name: str, found: Mapping[str, Tensor]) -> str:
-    """A size as the tensors have it: a number, or a multiple of another size; "" if none says."""
+    """A size as implied by the tensors: a number, or a multiple of another size; "" if unknown."""
     embed = found.get("embed")
     if embed is None or len(embed.shape) != 2:
         return ""
@@ -152,7 +152,7 @@ def _by_shape(name: str, found: Mapping[str, Tensor]) -> str:
 
 
 def _stack(stack: str, opened: Located, found: set[str], biased: set[str]) -> str:
-    """The tables of the only stack there is; `biased` are the modules with a bias."""
+    """The tables of a single stack; `biased` are the modules with a bias."""
     has, has_bias = (
         {role.removeprefix(f"{stack}.").removeprefix("{i}.") for role in roles}
         for roles in (found, biased)

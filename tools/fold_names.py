@@ -1,4 +1,4 @@
-"""Names that differ only in numbers, put on one line: `layers.{0..29}.attn.q`."""
+"""Name folding: names that differ only in numbers on one line: `layers.{0..29}.attn.q`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 
 def pattern_of(name: str) -> tuple[str, ...]:
-    """What a name is besides the numbers that are parts of their own."""
+    """A name without the numbers that are whole parts of it."""
     return tuple(_NUMBER.split(name))
 
 
@@ -41,7 +41,7 @@ def numbered(name: str, letters: str) -> str:
 
 
 def _filled(names: list[str]) -> str:
-    """Names of one pattern as one, with the numbers that they have, slot by slot."""
+    """Names of one pattern as one, with the ranges of their numbers, slot by slot."""
     found = [list(map(int, _NUMBER.findall(name))) for name in names]
     slots = [sorted(set(numbers)) for numbers in zip(*found, strict=True)]
     texts = iter(str(s[0]) if len(s) == 1 else f"{{{numbers_text(s)}}}" for s in slots)

@@ -1,9 +1,8 @@
-"""What a quarter of an hour with a GPU has to show: `make gpu`, or `python -m tools.gpu_check`.
+"""GPU acceptance check of 15 minutes: `make gpu`, or `python -m tools.gpu_check`.
 
-Parts in the order of their importance, each a process with a time limit: whole programs, models of
-34 and 40 billion weights in the memory of a 24 GB card, the tests of the kernels, the logits of
-golden checkpoints, offload to the host. Figures are written after each part, so that a run which is
-cut short leaves what it has.
+Parts in order of importance, each a process with a time limit: whole programs, models of 34 and 40
+billion weights in the memory of a 24 GB card, kernel tests, logits of golden checkpoints, offload
+to the host. Results are written after each part, so that an aborted run keeps those it has.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)")
 
 @dataclass(frozen=True)
 class Part:
-    """A process, and what it may take.
+    """A process of the check and its limits.
 
     Attributes:
-        command: after `python -m`; "{json}" stands for where it writes figures, "{folder}" for a
-            folder that all parts share.
-        seconds: its limit.
-        memory: MiB of the device's memory that XLA may take; 0: all.
-        environment: variables of its own.
+        command: after `python -m`; "{json}" stands for its output file, "{folder}" for a folder
+            shared by all parts.
+        seconds: time limit.
+        memory: MiB of device memory that XLA may use; 0: all.
+        environment: additional variables.
     """
 
     name: str
@@ -94,7 +93,7 @@ PARTS = (
 
 
 def run_part(part: Part, folder: Path, total: int, seconds: float) -> dict[str, Any]:
-    """Runs a part and returns its figures, or the last lines of what it said."""
+    """Runs a part and returns its results, or its last lines of output."""
     figures = folder / f"{part.name}.json"
     command = [word.format(json=figures, folder=folder) for word in part.command]
     environment = {**os.environ, **part.environment}
@@ -128,7 +127,7 @@ def run_part(part: Part, folder: Path, total: int, seconds: float) -> dict[str, 
 
 
 def device() -> tuple[str, int]:
-    """The name of the first GPU, and MiB of its memory; asked of its driver, not of JAX."""
+    """Name of the first GPU, and MiB of its memory, from its driver and not from JAX."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
@@ -139,7 +138,7 @@ def device() -> tuple[str, int]:
 
 
 def check(out: Path, seconds: float, parts: Sequence[Part] = PARTS) -> dict[str, Any]:
-    """Runs the parts that there is time for, and writes their figures after each."""
+    """Runs the parts that there is time for, and writes their results after each."""
     begun = time.monotonic()
     name, total = device()
     found: dict[str, Any] = {"device": name, "memory_mib": total, "parts": {}}

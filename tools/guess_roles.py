@@ -1,4 +1,4 @@
-"""What a tensor most likely is, by the words of its name: q_proj, fc1, ln_f, ..."""
+"""Tensor role guessing, by the words of a tensor's name: q_proj, fc1, ln_f, ..."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ type Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a `[tensors]` table.
+    """A proposed line of a `[tensors]` table.
 
     Attributes:
         parameter: jinfer's name, with {i}.
@@ -104,21 +104,21 @@ def _module(name: str) -> str:
 
 
 def leaf_of(name: str) -> str:
-    """What a parameter of that name is in its module: "weight", "bias", or "" if it says none."""
+    """Whether the name is a "weight" or a "bias"; "" if it does not say."""
     found = _LEAF.search(name)
     leaf = found[1] if found else ""
     return {"gamma": "weight", "beta": "bias"}.get(leaf, leaf)
 
 
 def is_ignorable(tensor: Tensor) -> bool:
-    """Whether it is a buffer that no model needs, such as a causal mask."""
+    """Whether it is a buffer that models do not need, such as a causal mask."""
     return bool(_IGNORED.fullmatch(tensor.name)) or (
         len(tensor.shape) == 4 and tensor.name.endswith(".bias")
     )
 
 
 def role_of(tensor: Tensor, names: Collection[str], only: str) -> str:
-    """What a tensor most likely is, such as "decoder.{i}.attn.q"; "" if that is not plain.
+    """The most likely role of a tensor, such as "decoder.{i}.attn.q"; "" if unclear.
 
     Args:
         names: all modules of the file: with w1 but no w3, w1 is the first of two matrices.
@@ -149,13 +149,13 @@ def role_of(tensor: Tensor, names: Collection[str], only: str) -> str:
 
 
 def only_stack(names: Collection[str]) -> str:
-    """The stack of modules that name none: where only one is named, that one."""
+    """The stack of unmarked modules: the encoder if only it is named, otherwise the decoder."""
     named = {stack for stack in STACKS for n in names if f"{stack}." in n}
     return "encoder" if named == {"encoder"} else "decoder"
 
 
 def state_modules(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """The modules of a file that are parts of state blocks alone -> the block's name."""
+    """Modules that only occur in blocks with a recurrent state -> the block's name."""
     names = [_LEAF.sub("", tensor.name) for tensor in tensors]
     placed = {name: found for name in names if (found := _STATE_BLOCK.fullmatch(name))}
     blocks = {
@@ -178,9 +178,9 @@ def _word(table: Mapping[str, str], word: str) -> str:
 
 
 def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """What each module of a file most likely is; "" for those that are not plain, or seen before.
+    """The most likely role of each module; "" for those that are unclear, or duplicates.
 
-    Buffers that no model needs are left out. Parts of state blocks are not plain.
+    Buffers are left out. Parts of state blocks have no role.
     """
     tensors = list(tensors)
     state = state_modules(tensors)
@@ -195,7 +195,7 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
 
 
 def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
-    """Lines for tensors that fit a missing parameter, by their words or else by their shape."""
+    """Lines for tensors that match a missing parameter, by name or else by shape."""
     wanted: dict[str, dict[str, Shape]] = {}
     for each in missing:
         name = numbered(_LEAF.sub("", each.parameter), "i")
@@ -224,12 +224,12 @@ def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
 
 
 def _first[T](of_leaves: Mapping[str, T]) -> T:
-    """That of the weight, if there is one."""
+    """The line of the weight, if there is one."""
     return of_leaves.get("weight", next(iter(of_leaves.values())))
 
 
 def _fits(tensors: Mapping[str, Tensor], wanted: Mapping[str, Shape], stacked: bool) -> str:
-    """How those of a module fit those that are wanted: every leaf that both have has to."""
+    """Whether a module's tensors fit the wanted ones: every leaf that both have must."""
     found = set()
     for leaf in tensors.keys() & wanted.keys():
         shape, own = wanted[leaf][stacked:], tensors[leaf].shape

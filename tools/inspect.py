@@ -1,9 +1,9 @@
-"""What a checkpoint is: `python -m tools.inspect SOURCE [--set k=v] [--draft|--json|... FILE]`.
+"""Inspect a checkpoint: `python -m tools.inspect SOURCE [--set k=v] [--draft|--json|... FILE]`.
 
-With `--partition DEVICES` what each of several devices would have of it.
+With `--partition DEVICES` it shows each device's shard.
 
-It needs no family to fit: for a checkpoint that none does, or not quite, it lists what is left
-over and missing, and proposes lines for a specification.
+No family has to match: for a checkpoint that none fits, or not quite, it lists extra and missing
+tensors, and proposes lines for a specification.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
 
 
 def _write_draft(opened: Located, source: str, file: Path) -> None:
-    """Writes a draft with a path to its weights, but never over a file that is there."""
+    """Writes a draft with a path to its weights; never overwrites a file."""
     weights = os.path.relpath(opened.weights.resolve(), file.resolve().parent)
     text = draft(opened, source if "://" in source else weights)
     try:

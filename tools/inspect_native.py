@@ -1,4 +1,4 @@
-"""A converted checkpoint laid beside its specification: what it holds, not what it was."""
+"""Inspect a native (converted) checkpoint: its contents beside its specification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .inspect_rows import Missing, Row, Rows
 
 
 def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint) -> Rows:
-    """A row for each parameter that is stored, however many arrays it has."""
+    """A row for each stored parameter, however many arrays it consists of."""
     held = _held(checkpoint)
     rows = {name: Row(tensor) for name, tensor in held.items()}
     sources = _sources(spec, model, checkpoint)
@@ -41,7 +41,7 @@ def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: Converted
 
 
 def _held(checkpoint: ConvertedCheckpoint) -> dict[str, Tensor]:
-    """The parameters, in the order of the file: quantized ones as one tensor each."""
+    """The parameters, in file order: quantized ones as one tensor each."""
     held: dict[str, Tensor] = {}
     for name, part in checkpoint.parts.items():
         whole = next((p for p in _prefixes(name) if p in checkpoint.packed), None)
@@ -60,7 +60,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _label(packed: Packed) -> str:
-    """The format of a quantized parameter, in a word or two."""
+    """A short name of a quantized parameter's format."""
     said: Mapping[str, Any] = packed.format
     known = f"q{said.get('width')}" in FORMATS and said.keys() <= QuantFormat.__annotations__.keys()
     if not known:
@@ -74,7 +74,7 @@ def _label(packed: Packed) -> str:
 def _sources(
     spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint
 ) -> dict[str, str]:
-    """Each parameter's name -> the type that the tensor had that it was made from."""
+    """Parameter name -> type of the tensor it was converted from."""
     files = by_name(checkpoint, spec.tensors)
     found = {}
     for name, parameter in zip(model.names, model.parameters, strict=True):
@@ -85,7 +85,7 @@ def _sources(
 
 
 def converted_facts(checkpoint: ConvertedCheckpoint) -> list[tuple[str, str]]:
-    """What is said of a converted checkpoint first: (word, value)."""
+    """Header lines of a converted checkpoint's report: (word, value)."""
     kind = "Orbax" if isinstance(checkpoint, OrbaxCheckpoint) else "safetensors"
     settings = ", ".join(f"{k} {v}" for k, v in checkpoint.settings.items() if v not in (None, []))
     return [

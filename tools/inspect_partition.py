@@ -1,4 +1,4 @@
-"""What each device has and does in a plan: for `jinfer inspect --partition`."""
+"""Inspect a partition plan: shards, memory, collectives (`jinfer inspect --partition`)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}
 
 @dataclass(frozen=True)
 class StageView:
-    """A stage: what each of its devices has.
+    """A pipeline stage and what its devices hold.
 
     Attributes:
         devices: their names.
-        layers: "decoder 0-3", of each stack that it has layers of, and what else it has.
+        layers: "decoder 0-3", for each stack it has layers of, and its other modules.
         weights: bytes.
         cache: bytes of a token's keys and values.
-        collectives: of a step, by what they are.
+        collectives: of a step, by kind.
     """
 
     devices: tuple[str, ...]
@@ -58,13 +58,13 @@ class StageView:
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan.
+    """A partition plan.
 
     Attributes:
-        moved: bytes of a token's vector, which stages pass on.
+        moved: bytes of a token's vector, passed between stages.
         context: tokens of a sequence.
-        machine: that the estimate is for.
-        memory: what goes where, if devices have as much of it as the machine's.
+        machine: of the estimate.
+        memory: the memory plan, if devices have the machine's memory.
     """
 
     stages: tuple[StageView, ...]
@@ -76,7 +76,7 @@ class PlanView:
 
 
 def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) -> PlanView:
-    """The plan of a model for some devices, which need not be there.
+    """The plan of a model for some devices, which need not exist.
 
     Args:
         devices: as `partition.devices`.
@@ -103,7 +103,7 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
 
 
 def free_of(machine: str) -> Callable[[str], float]:
-    """Bytes that the weights and the cache may take of a device, by its name; of the host any."""
+    """Bytes available for weights and cache, by device name; unlimited for the host."""
     most = _FREE * MACHINES[machine].memory
     return lambda name: float("inf") if name in (CPU, HOST) else most
 
@@ -124,7 +124,7 @@ def _run(rows: range) -> str:
 
 
 def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
-    """What the devices of a stage exchange in a step, counted in what is traced of it."""
+    """The collectives of a stage in one step, counted in its jaxpr."""
     if stage.devices == 1:
         return {}
     ints: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -158,7 +158,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
 
 
 def _exchanges(jaxpr: Any) -> Iterator[str]:
-    """The collectives of a traced function and of all functions in it."""
+    """The collectives of a jaxpr and of its inner ones."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _SUMS:
@@ -245,7 +245,7 @@ def to_svg(plan: PlanView) -> str:
 def _column(
     plan: PlanView, stage: StageView, number: int, left: float
 ) -> tuple[list[str], float, float]:
-    """A stage, its width and its height."""
+    """A stage, its width and height."""
     boxes = [[name, *_facts(plan, stage)] for name in stage.devices]
     inside = CHARACTER * max(len(line) for box in boxes for line in box) + 2 * _PAD
     tall = _LINE * len(boxes[0]) + _PAD
@@ -263,7 +263,7 @@ def _column(
 
 
 def _arrow(left: float, y: float, label: str) -> list[str]:
-    """What goes from a stage to the next one."""
+    """The transfer between two stages."""
     ends = f'x1="{left + 4:.0f}" y1="{y:.0f}" x2="{left + _GAP - 10:.0f}" y2="{y:.0f}"'
     tip = left + _GAP - 3
     return [

@@ -1,4 +1,4 @@
-"""A description as text, as JSON and as an HTML page."""
+"""Inspect report: a checkpoint's description as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TENSOR_HEADS = ("tensor", "shape", "type")
 
 
 def facts(found: Description) -> list[tuple[str, str]]:
-    """What is said first: (word, value)."""
+    """Header lines: (word, value)."""
     opened = found.opened
     lines = [("specification", str(opened.path))] if opened.path != opened.weights else []
     lines += [
@@ -58,7 +58,7 @@ def facts(found: Description) -> list[tuple[str, str]]:
 
 
 def _stored(found: Description) -> Mapping[str, Tensor]:
-    """What lies in the file: of a converted checkpoint its arrays, not the source's tensors."""
+    """The file's contents: for a native checkpoint its arrays, not the source's tensors."""
     checkpoint = found.opened.checkpoint
     return checkpoint.parts if isinstance(checkpoint, ConvertedCheckpoint) else checkpoint.tensors
 
@@ -79,7 +79,7 @@ def _cache(found: Description) -> str:
 
 
 def memory(found: Description) -> list[tuple[str, ...]]:
-    """A row for each width: bits, bits stored a weight, embeddings, all else, together."""
+    """A row for each width: bits, stored bits per weight, embeddings, all else, total."""
     sizes = found.sizes
     return [
         (
@@ -95,9 +95,9 @@ def memory(found: Description) -> list[tuple[str, ...]]:
 
 
 def tensors(found: Description) -> list[tuple[str, ...]]:
-    """The file's tensors, those of equal layers on one line: name, shape, type, what it is.
+    """The file's tensors, equal layers on one line: name, shape, type, role.
 
-    Without a specification, what it is by its name.
+    Without a specification the role is guessed from the name.
     """
     likely = {} if found.spec else roles_of(row.tensor for row in found.rows)
     groups = fold(
@@ -122,7 +122,7 @@ def tensors(found: Description) -> list[tuple[str, ...]]:
 
 
 def _likely(roles: Mapping[str, str], tensor: Tensor) -> str:
-    """The parameter that a tensor's name sounds like."""
+    """The parameter that a tensor's name suggests."""
     if is_ignorable(tensor):
         return "none: a buffer"
     role = roles[module_of(tensor)]
@@ -134,7 +134,7 @@ def _tensor_heads(found: Description) -> tuple[str, ...]:
 
 
 def wiring(found: Description) -> Iterator[str]:
-    """The formulas of every stack, as the specification has them."""
+    """The formulas of all stacks, as in the specification."""
     for stack in found.spec.stacks if found.spec else ():
         parts = [("stem", stack.stem.text)]
         parts += [(f"layer {numbers_text(n)}", s.wiring.text) for s, n in layer_sorts(stack)]
@@ -144,7 +144,7 @@ def wiring(found: Description) -> Iterator[str]:
 
 
 def missing(found: Description) -> list[str]:
-    """Parameters without a tensor, folded, with what was looked for."""
+    """Parameters without a tensor, folded, with the names looked for."""
     groups = fold(
         found.missing,
         lambda each: each.parameter,
@@ -159,7 +159,7 @@ def missing(found: Description) -> list[str]:
 
 
 def unread(found: Description) -> list[str]:
-    """Keys that nothing looked up, those first that are known to change the computation."""
+    """Unused configuration keys, those known to change the computation first."""
     known = found.consequences
     rest = {key: value for key, value in found.unread.items() if key not in known}
     lines = [f"{key} = {_value(value)}  # {how}" for key, (value, how) in known.items()]
@@ -178,12 +178,12 @@ def _value(value: Any) -> str:
 
 
 def proposals(found: Description) -> list[Line]:
-    """Lines of `[tensors]` that would give missing parameters a tensor."""
+    """Proposed lines of `[tensors]` for missing parameters."""
     return propose(found.unused, found.missing) if found.spec else []
 
 
 def to_text(found: Description, drafted: str = "") -> str:
-    """The whole report; `drafted` is the file that has the draft, if one has."""
+    """The whole report; `drafted` is the file with the draft, if any."""
     width = max(len(word) for word, _ in facts(found))
     parts = ["\n".join(f"{word:<{width}}  {value}" for word, value in facts(found))]
     if found.spec:
@@ -234,7 +234,7 @@ def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]], right: bool = 
 
 
 def to_json(found: Description) -> dict[str, Any]:
-    """The whole report as plain values, nothing folded."""
+    """The whole report as plain values, unfolded."""
     spec, sizes = found.spec, found.sizes
     return {
         "path": str(found.opened.weights),
@@ -277,7 +277,7 @@ def to_json(found: Description) -> dict[str, Any]:
 
 
 def to_html(found: Description) -> str:
-    """The whole report as a page of its own."""
+    """The whole report as an HTML page."""
     parts = [html_table(("", ""), facts(found))]
     if found.spec:
         parts += [draw(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]

@@ -1,4 +1,4 @@
-"""What a description says of each tensor, and of parameters without one."""
+"""Inspect rows: what a report says of each tensor, and of parameters without one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Row:
     """A tensor of the file.
 
     Attributes:
-        parameters: what it holds; "name[3]" is an index of a parameter's first axis.
-        note: "", "unused", "ignored", "wrong shape" or "differs"; of a converted one, what
-            it was made from.
+        parameters: the parameters it holds; "name[3]" is an index of a parameter's first axis.
+        note: "", "unused", "ignored", "wrong shape" or "differs"; of a native one, its original
+            type.
     """
 
     tensor: Tensor
@@ -25,7 +25,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """A parameter without a tensor; `names` are those that were looked for, none if unmapped."""
+    """A parameter without a tensor; `names` are those looked for, empty if unmapped."""
 
     parameter: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes, kernel by kernel, as JAX's profiler saw it."""
+"""GPU profile: time by kernel, from JAX's profiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 16
 
 
 def kernels_of(call: Callable[[], object], steps: int = 1) -> Kernels:
-    """Kernels and copies of a call, over the number of its steps.
+    """Kernels and copies of a call, divided by its number of steps.
 
     Args:
         call: waits until the device is done.
@@ -41,7 +41,7 @@ def kernels_of(call: Callable[[], object], steps: int = 1) -> Kernels:
 
 
 def lines(kernels: Kernels) -> Iterator[str]:
-    """For people: those that take longest, and their sum."""
+    """The slowest kernels and their sum, as text."""
     ordered = sorted(kernels.items(), key=lambda one: -one[1][0])
     for name, (seconds, count) in ordered[:_SHOWN]:
         each = seconds / count * 1e6

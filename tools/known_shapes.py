@@ -1,4 +1,4 @@
-"""Sizes of well-known models, from their published configurations, as work for the cost model."""
+"""Well-known model shapes, from published configurations, as work for the cost model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jinfer.parallel.cost_model import Work
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Llama line, or a mixture of experts with its attention.
+    """A Llama-like decoder, or a mixture of experts with its attention.
 
     Attributes:
         layers, hidden, heads, kv_heads, head_dim, inner, vocab: its sizes.
-        experts, chosen: 1 where there is one feed-forward.
-        matrices: of a feed-forward: 3 where it is gated.
+        experts, chosen: 1 for a dense model.
+        matrices: of a feed-forward: 3 if gated.
     """
 
     layers: int
@@ -29,7 +29,7 @@ class Shape:
     matrices: int = 3
 
     def work(self, bits: float) -> Work:
-        """What it asks for with weights of so many bits, and 16 for all else."""
+        """Its cost with weights of so many bits, and 16 for everything else."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         expert = self.matrices * self.hidden * self.inner
         rest = 2 * self.vocab * self.hidden

@@ -1,8 +1,8 @@
-"""llama.cpp to measure against, through `llama_cpp`'s C functions; imports nothing of jinfer.
+"""llama.cpp as a benchmark peer, through `llama_cpp`'s C functions; imports nothing of jinfer.
 
 This file is run by its path (`command`), in a Python that has llama-cpp-python and need not be
-jinfer's. It reads a request in JSON from standard input and writes arrays to a file; or, with the
-name of a model, it measures what standard input asks for.
+jinfer's. It reads a request in JSON from standard input and writes arrays to a file; or, given the
+name of a model, it measures the tasks of standard input.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 def command(python: str, *arguments: str) -> list[str]:
-    """What runs this file in a Python; -P, because beside it lie files named as Python's own."""
+    """The command that runs this file in a Python.
+
+    With -P, because files beside it shadow standard modules.
+    """
     return [python, "-P", os.path.abspath(__file__), *arguments]
 
 
 def ask(python: str, request: dict[str, Any]) -> None:
-    """Lets llama.cpp do something, in its own process. Raises `OSError` with what it says."""
+    """Runs a request in llama.cpp's own process. Raises `OSError` with its error output."""
     asked = json.dumps(request)
     done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
     if done.returncode:
@@ -42,7 +45,7 @@ class Llama:
     """A model and a context.
 
     Attributes:
-        vocab: tokens that it knows.
+        vocab: vocabulary size.
     """
 
     def __init__(self, model: str, context: int, sequences: int, threads: int = 0) -> None:
@@ -66,7 +69,7 @@ class Llama:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def forget(self) -> None:
-        """Empties the cache."""
+        """Clears the KV cache."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
@@ -87,7 +90,7 @@ class Llama:
         return np.ctypeslib.as_array(pointer, (self.vocab,))
 
     def sampler(self) -> Callable[[int], int]:
-        """What draws the token after token `row` of the last batch."""
+        """Samples the token after token `row` of the last batch."""
         api = self.api
         chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         stages = (
@@ -102,7 +105,7 @@ class Llama:
         return lambda row: int(api.llama_sampler_sample(chain, self.context, row))
 
     def greedy(self, row: int) -> int:
-        """The likeliest token after token `row` of the last batch."""
+        """The most likely token after token `row` of the last batch."""
         return int(self.logits(row).argmax())
 
 
@@ -110,7 +113,7 @@ _callbacks: list[Any] = []  # must live as long as the library
 
 
 def silence(api: Any) -> None:
-    """Nothing of llama.cpp's progress on the terminal."""
+    """Turns off llama.cpp's progress output."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     _callbacks.append(kind(lambda level, text, data: None))
     api.llama_log_set(_callbacks[-1], None)
@@ -118,7 +121,7 @@ def silence(api: Any) -> None:
 
 
 def quantize(api: Any, source: str, out: str, type_name: str) -> None:
-    """Writes a GGUF file in another type, "Q3_K_M": llama.cpp's own choice for each tensor."""
+    """Writes a GGUF file in another type, such as "Q3_K_M"; llama.cpp picks each tensor's type."""
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{type_name}")
     if api.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(parameters)) != 0:
@@ -147,7 +150,7 @@ def _score(request: dict[str, Any]) -> None:
 
 
 def _tokenize(request: dict[str, Any]) -> None:
-    """Writes the ids of texts, without special tokens in them and with, and the ends of text."""
+    """Writes token ids of texts, with and without parsing special tokens, and EOG tokens."""
     import llama_cpp
 
     silence(llama_cpp)
@@ -178,17 +181,17 @@ def _tokenize(request: dict[str, Any]) -> None:
 
 
 class Engine(Protocol):
-    """What can be measured."""
+    """The interface of an engine under test."""
 
     def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
-        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
+        """Seconds to compute prompts and then so many tokens of each, greedy or sampled."""
 
     def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
-        """Seconds of the decoding alone, or of the prefill where there are no steps."""
+        """Seconds of the decoding alone, or of the prefill if there are no steps."""
 
 
 def answer_tasks(start: Callable[[], Engine]) -> int:
-    """Measures what standard input asks for, a task a line, such as "decode 4"."""
+    """Measures the tasks of standard input, one per line, such as "decode 4"."""
     begun = time.time() - time.process_time()
     engine = start()
     engine.run(1, 1)
@@ -207,9 +210,9 @@ def answer_tasks(start: Callable[[], Engine]) -> int:
 
 
 def peak_memory() -> float:
-    """MiB that this process has held at most.
+    """Peak memory of this process in MiB.
 
-    Linux counts in `ru_maxrss` what the process that started this one had held by then.
+    Linux includes in `ru_maxrss` the peak of the parent process at the time of the fork.
     """
     try:
         with open("/proc/self/status", encoding="utf-8") as status:
@@ -220,18 +223,18 @@ def peak_memory() -> float:
 
 
 class Peer:
-    """llama.cpp, as its own batched benchmark does it."""
+    """llama.cpp, used like its own batched benchmark."""
 
     def __init__(self, model: str, threads: int) -> None:
         self.llama = Llama(model, 16 * 1024, 16, threads)
         self.sample = self.llama.sampler()
 
     def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
-        """Seconds to compute prompts and then so many tokens of each, the likeliest or drawn."""
+        """Seconds to compute prompts and then so many tokens of each, greedy or sampled."""
         return sum(self._both(prompt, rows, steps, drawn))
 
     def timed(self, prompt: int, rows: int, steps: int, *, drawn: bool = False) -> float:
-        """Seconds of the decoding alone, or of the prefill where there are no steps."""
+        """Seconds of the decoding alone, or of the prefill if there are no steps."""
         prefill, decode = self._both(prompt, rows, steps, drawn)
         return decode if steps else prefill
 
@@ -252,7 +255,7 @@ class Peer:
 
 
 def main() -> int:
-    """Measures `MODEL THREADS`, or does what JSON asks, by its key: quantize, tokenize, score."""
+    """Measures `MODEL THREADS`, or runs a JSON request: quantize, tokenize, score."""
     try:
         import llama_cpp
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The machine that is measured on: what it is, what its memory gives, and who else uses it."""
+"""Machine information: CPU, memory bandwidth, and load by other processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STAT = Path("/proc/stat")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine that results were measured on."""
     values = _fields(Path("/proc/cpuinfo"))
     flags = (values.get("flags") or values.get("Features") or "").split()
     return {
@@ -51,12 +51,12 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def read_rate(cores: int, repeats: int = 10) -> float:
-    """Bytes a second that so many threads together read from memory, the median of some runs.
+    """Memory bandwidth in bytes per second with so many threads, the median of some runs.
 
-    Each reads an array of its own, in the pages that weights are in: a word of each line where
-    there are custom calls, else all words, for which some processors take longer than memory does.
-    Of several ways the one that gives most counts. Not the best run, which takes 20 ms: what it is
-    compared with takes seconds, in which other machines use the same memory.
+    Each thread reads an array of its own, in huge pages like weights: one word of each cache line
+    if there are custom calls, otherwise all words, which on some processors is slower than memory.
+    The fastest way counts. Not the best run, which takes 20 ms: results it is compared with take
+    seconds, in which other machines use the same memory.
     """
     nbytes = min(_READ_BYTES, _READ_MOST // cores)
     arrays = [in_large_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
@@ -75,13 +75,13 @@ def read_rate(cores: int, repeats: int = 10) -> float:
 
 @dataclass(frozen=True)
 class Counters:
-    """What the processors have done since the machine was started, in seconds.
+    """CPU time counters since boot, in seconds.
 
     Attributes:
-        clock: when it was read.
-        busy: in any process, of all processors together.
-        stolen: a processor was wanted, and the hypervisor gave it to another machine.
-        own: of this process and those of its children that have ended.
+        clock: when they were read.
+        busy: of all processes and processors.
+        stolen: time the hypervisor gave to other machines.
+        own: of this process and its ended children.
     """
 
     clock: float
@@ -91,7 +91,7 @@ class Counters:
 
 
 def counters(stat: Path = _STAT) -> Counters | None:
-    """Reads them; None where the system has none."""
+    """Reads the counters; None if the system has none."""
     try:
         name, *words = stat.read_text(encoding="utf-8").split("\n", 1)[0].split()
         ticks = [int(word) for word in words]
@@ -109,11 +109,11 @@ def counters(stat: Path = _STAT) -> Counters | None:
 
 @dataclass(frozen=True)
 class Others:
-    """Who else used the machine during a run.
+    """Load by others during a run.
 
     Attributes:
-        cores: how many cores other processes kept busy on average.
-        stolen: share of the processors' time that went to other machines.
+        cores: average number of cores kept busy by other processes.
+        stolen: share of CPU time that went to other machines.
     """
 
     cores: float
@@ -121,7 +121,7 @@ class Others:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody did, to speak of."""
+        """Whether the load was negligible."""
         return self.cores < _QUIET_CORES and self.stolen < _QUIET_STEAL
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Others:
 
 
 def others(before: Counters | None, after: Counters | None) -> Others | None:
-    """What others did between two readings; None where nothing is known."""
+    """The load by others between two readings; None if unknown."""
     if before is None or after is None or after.clock <= before.clock:
         return None
     seconds = after.clock - before.clock

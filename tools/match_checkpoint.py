@@ -1,4 +1,4 @@
-"""A checkpoint laid beside a specification: which tensor is which parameter, and what is left."""
+"""Checkpoint matching: which tensor is which parameter of a spec, and what is left over."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .inspect_rows import Missing, Row, Rows
 
 @dataclass(frozen=True)
 class Description:
-    """All that is known of a checkpoint.
+    """Everything known of a checkpoint.
 
     Attributes:
-        family: its name; "" if none is known.
-        how: how the family was found.
+        family: its name; "" if unknown.
+        how: how the family was recognized.
         problem: why there is no specification.
         wrong: tensors of a wrong shape, one clause each.
-        unread: keys of config.json or GGUF's metadata that nothing looked up, with their values.
+        unread: keys of config.json or GGUF metadata that nothing looked up, with their values.
         consequences: those of them, with dots inside tables, that are known to change the
             computation -> their value, and how.
     """
@@ -56,7 +56,7 @@ class Description:
 
     @property
     def unused(self) -> list[Tensor]:
-        """Tensors that the specification has no place for."""
+        """Tensors the specification does not use."""
         return [row.tensor for row in self.rows if row.note == "unused"]
 
     @property
@@ -67,7 +67,7 @@ class Description:
 
     @property
     def refused(self) -> bool:
-        """Whether it is not opened for keys that change the computation and are not followed."""
+        """Whether it is refused because of unsupported keys that change the computation."""
         return bool(self.consequences and self.spec and self.spec.trust_config == "refuse")
 
 

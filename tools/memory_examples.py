@@ -1,4 +1,4 @@
-"""Memory plans of well-known models, from their published sizes alone: no weights are needed."""
+"""Memory plan examples: well-known models from published sizes; no weights are needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def _config(name: str) -> dict[str, Any]:
-    """What a model's config.json says."""
+    """A model's config.json."""
     shape = SHAPES[name]
     common = {
         "vocab_size": shape.vocab,
@@ -59,7 +59,7 @@ def _config(name: str) -> dict[str, Any]:
 
 
 def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
-    """The model as it would be stored for a GPU."""
+    """The model as it would be stored on a GPU."""
     config = _config(name)
     facts = Facts("safetensors", lookup_in(config), source=name)
     family = find_family(facts, config["architectures"], Path(name)).stem
@@ -71,9 +71,9 @@ def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
 
 
 def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]:
-    """(model, keys of `[partition]`, why "auto" chose, plan) on one card of 24 GB.
+    """(model, keys of `[partition]`, reason of "auto", plan) on one card of 24 GB.
 
-    The cache is as of 16 bits.
+    With a 16-bit KV cache.
     """
     for name, settings in _SETTINGS.items():
         spec, model = _model(name, bits)
@@ -90,7 +90,7 @@ def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]
 
 
 def to_text(bits: str) -> str:
-    """All of them."""
+    """All examples as text."""
     parts = []
     for name, keys, why, plan in plans(bits):
         said = ", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items())

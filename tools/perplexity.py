@@ -27,7 +27,7 @@ Definition = Literal["halves", "whole"]
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that are computed together; those from `first` on count."""
+    """Tokens that are computed together; those from `first` are scored."""
 
     ids: tuple[int, ...]
     first: int
@@ -35,13 +35,13 @@ class Window:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A result.
+    """Perplexity of a text.
 
     Attributes:
         value: exp of the mean negative log-likelihood of a token.
         error: one standard error of `value`.
-        tokens: how many counted.
-        windows: in how many runs.
+        tokens: number of scored tokens.
+        windows: number of windows.
     """
 
     value: float
@@ -53,15 +53,15 @@ class Perplexity:
 def windows(
     ids: Sequence[int], length: int, stride: int, definition: Definition, bos: int | None
 ) -> Iterator[Window]:
-    """Cuts a text into windows.
+    """Splits a text into windows.
 
     Args:
         ids: of the whole text.
         definition: "halves" is llama.cpp's: windows do not overlap, each begins with BOS in place
-            of its first token where the model has one, only its second half counts, and what is
-            left at the end does not. "whole" is Inferflow's: a window at every `stride`, all its
-            tokens but the first count, however short the last one is.
-        bos: the token that texts begin with, if any; under "whole" the caller has put it first.
+            of its first token if the model has one, only its second half is scored, and an
+            incomplete last window is dropped. "whole" is Inferflow's: a window every `stride`
+            tokens, in which all tokens but the first are scored, however short the last one is.
+        bos: the BOS token, if any; under "whole" the caller has prepended it.
     """
     if definition == "whole":
         for begin in range(0, len(ids), stride):
@@ -75,7 +75,7 @@ def windows(
 
 
 def perplexity(llm: LLM, parts: Sequence[Window], *, progress: bool = False) -> Perplexity:
-    """The perplexity of the tokens that count."""
+    """The perplexity of the scored tokens."""
     losses: list[np.ndarray] = []
     with task("perplexity", len(parts), unit="window", shown=progress) as bar:
         for part in parts:
@@ -86,7 +86,7 @@ def perplexity(llm: LLM, parts: Sequence[Window], *, progress: bool = False) -> 
 
 
 def summary(losses: np.ndarray, count: int) -> Perplexity:
-    """The perplexity of negative log-likelihoods, one of each token."""
+    """The perplexity from the negative log-likelihood of each token."""
     each = losses.astype(np.float64)
     value = math.exp(each.mean())
     deviation = each.std() / math.sqrt(max(1, len(each) - 1))
@@ -96,7 +96,7 @@ def summary(losses: np.ndarray, count: int) -> Perplexity:
 def text_windows(
     llm: LLM, text: str, length: int, stride: int | None, definition: Definition
 ) -> list[Window]:
-    """The windows of a text, tokenized whole."""
+    """The windows of a text, tokenized as a whole."""
     ids = llm.encode(text)
     tokenizer = llm.tokenizer
     begins = llm.encode("")
@@ -154,7 +154,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def parse_flat(text: str) -> dict[str, Any]:
-    """`{"a.b": value}` of a "a.b=value" as `--set` takes it. Raises `SpecError`."""
+    """`{"a.b": value}` of "a.b=value", as for `--set`. Raises `SpecError`."""
     table: Any = parse_override(text)
     keys = []
     while isinstance(table, dict) and len(table) == 1:

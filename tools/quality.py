@@ -1,9 +1,9 @@
 """Quality against size: `python -m tools.quality SOURCE --text FILE [--json FILE] [--svg FILE]`.
 
-For each way to store the weights: bits per weight, error of the weights, perplexity of a text, and
-how far the distributions of tokens are from those of the source in float32 (Kullback-Leibler
-divergence, and how often the likeliest token is the same). Beside them the same of llama.cpp's
-types, made from the same GGUF file, where a Python with llama-cpp-python is given.
+For each quantization: bits per weight, error of the weights, perplexity of a text, and distance
+from the source in float32 (Kullback-Leibler divergence, and how often the most likely token is the
+same). Beside them the same for llama.cpp's types, made from the same GGUF file, if a Python with
+llama-cpp-python is given.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q
 
 @dataclass(frozen=True)
 class Row:
-    """What one way to store the weights gives.
+    """Results of one quantization.
 
     Attributes:
-        engine, name: who stores them, and how.
-        bits: of a weight, all matrices and tables counted, scales included.
+        engine, name: engine and format.
+        bits: per weight, over all matrices and tables, scales included.
         rmse: of the weights, relative to their root mean square.
         perplexity, error: of the text, with one standard error.
-        divergence: mean Kullback-Leibler divergence from the source, nats a token.
-        agreement: share of tokens where the likeliest is the source's.
+        divergence: mean Kullback-Leibler divergence from the source, nats per token.
+        agreement: share of tokens whose most likely token is the source's.
     """
 
     engine: str
@@ -68,7 +68,7 @@ class Reference:
 
     Attributes:
         weights: its matrices by name.
-        logits: after each token that counts, of the first windows.
+        logits: after each scored token, of the first windows.
     """
 
     weights: dict[str, np.ndarray]
@@ -76,7 +76,7 @@ class Reference:
 
 
 def bits_per_weight(llm: LLM) -> float:
-    """Bits in memory of a weight of all matrices and tables; what layers share counts once."""
+    """Bits per weight of all matrices and tables; shared ones count once."""
     bits = weights = 0
     seen: set[int] = set()
     engine = llm._engine
@@ -101,7 +101,7 @@ def weight_error(llm: LLM, wanted: dict[str, np.ndarray]) -> float:
 
 
 def divergence(logits: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """Mean divergence from what is wanted, and how often the likeliest token agrees."""
+    """Mean divergence from the reference, and how often the most likely token agrees."""
     given, true = _log_softmax(logits), _log_softmax(wanted)
     each = np.sum(np.exp(true) * (true - given), axis=-1)
     return float(each.mean()), float(np.mean(given.argmax(-1) == true.argmax(-1)))
@@ -113,7 +113,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def counted_logits(llm: LLM, parts: Sequence[Window]) -> np.ndarray:
-    """Logits before each token that counts: [tokens, vocab]."""
+    """Logits before each scored token: [tokens, vocab]."""
     return np.concatenate([llm.logits([part.ids])[0][part.first - 1 : -1] for part in parts])
 
 
@@ -138,7 +138,7 @@ def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Refer
 def measure(
     source: str, name: str, keys: dict[str, Any], parts: Sequence[Window], wanted: Reference
 ) -> Row:
-    """One way to store the weights."""
+    """The results of one quantization."""
     llm = LLM(source, **keys)
     apart, same = divergence(counted_logits(llm, parts[:2]), wanted.logits)
     found = perplexity(llm, parts, progress=sys.stderr.isatty())
@@ -151,7 +151,7 @@ def measure(
 def peer_rows(
     python: str, gguf: str, types: Sequence[str], parts: Sequence[Window], wanted: Reference
 ) -> Iterator[Row]:
-    """llama.cpp's types, made from a GGUF file."""
+    """Results of llama.cpp's types, made from a GGUF file."""
     matrices = sum(weight.size for weight in wanted.weights.values())
     with tempfile.TemporaryDirectory() as folder:
         for name in types:
@@ -280,7 +280,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ways(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, source and keys of each way to store weights or cache."""
+    """Name, source and keys of each quantization of weights or cache."""
     for method in options.method or QUICK:
         for weights in options.weights or WIDTHS:
             keys = {"quantization.weights": weights, "quantization.method": method}

@@ -1,7 +1,7 @@
-"""Quantizes a model once and for all: `python -m tools.quantize SOURCE OUT --weights q3.5`.
+"""Quantize a model offline: `python -m tools.quantize SOURCE OUT --weights q3.5`.
 
-OUT is a folder that loads at once: its files are memory-mapped, and used as they are. With
-`--orbax` its arrays are in a folder of Orbax's, of which every process reads what its devices hold.
+OUT is a folder that loads instantly: its files are memory-mapped and used as they are. With
+`--orbax` its arrays are in an Orbax folder, of which every process reads its devices' shards.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     orbax: bool = False,
 ) -> list[Row]:
-    """Writes a converted checkpoint, and says what is in it, one row for each format.
+    """Writes a native checkpoint; returns one row for each format.
 
-    Memory holds no more than one of its files, and a decoded tensor per thread; where the model
-    reads a text, a layer and the vectors of all tokens.
+    Memory holds no more than one of its files, and a decoded tensor per thread; if the model reads
+    a text, also a layer and the vectors of all tokens.
 
     Args:
-        source: anything that a model is loaded from.
-        out: a folder that is not there yet, or empty.
+        source: anything a model is loaded from.
+        out: a new or empty folder.
         overrides: tables laid over the source's specification.
-        calibration: a text; the model reads it, to learn which weights matter.
-        tokens: that are read at most.
+        calibration: a calibration text, for GPTQ or importance (imatrix).
+        tokens: max tokens of it.
         progress: show a bar.
         shard_bytes: size of a file.
         orbax: write the arrays with Orbax, instead of to safetensors files.
@@ -141,7 +141,7 @@ def convert(
 
 
 def _given(value: Any) -> Any:
-    """Tables without keys that have no value."""
+    """Tables without keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: _given(each) for key, each in value.items() if each is not None}
     return [_given(each) for each in value] if isinstance(value, list | tuple) else value
@@ -154,7 +154,7 @@ def _separately(
     measured: Mapping[str, Measured],
     progress: bool,
 ) -> Iterator[tuple[str, Any]]:
-    """Each parameter as it is stored, for itself; behind a bar."""
+    """Each parameter as stored, independently of the others; with a bar."""
     shapes = parameter_shapes(model)
     rates = {name: per_weight(storages.get(name)) for name in shapes}
     firsts = list(dict.fromkeys(same_arrays(model, origins, storages).values()))
@@ -175,7 +175,7 @@ def _separately(
 
 
 def _ahead(work: Callable[[str], Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Works in threads, at most one result per thread ahead of who takes them."""
+    """Runs in threads, at most one result per thread ahead of the consumer."""
     threads = min(4, os.cpu_count() or 1)
     waiting = deque[tuple[str, Future[Any]]]()
     with ThreadPoolExecutor(threads) as pool:

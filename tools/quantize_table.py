@@ -1,4 +1,4 @@
-"""What `tools.quantize` says of the parameters that it wrote: what they take, and their error."""
+"""Quantization report: size and error of each format in a converted checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that are stored alike.
+    """Parameters of the same format.
 
     Attributes:
         format: "q4", "Q4_1 as it was", "float32".
-        parameters, weights, nbytes: how many, and what they take.
+        parameters, weights, nbytes: their numbers and size.
         error: root of the mean squared error over that of the mean square; None: not quantized.
-        outputs: the same of the products with the inputs that were read, a mean over matrices;
-            None: nothing was read.
+        outputs: the same for the outputs on the recorded inputs, a mean over matrices; None:
+            nothing was recorded.
     """
 
     format: str
@@ -48,18 +48,17 @@ class Row:
 
     @property
     def bits(self) -> float:
-        """Bits of a weight, with all that it costs."""
+        """Bits per weight, everything included."""
         return 8 * self.nbytes / max(1, self.weights)
 
 
 @dataclass
 class Measured:
-    """Sums over all pieces of a parameter that was quantized.
+    """Sums of squares over all pieces of a quantized parameter.
 
     Attributes:
-        squares, errors: of its weights and of their errors, squared.
-        given, wrong: of what they give for the inputs that were read, and of what is wrong with
-            it, squared.
+        squares, errors: of its weights and of their errors.
+        given, wrong: of its outputs on the recorded inputs, and of their errors.
     """
 
     squares: float = 0.0
@@ -73,7 +72,7 @@ class Measured:
         values: np.ndarray,
         inputs: Inputs | None = None,
     ) -> None:
-        """Adds a tensor, and the values that it was quantized from."""
+        """Adds a tensor, and the values it was quantized from."""
         rounded = tensor.rounded if isinstance(tensor, OutlierTensor) else tensor
         values = values.astype(np.float32)  # sums of squares are beyond float16
         for index in np.ndindex(*rounded.stack):
@@ -92,7 +91,7 @@ class Measured:
 
     @property
     def outputs(self) -> float | None:
-        """The squared error of what the parameter gives, relative; None: it is not known."""
+        """The relative squared error of the outputs; None if unknown."""
         return self.wrong / self.given if self.given else None
 
 
@@ -101,9 +100,9 @@ class Done:
     """A parameter that was written.
 
     Attributes:
-        format: as in `Row`.
-        weights, nbytes: how many, and what they take.
-        measured: its errors; None where it is not quantized.
+        format: as in `FormatRow`.
+        weights, nbytes: number and size.
+        measured: its errors; None if not quantized.
     """
 
     format: str
@@ -113,7 +112,7 @@ class Done:
 
 
 def done(tensor: Any, storage: Storage | None, origin: Origin, measured: Measured) -> Done:
-    """What is said of a parameter that was written."""
+    """The report of a written parameter."""
     if storage is None:
         return Done(str(tensor.dtype), tensor.size, tensor.nbytes)
     count = math.prod(tensor.shape)
@@ -151,7 +150,7 @@ def summary(rows: Sequence[Done]) -> list[Row]:
 
 
 def to_text(rows: Sequence[Row]) -> str:
-    """A table of all formats, and of all together; below it what its columns mean."""
+    """A table of all formats and the total, with an explanation of its columns."""
     head = f"{'format':<20}{'parameters':>11}{'weights':>15}{'MiB':>10}{'bits':>8}"
     lines = [f"{head}{'error':>9}{'outputs':>9}"]
     for row in (*rows, total(rows)):
@@ -168,13 +167,13 @@ def to_text(rows: Sequence[Row]) -> str:
 
 
 def total(rows: Sequence[Row]) -> Row:
-    """All parameters."""
+    """The sum over all parameters."""
     parameters, weights = sum(row.parameters for row in rows), sum(row.weights for row in rows)
     return Row("all", parameters, weights, sum(row.nbytes for row in rows), None)
 
 
 def _values(matrix: QuantizedTensor) -> np.ndarray:
-    """What a matrix of NumPy's arrays stands for, without compiling anything for its shape."""
+    """A dequantized matrix of NumPy arrays, without compiling anything."""
     codes, numbers, _ = to_codes(matrix)
     base = None if matrix.format.symmetric else numbers[..., 1]
     blocks = decoded(in_blocks(codes, matrix.format.block), numbers[..., 0], base, matrix.format)
@@ -182,7 +181,7 @@ def _values(matrix: QuantizedTensor) -> np.ndarray:
 
 
 def _energy(rows: np.ndarray, mean: np.ndarray) -> float:
-    """Mean square of what some of the rows give for inputs of these second moments, summed.
+    """Mean square of the outputs of some rows for inputs of these second moments, summed.
 
     Args:
         mean: of the inputs' products [inputs, inputs], or of their squares [inputs].

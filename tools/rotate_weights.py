@@ -1,9 +1,9 @@
-"""Rotated weights: `python -m tools.rotate_weights SOURCE.gguf OUT.gguf [--type F16]`.
+"""QuaRot-style weight rotation: `python -m tools.rotate_weights SOURCE.gguf OUT.gguf [--type F16]`.
 
-The weights of a quantized checkpoint lie on the grid of its format, which flatters that format.
-Where every block reads the residual stream through an RMS norm, the norms' weights can be folded
-into the matrices after them and the stream be turned by any orthogonal matrix Q (the model's
-function stays: an RMS norm without weights commutes with Q; arXiv 2404.00456, section 3), and the
+The weights of a quantized checkpoint lie on the grid of its format, which flatters that format. If
+every block reads the residual stream through an RMSNorm, the norms' weights can be folded into the
+following matrices and the stream be rotated by any orthogonal matrix Q (the model's function stays:
+an RMSNorm without weights commutes with Q; QuaRot, arXiv 2404.00456, section 3), after which the
 weights lie on no grid.
 """
 
@@ -38,13 +38,13 @@ _TYPES = ("F32", "F16", "Q8_0", "Q4_0")
 
 
 def rotated(checkpoint: Checkpoint, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of the equal model, float32.
+    """The tensors of the equivalent model, float32.
 
     Args:
         seed: of the orthogonal matrix.
 
     Raises:
-        CheckpointError: the model has other tensors than those this is right for.
+        CheckpointError: the model has unsupported tensors.
     """
     _check(checkpoint)
     tensors = {name: tensor.read().astype(np.float64) for name, tensor in checkpoint.tensors.items()
@@ -85,7 +85,7 @@ def orthogonal(size: int, seed: int) -> np.ndarray:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for a model that has other tensors than are known here, or fewer."""
+    """Raises `CheckpointError` for a model with unknown or missing tensors."""
     path, names = checkpoint.path, checkpoint.tensors
     if checkpoint.format != "gguf":
         raise CheckpointError(path, f"is {checkpoint.format}; convert it to GGUF first")
@@ -101,7 +101,7 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
-    """Writes the equal model as GGUF, with the metadata of the first; vectors stay float32."""
+    """Writes the equivalent model as GGUF, with the original metadata; vectors stay float32."""
     writer = gguf.GGUFWriter(out, str(checkpoint.metadata["general.architecture"]))
     copy_metadata(writer, checkpoint.metadata)
     for name, values in rotated(checkpoint, seed):

@@ -1,4 +1,4 @@
-"""How a program of this package ends: its status, and errors as one line."""
+"""Tool main wrapper: exit status, and errors as one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jinfer.progress import take_warnings, throughout
 
 
 def check_places(*files: str | None) -> None:
-    """Raises `SourceError` where a file cannot be written, before what takes long."""
+    """Raises `SourceError` if a file cannot be written, before any long work."""
     for file in filter(None, files):
         folder = Path(file).absolute().parent
         if not folder.is_dir():
@@ -27,9 +27,9 @@ def check_places(*files: str | None) -> None:
 
 
 def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """What `work` returns; 2 after an error that the user can mend, which is one line.
+    """The result of `work`; 2 after an error that the user can fix, printed as one line.
 
-    On a terminal a line says that it goes on, wherever nothing else says more.
+    On a terminal a line says that work is in progress, unless there is other output.
     """
     take_warnings()
     try:
@@ -54,5 +54,5 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
 
 
 def width(text: str) -> str:
-    """A format of weights as the specification names it: 3.5 is q3.5."""
+    """A weight format by its name in specifications: 3.5 is q3.5."""
     return f"q{text}" if re.fullmatch(r"\d(\.\d)?", text) else text

@@ -1,4 +1,4 @@
-"""Tables as TOML, which Python's library only reads."""
+"""TOML writer: Python's standard library only reads TOML."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
-    """A table as TOML: its values first, then its tables, each under its name.
+    """A table as TOML: its values first, then its subtables, each under its name.
 
     Args:
-        path: the names of the tables that it stands in.
+        path: the names of the enclosing tables.
     """
     values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}

@@ -1,6 +1,4 @@
-"""The files of a converted checkpoint: arrays, in safetensors files or Orbax's; a spec, the
-tokenizer's.
-"""
+"""Native (converted) checkpoint writer: arrays (safetensors or Orbax), spec, tokenizer files."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ _PACKED = (".words", ".scales", ".steps")  # the arrays of a `QuantizedTensor`
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write to, which gets its name when all is written, and goes if it fails.
+    """A folder to write to, renamed to its final name on success and deleted on failure.
 
     Raises:
-        SourceError: there is something of that name that is not an empty folder.
+        SourceError: the name is taken by something other than an empty folder.
     """
     try:
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -58,16 +56,16 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 class OrbaxWriter(Writer):
-    """Writes named arrays to Orbax's folder `model.orbax`, and what describes it beside it."""
+    """Writes named arrays to Orbax's folder `model.orbax`, and its description beside it."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        """As of `Writer`. Raises `CheckpointError` where Orbax is not installed."""
+        """Arguments as for `Writer`. Raises `CheckpointError` if Orbax is not installed."""
         super().__init__(folder, shard_bytes // 2)  # Orbax copies what it writes
         self._api = orbax_api(folder)
         self._arrays: dict[str, list[Any]] = {}
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Writes what is left, and `metadata`."""
+        """Writes the remaining arrays, and `metadata`."""
         self._flush(metadata)
         path = self._folder / FOLDER
         self._api.partial.finalize(path.absolute())
@@ -95,10 +93,10 @@ class OrbaxWriter(Writer):
         self._held = {}
 
     def _chunks(self, path: Sequence[Any], array: np.ndarray) -> Any:
-        """A chunk is the least that is read: a shard should not have to read much of another.
+        """Chunk shape: the least that is read, so that a shard reads little of other shards.
 
-        Orbax cuts the longest axes, which serves plain matrices and the rows of packed ones. Of
-        these, [*stack, tiles, superblocks, ...], matrices and superblocks are cut first.
+        Orbax cuts the longest axes, which suits plain matrices and the rows of packed ones. Of
+        packed ones, [*stack, tiles, superblocks, ...], matrices and superblocks are cut first.
         """
         cut = array.nbytes > CHUNK_BYTES and path[-1].key.endswith(_PACKED)
         axes = (*range(array.ndim - 5), array.ndim - 4) if cut else None
@@ -109,11 +107,11 @@ class OrbaxWriter(Writer):
 def write_specification(
     folder: Path, source: Located, overrides: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Writes `spec.toml`, and beside it the specifications that it builds on.
+    """Writes `spec.toml`, and beside it the specifications it is based on.
 
     Args:
-        overrides: tables that the user laid over the source's.
-        settings: tables that replace what these say, such as the whole `[quantization]`.
+        overrides: user tables laid over the source's.
+        settings: tables that replace these, such as the whole `[quantization]`.
     """
     own = dict(source.own if source.describes_model else {"family": source.family(), **source.own})
     over = {key: table for key, table in overrides.items() if key not in _PLACES}
@@ -140,13 +138,13 @@ def write_specification(
 
 
 def copy_companions(folder: Path, source: Located, tokenizer: Path) -> dict[str, Any]:
-    """Copies what is read beside the weights: config.json, the tokenizer's files, the pooling's.
+    """Copies files read beside the weights: config.json, tokenizer files, pooling.
 
     Args:
-        tokenizer: where the source's tokenizer is looked for.
+        tokenizer: where the source's tokenizer is.
 
     Returns:
-        What the specification has to say of them.
+        The matching keys of the specification.
     """
     weights, format = source.weights, source.checkpoint.format
     patterns = {"gguf": (), "llama2c": _PATTERNS[-1:]}.get(format, _PATTERNS)
@@ -174,7 +172,7 @@ def _copy(source: Path, target: Path, patterns: Iterable[str]) -> None:
 
 
 def _copy_pooling(source: Path, target: Path) -> None:
-    """sentence-transformers' modules, each in a folder of its own."""
+    """Copies sentence-transformers' modules, each in its own folder."""
     if not (source / "modules.json").is_file():
         return
     for pattern in ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json"):

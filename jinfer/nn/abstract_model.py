@@ -1,7 +1,7 @@
-"""The model: a specification, what follows from it, and its modules where they are needed.
+"""Abstract model: parameter names, shapes, axes and roles that follow from a specification.
 
-Flax is imported, and modules are built, only where a program is traced or nobody knows the model's
-parameters yet: a start that finds its programs made needs neither.
+Flax is imported, and modules are built, only if a program is traced or the parameters are not
+cached yet: a start with compiled programs needs neither.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from jinfer.guard.disk_cache import Shelf
     from jinfer.nn.transformer import Model
 
-# Results for every token, and "pooled" for every text.
+# Results per token; "pooled" per text.
 Want = Literal["logits", "hidden", "pooled"]
 
 
 @dataclass(eq=False)
 class Modules:
-    """The modules of a specification, without numbers; made when they are first asked for."""
+    """The Flax modules of a specification, without parameters; built on first use."""
 
     spec: ModelSpec
     dtype: DTypeLike
 
     def make(self) -> None:
-        """Makes them now: those made inside a trace could not be used in the next one."""
+        """Builds the modules now: modules built inside a trace cannot be used in the next one."""
         _ = self.parts
 
     @cached_property
     def parts(self) -> tuple[Any, Any]:
-        """Flax's static part of the whole module, and the tree of its abstract parameters."""
+        """Flax's graph definition of the whole model, and the tree of its abstract parameters."""
         from flax import nnx
 
         from jinfer.nn.transformer import Model
@@ -57,7 +57,7 @@ class Modules:
         return definition, state
 
     def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:
-        """The module with these parameters; `rounded` as in `AbstractModel`."""
+        """The model with these parameters; `rounded` as in `AbstractModel`."""
         from flax import nnx
 
         definition, state = self.parts
@@ -70,21 +70,21 @@ class Modules:
 
 @dataclass(frozen=True)
 class AbstractModel:
-    """A model without its numbers: shapes, types and axes, from which everything derives.
+    """A model without parameter values: shapes, types and axes, from which everything derives.
 
     Attributes:
-        modules: what it computes with.
+        modules: its Flax modules.
         names: of the parameters, in the order of the tree's leaves.
-        parameters: their shapes and types, in the same order: an `Abstract`, or a
-            `QuantizedTensor` of them.
+        parameters: their shapes and types, in the same order: an `Abstract`, or a `QuantizedTensor`
+            of them.
         axes: their logical axes, in the same order.
-        normalized: those whose rows are given length 1 when they are loaded.
-        roles: what each is used for, in the same order.
-        caches: name of each attention -> what it keeps of each token.
-        never: tokens that are never chosen.
-        vocab: tokens of the vocabulary; 0 where the model has none.
+        normalized: parameters whose rows are normalized to length 1 at loading.
+        roles: what each parameter is used for, in the same order.
+        caches: attention name -> what it caches per token.
+        never: tokens that are never sampled.
+        vocab: vocabulary size; 0 if the model has none.
         steady: as in `ModelSpec`.
-        rounded: whether what is multiplied with bfloat16 may be rounded to it.
+        rounded: whether activations multiplied with bfloat16 may be rounded to it.
     """
 
     modules: Modules
@@ -100,12 +100,12 @@ class AbstractModel:
     rounded: bool = False
 
     def module(self, leaves: tuple[Array, ...]) -> Model:
-        """The module with these parameters; `leaves` in the order of `names`."""
+        """The model with these parameters; `leaves` in the order of `names`."""
         return self.modules.merged(leaves, self.rounded)
 
     @cached_property
     def layers(self) -> dict[str, slice]:
-        """Of each layer, "decoder.3", its own among the parameters taken apart into arrays."""
+        """Layer name, such as "decoder.3" -> its slice of the flattened parameters."""
         stacks = "|".join(stack.name for stack in self.modules.spec.stacks)
         owner = re.compile(rf"({stacks})\.\d+(?=\.)")
         found: dict[str, slice] = {}
@@ -124,19 +124,18 @@ class AbstractModel:
         return any(shape.group == ENCODER for shape in self.caches.values())
 
     def described(self) -> str:
-        """All that a program made of the model depends on, but for the code that makes it."""
+        """The cache key of programs compiled for this model, except for the code version."""
         spec = self.modules.spec
         here = (self.modules.dtype, self.parameters, self.caches)
         return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
 
 
 def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> AbstractModel:
-    """Builds a specification into a model whose parameters are yet to be loaded.
+    """Builds the abstract model of a specification.
 
     Args:
         dtype: of the weights and of the computation; norms are float32.
-        kept: where what modules say of their parameters is kept, so that the next time it is known
-            without them.
+        kept: cache of the modules' parameter descriptions, so that the next start needs no modules.
     """
     modules = Modules(spec, dtype)
     found = _kept_parameters(modules, kept) if kept is not None else _parameters(modules)
@@ -173,7 +172,7 @@ def _kept_parameters(modules: Modules, kept: Shelf) -> list[_Parameter]:
 
 
 def _parameters(modules: Modules) -> list[_Parameter]:
-    """What modules say of their parameters, in the order of the tree's leaves."""
+    """The modules' parameters, in the order of the tree's leaves."""
     from flax import nnx
 
     _, state = modules.parts

@@ -1,4 +1,4 @@
-"""Attention: over a cache of what came before, over a whole text, over an encoder's output."""
+"""Attention modules (MHA, GQA, MQA): causal over a KV cache, bidirectional, and cross-attention."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept | None
     ) -> tuple[Float[Array, "batch tokens hidden"], Kept | None]:
-        """The block's output, and the cache with the new tokens' keys and values in it.
+        """The block's output, and the cache with the new tokens' keys and values.
 
-        Without a cache the batch is whole texts, in which every token sees every other.
+        Without a cache the batch is whole texts, with bidirectional attention.
         """
         q, k, v = self._project(x, step)
         rules = self._rules(q, k, step.positions, causal=cache is not None)
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
             q = self.q_norm(split(q, block.heads)).reshape(q.shape)
             k = self.k_norm(split(k, block.kv_heads)).reshape(k.shape)
         if isinstance(block.position, blocks.Rope):
-            # As rows of all heads, which is what they are after the projection and its bias.
+            # As rows of all heads, the layout after the projection and its bias.
             cos_sin = step.cos_sin_of(self.rope)
             q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
         return split(q, block.heads), split(k, block.kv_heads), split(v, block.kv_heads)
@@ -98,14 +98,14 @@ class Attention(nnx.Module):
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)
             case blocks.Alibi() if not causal and rules.slopes is not None:
-                # Tokens ahead are as far away as those behind.
+                # Distances are symmetric.
                 far = abs(jnp.arange(1 - q.shape[1], q.shape[1], dtype=jnp.float32))
                 table = -rules.slopes[:, None] * far[None]
                 return rules._replace(slopes=None, by_distance=table, lowest=1 - q.shape[1])
         return rules
 
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
-        """The bias, from the projections of the distances' vectors."""
+        """The score bias, from the projected distance vectors."""
         vectors = self.distances.vectors()[None]
         to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
@@ -119,7 +119,7 @@ class Attention(nnx.Module):
 
 
 class CrossAttention(nnx.Module):
-    """Attention over an encoder's output, whose keys and values are computed once."""
+    """Cross-attention: over an encoder's output, whose keys and values are computed once."""
 
     def __init__(self, block: blocks.CrossAttention, dtype: DTypeLike) -> None:
         self.block = block
@@ -132,14 +132,14 @@ class CrossAttention(nnx.Module):
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: Placement
     ) -> LayerCache:
-        """The cache with the keys and values of an encoder's output in it."""
+        """The cache with the keys and values of an encoder's output."""
         k, v = (split(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
         return write(cache, turned_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
-        """The block's output, and the cache as it was."""
+        """The block's output, and the unchanged cache."""
         block = self.block
         rules = ScoreRules(
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)

@@ -1,4 +1,4 @@
-"""From a block's description to its module."""
+"""Block registry: from a block of the specification to the Flax module that computes it."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ _MODULES: dict[type, Callable[..., nnx.Module]] = {
 
 
 def build_module(block: blocks.Block, dtype: DTypeLike) -> nnx.Module:
-    """The module that computes a block, its parameters yet to be loaded."""
+    """The module of a block, its parameters yet to be loaded."""
     return _MODULES[type(block)](block, dtype)

@@ -1,4 +1,4 @@
-"""Disentangled attention (arXiv 2006.03654): scores of what is there against how far it is."""
+"""Disentangled attention (DeBERTa, arXiv 2006.03654): content-to-position score bias."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DisentangledBias(nnx.Module):
-    """Vectors of distances, and the biases of scores that come from them."""
+    """The relative position embeddings and the score biases computed from them."""
 
     def __init__(self, block: blocks.Disentangled, width: int, dtype: DTypeLike) -> None:
         self.block = block
@@ -31,7 +31,7 @@ class DisentangledBias(nnx.Module):
         self.norm = LayerNorm(blocks.LayerNorm(kind="layer", size=width, eps=block.eps), dtype)
 
     def vectors(self) -> Float[Array, "rows hidden"]:
-        """The vectors of the distances, normalized."""
+        """The normalized distance vectors."""
         return self.norm(self.weight[...])
 
     def bias(
@@ -47,7 +47,7 @@ class DisentangledBias(nnx.Module):
 
         Args:
             q, k: of whole texts, which begin at position 0.
-            to_q, to_k: the vectors of the distances, projected like queries and keys.
+            to_q, to_k: the distance vectors, projected like queries and keys.
             scale: of the scores.
         """
         k, to_k = (jnp.repeat(part, q.shape[2] // k.shape[2], axis=-2) for part in (k, to_k))
@@ -71,7 +71,7 @@ def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows
 
 
 def rows_of_distances(block: blocks.Disentangled) -> Int[np.ndarray, " distances"]:
-    """The row of each distance from -max_distance to max_distance.
+    """The embedding row of each distance from -max_distance to max_distance (log buckets).
 
     Distances up to half of the buckets have rows of their own, farther ones share logarithmic
     ranges. In float32, as the reference: a distance at the edge of a range is rounded.

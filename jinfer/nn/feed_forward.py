@@ -1,4 +1,4 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks: MLP, gated MLP (SwiGLU, GeGLU), and single activations."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gating:
-    """activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card).
+    """GLU: activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card).
 
     Attributes:
-        activation: its name in `jinfer.modelspec.blocks.GatedActivation`.
+        activation: a `jinfer.modelspec.blocks.GatedActivation`.
         alpha, limit: of clamped_swiglu.
     """
 
@@ -35,13 +35,13 @@ class Gating:
 
     @classmethod
     def of(cls, block: blocks.GatedMLP | blocks.MixtureOfExperts) -> Gating:
-        """That of a block."""
+        """The gating of a block."""
         return cls(block.activation, block.alpha, block.limit)
 
     def __call__(
         self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
-        """What the down-projection is given."""
+        """The input of the down-projection."""
         if self.activation != "clamped_swiglu":
             return activate(self.activation, gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
@@ -50,7 +50,7 @@ class Gating:
 
 
 class Activation(nnx.Module):
-    """An activation function alone."""
+    """An activation function as a module."""
 
     def __init__(self, block: blocks.ActivationBlock, dtype: DTypeLike) -> None:
         self.function = block.function

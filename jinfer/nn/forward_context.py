@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass stand: a flat batch over a paged cache, or whole texts."""
+"""Forward batch: token positions and block tables of a forward pass (vLLM: attention metadata)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """A flat batch whose tokens may stand in several rows of the tables: branches of a tree.
+    """Tree attention: a flat batch whose tokens occur in several branches (rows of the tables).
 
     Attributes:
-        sources: the token of each place.
-        rows, positions: of each place, as those of a flat batch.
-        places: one place of each token, whose result is the token's.
+        sources: the token of each copy.
+        rows, positions: of each copy, as in a flat batch.
+        places: one copy of each token, whose result is the token's.
     """
 
     sources: Int[Array, " places"]
@@ -34,7 +34,7 @@ class Copies(NamedTuple):
 
 
 class Elsewhere(Protocol):
-    """What stands for a cache whose attention is computed by other programs."""
+    """Stands for a KV cache whose attention is computed by other programs."""
 
     def extend(
         self,
@@ -44,7 +44,7 @@ class Elsewhere(Protocol):
         at: Placement,
         rules: ScoreRules,
     ) -> Float[Array, "tokens heads value_dim"]:
-        """Attention's output, as `jinfer.ops.attention.paged_attention.extend` gives it."""
+        """The attention output, as of `jinfer.ops.attention.paged_attention.extend`."""
         ...
 
 
@@ -52,21 +52,20 @@ type Kept = LayerCache | Elsewhere
 
 
 class Step(NamedTuple):
-    """Where the tokens of one forward pass stand.
+    """Token positions and block tables of one forward pass.
 
-    A decoder computes a flat batch, one row of tokens of any sequences; an encoder whole texts, a
-    row each.
+    A decoder computes a flat batch: one row with tokens of any sequences (continuous batching). An
+    encoder computes whole texts, one per row.
 
     Attributes:
         positions: of each token in its sequence.
-        totals: tokens of each token's sequence as far as it is known; rotary embeddings that
-            stretch with the length depend on it.
-        lengths: of whole texts, without their padding.
-        rows: of a flat batch: which sequence each token belongs to, -1 for padding...
-        tables: ...and where the blocks of each sequence are, by group of attentions.
-        encoded: tokens of the encoder's output that each sequence may see, where there is one.
-        cos_sin: of rotary embeddings, where it is known already, by `str` of their block.
-        copies: of a flat batch: where tokens are that stand in several rows.
+        totals: known length of each token's sequence; dynamic RoPE scaling depends on it.
+        lengths: of whole texts, without padding.
+        rows: flat batch: each token's sequence (table row), -1 for padding.
+        tables: flat batch: the block tables by group of attentions.
+        encoded: number of encoder output tokens each sequence attends to, if any.
+        cos_sin: RoPE angles, if precomputed, by `str` of their block.
+        copies: flat batch: tree branches in which tokens occur.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -80,7 +79,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of_texts(cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]) -> Step:
-        """Whole texts, padded at their ends."""
+        """A batch of whole texts, padded at their ends."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
         return cls(jnp.broadcast_to(positions, tokens.shape), totals, lengths)
@@ -97,13 +96,13 @@ class Step(NamedTuple):
         """A flat batch.
 
         Args:
-            prompts: tokens of each sequence's prompt, all of which were known from the start.
+            prompts: prompt length of each sequence, all of which was known from the start.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
 
     def placement(self, group: str) -> Placement:
-        """Where a group of attentions finds what the tokens' sequences have in the cache."""
+        """Positions and block tables for a group of attentions."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.tables is not None, "whole texts have no cache"
         return Placement(self.rows, self.positions[0], self.tables[group])
@@ -117,11 +116,11 @@ class Step(NamedTuple):
         window: int | None,
         rules: ScoreRules,
     ) -> tuple[Float[Array, "tokens heads value_dim"], Kept]:
-        """`paged_attention.extend` for a flat batch, in the group that looks back so far."""
+        """`paged_attention.extend` of a flat batch, in the group with this sliding window."""
         at, copies = self.placement(cache_group(window)), self.copies
         if not isinstance(cache, LayerCache):
             return cache.extend(q, k, v, at, rules), cache
-        if v is not None:  # else a part of the keys are the values, which stay what they are
+        if v is not None:  # otherwise a part of the keys are the values, which must not change
             q, k = turned(q, k, cache.keys)
         if copies is None:
             return extend(q, k, v, cache, at, rules)
@@ -132,7 +131,7 @@ class Step(NamedTuple):
         return out[copies.places], cache
 
     def keep(self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache) -> LayerCache:
-        """The cache with vectors of the tokens in it, wherever these stand."""
+        """The cache with vectors of the tokens, in every branch."""
         at, copies = self.placement(cache_group(None)), self.copies
         if copies is not None:
             vectors = vectors[copies.sources]
@@ -140,18 +139,18 @@ class Step(NamedTuple):
         return write(cache, vectors, vectors[..., :0], at)
 
     def encoded_last(self) -> Int[Array, " tokens"]:
-        """The last position of the encoder's output that each token sees."""
+        """The last encoder position each token attends to."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.encoded is not None, "cross-attention needs an encoder's output"
         return jnp.where(self.rows >= 0, self.encoded[jnp.maximum(self.rows, 0)] - 1, -1)
 
     def cos_sin_of(self, rope: Rotary) -> CosSin:
-        """What the tokens are rotated by."""
+        """The RoPE angles of the tokens."""
         known = (self.cos_sin or {}).get(str(rope.block))
         return rope.cos_sin(self.positions, self.totals) if known is None else known
 
     def with_cos_sin(self, ropes: Iterable[Rotary]) -> Step:
-        """The same, with what these rotate by computed once for all layers."""
+        """The same batch with RoPE angles computed once for all layers."""
         cos_sin = {
             str(rope.block): rope.cos_sin(self.positions, self.totals)
             for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
@@ -161,5 +160,5 @@ class Step(NamedTuple):
 
 
 def split(x: Float[Array, "batch tokens width"], heads: int) -> Array:
-    """[batch, tokens, heads, width / heads]."""
+    """[batch, tokens, width] -> [batch, tokens, heads, width / heads]."""
     return x.reshape(*x.shape[:2], heads, -1)

@@ -1,4 +1,4 @@
-"""What heads that draft for another model are joined with: its vectors, its vocabulary."""
+"""EAGLE draft head blocks: joins hidden states, and maps draft logits to the full vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Concat(nnx.Module):
-    """Two vectors, one behind the other."""
+    """Concatenation of two vectors."""
 
     def __init__(self, block: blocks.Concat, dtype: DTypeLike) -> None:
         self.block = block
@@ -30,14 +30,14 @@ class Concat(nnx.Module):
 
 
 class Spread(nnx.Module):
-    """Logits of some tokens among those of the whole vocabulary."""
+    """Vocabulary map: logits of a draft vocabulary as logits of the full one."""
 
     def __init__(self, block: blocks.Spread, dtype: DTypeLike) -> None:
         self.block = block
         self.offsets = parameter((block.inputs,), ("hidden",), jnp.int32)
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """-inf for a token that has none."""
+        """-inf for tokens outside the draft vocabulary."""
         ids = jnp.arange(self.block.inputs, dtype=jnp.int32) + self.offsets[...]
         whole = jnp.full((*x.shape[:-1], self.block.outputs), -jnp.inf, x.dtype)
         return whole.at[..., ids].set(x, mode="drop")

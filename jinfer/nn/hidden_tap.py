@@ -1,4 +1,4 @@
-"""What a layer gives, kept for a head that follows the model."""
+"""Hidden tap: saves a layer's hidden state for an EAGLE or MTP draft head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kept(nnx.Module):
-    """Writes vectors into a cache, and gives them on as they are."""
+    """Writes vectors to a cache, and passes them on unchanged."""
 
     def __init__(self, block: Tap, dtype: DTypeLike) -> None:
         self.block = block
@@ -25,5 +25,5 @@ class Kept(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
-        """The vectors, and the cache with them in it."""
+        """The vectors, and the cache with them."""
         return x, step.keep(x[0][:, None], cache)

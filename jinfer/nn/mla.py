@@ -1,8 +1,8 @@
-"""Multi-head latent attention: all heads share one small latent vector per token.
+"""Multi-head latent attention (MLA): all heads share one small latent vector per token.
 
-The cache holds the latent and the rotated part of the key. The matrices that would unfold it into
-keys and values are applied to the query and to the output instead, so that nothing is unfolded
-over the length of the context (arXiv 2405.04434, section 2.1).
+The cache holds the latent and the rotated part of the key. The up-projections of the latent to keys
+and values are absorbed into the query and the output instead, so that nothing is expanded over the
+length of the context (arXiv 2405.04434, section 2.1).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LatentAttention(nnx.Module):
         latent = block.latent_rank + block.rope_dim
         self.kv_a = Linear(block.inputs, latent, block.bias, dtype, ("latent", "hidden"))
         self.kv_a_norm = _norm(block.latent_rank, block.eps)
-        # Not only multiplied with, so they are never quantized.
+        # Absorbed into other matrices, so they are never quantized.
         if block.split:
             self.k_b = _Unfold(block, block.nope_dim, dtype)
             self.v_b = _Unfold(block, block.value_dim, dtype)
@@ -59,7 +59,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept
     ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
-        """The block's output, and the cache with the new tokens' latents in it."""
+        """The block's output, and the cache with the new tokens' latents."""
         block = self.block
         (k_b, to_key), (v_b, to_value) = self._unfolding()
         q = split(self._query(x), block.heads)
@@ -78,8 +78,10 @@ class LatentAttention(nnx.Module):
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
     def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
-        """What unfolds the latent into keys, and into values: matrices [heads, rows, latent_rank],
-        and the rows that count."""
+        """The up-projections of the latent to keys and to values, as matrices per head.
+
+        [heads, rows, latent_rank] each, with the slice of rows to use.
+        """
         block = self.block
         if block.split:
             whole = slice(None)
@@ -94,7 +96,7 @@ class LatentAttention(nnx.Module):
         return self.q_b(self.q_a_norm(self.q_a(x)))
 
     def _rules(self) -> ScoreRules:
-        """YaRN's temperature is applied to the scores a second time (DeepSeek-V2's code)."""
+        """YaRN's temperature is applied to the scores a second time, as in DeepSeek-V2's code."""
         scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
         scaling = self.block.position.scaling
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
@@ -103,7 +105,7 @@ class LatentAttention(nnx.Module):
 
 
 class _Unfold(nnx.Module):
-    """A matrix for each head."""
+    """An up-projection matrix per head."""
 
     def __init__(self, block: blocks.LatentAttention, rows: int, dtype: DTypeLike) -> None:
         shape = (block.heads, rows, block.latent_rank)

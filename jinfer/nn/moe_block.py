@@ -1,4 +1,4 @@
-"""Mixture of experts."""
+"""Mixture of experts (MoE) module: router and stacked expert feed-forwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StackedLinear(nnx.Module):
         self.bias = parameter(shape[:2], ("experts", axes[0]), dtype) if block.bias else None
 
     def projection(self) -> moe.Projection:
-        """Its arrays."""
+        """The operation's operands."""
         return moe.Projection(self.weight[...], None if self.bias is None else self.bias[...])
 
 
@@ -47,7 +47,7 @@ class Experts(nnx.Module):
         self.down = StackedLinear(block, ("hidden", "mlp"), dtype)
 
     def arrays(self) -> moe.Experts:
-        """What the operation takes."""
+        """The operation's operands."""
         gate = self.gate.projection() if self.gated else None
         up, down = self.up.projection(), self.down.projection()
         fused = self.gating.activation if self.gating.activation in FUSED else "none"
@@ -58,7 +58,7 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Feed-forwards of which a router chooses a few for each token (arXiv 1701.06538)."""
+    """Mixture of experts: a router chooses a few feed-forwards per token (arXiv 1701.06538)."""
 
     def __init__(self, block: blocks.MixtureOfExperts, dtype: DTypeLike) -> None:
         self.router = Router(block)

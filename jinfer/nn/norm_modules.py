@@ -1,4 +1,4 @@
-"""Normalization."""
+"""Normalization modules: RMSNorm, LayerNorm and the norms of queries and keys (QK norm)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+    """RMSNorm (arXiv 1910.07467), computed in float32."""
 
     def __init__(self, block: blocks.RMSNorm, dtype: DTypeLike) -> None:
         self.block = block
@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm (arXiv 1607.06450), computed in float32."""
+    """LayerNorm (arXiv 1607.06450), computed in float32."""
 
     def __init__(self, block: blocks.LayerNorm, dtype: DTypeLike) -> None:
         self.block = block
@@ -49,7 +49,7 @@ class LayerNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """The norm of queries or keys before they are rotated: over a head, or over all of them."""
+    """QK norm: of queries or keys before RoPE, per head or over all heads."""
 
     def __init__(self, block: blocks.QKNorm, heads: int, head_dim: int, axis: str) -> None:
         self.block = block

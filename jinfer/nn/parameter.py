@@ -1,4 +1,4 @@
-"""Parameters: arrays with a name for each axis."""
+"""Parameters with logical axis names, by which they are sharded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def parameter(
     normalize: bool = False,
     role: Role = "plain",
 ) -> nnx.Param:
-    """A parameter to be loaded; until then it is a shape and a type, and nothing is traced.
+    """A parameter to be loaded: until then only shape and type, and nothing is traced.
 
     Args:
-        axes: the logical name of each axis; partitioning is decided by these names.
-        normalize: its rows are brought to length 1 when they are loaded.
+        axes: the logical name of each axis; sharding is decided by these names.
+        normalize: normalize its rows to length 1 at loading.
         role: what it is used for.
     """
     value = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

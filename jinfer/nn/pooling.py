@@ -1,4 +1,4 @@
-"""Pooling: one vector for a whole text."""
+"""Pooling: one embedding vector for a whole text (CLS, last token, mean)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pool(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"]
     ) -> Float[Array, "batch hidden"]:
-        """Pools the tokens that count."""
+        """Pools the tokens that are not padding."""
         if self.block.take == "first":
             return x[:, 0]
         if self.block.take == "last":

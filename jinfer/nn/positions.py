@@ -1,4 +1,4 @@
-"""Positions: rotary frequencies and their scaling, ALiBi slopes, tables."""
+"""Position embeddings: RoPE and its scaling (YaRN, LongRoPE, NTK), ALiBi, T5 bias, tables."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class CosSin(NamedTuple):
-    """Cosine and sine of the angle of each pair."""
+    """RoPE angles: cosine and sine for each pair."""
 
     cos: Float[Array, "batch tokens pairs"]
     sin: Float[Array, "batch tokens pairs"]
 
 
 class Rotary(nnx.Module):
-    """Rotary position embedding (arXiv 2104.09864)."""
+    """RoPE: rotary position embedding (arXiv 2104.09864)."""
 
     def __init__(self, block: Rope, dtype: DTypeLike) -> None:
         self.block = block
@@ -44,16 +44,16 @@ class Rotary(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch tokens width"], cos_sin: CosSin, size: int
     ) -> Float[Array, "batch tokens width"]:
-        """Rotates the first `dim` dimensions of heads of a size by the token's position."""
+        """Rotates the first `dim` dimensions of each head by the token's position."""
         return rotate(x, *cos_sin, size=size, adjacent=self.block.pairs == "adjacent")
 
     def cos_sin(
         self, positions: Int[Array, "batch tokens"], totals: Int[Array, "batch tokens"]
     ) -> CosSin:
-        """What tokens at these positions are rotated by.
+        """The angles at these positions.
 
         Args:
-            totals: tokens of each token's sequence; "dynamic" scaling depends on it.
+            totals: length of each token's sequence; "dynamic" scaling depends on it.
         """
         frequencies, magnitude = rope_frequencies(self.block)
         inverse = jnp.asarray(frequencies, jnp.float32)
@@ -69,7 +69,7 @@ class Rotary(nnx.Module):
 def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
     """Radians per position of each pair, and the factor on cos and sin.
 
-    What "dynamic" scaling changes is not in them: see `dynamic_factors`.
+    Without "dynamic" scaling: see `dynamic_factors`.
     """
     frequencies = block.theta ** (-np.arange(0, block.dim, 2, dtype=np.float64) / block.dim)
     scaling = block.scaling
@@ -87,7 +87,7 @@ def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
 
 
 def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Long wavelengths are stretched, short ones unchanged, those between blended."""
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = np.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -95,7 +95,7 @@ def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, block: Rope, scaling: Scaling) -> tuple[np.ndarray, float]:
-    """NTK-by-parts interpolation and attention temperature (arXiv 2309.00071)."""
+    """YaRN: NTK-by-parts interpolation and attention temperature (arXiv 2309.00071)."""
 
     def pair_that_turns(times: float) -> float:
         trained = scaling.original_max_position_embeddings
@@ -123,7 +123,7 @@ def _yarn_magnitude(scaling: Scaling) -> float:
 
 
 def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, float]:
-    """A factor per pair, another one for contexts longer than trained (arXiv 2402.13753)."""
+    """LongRoPE: a factor per pair, different ones beyond the trained length (arXiv 2402.13753)."""
     trained = scaling.original_max_position_embeddings
     longer = scaling.length is not None and scaling.length > trained
     factors = scaling.long_factor if longer else scaling.short_factor
@@ -138,10 +138,10 @@ def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, fl
 def dynamic_factors(
     dim: int, scaling: Scaling, totals: Int[Array, "batch tokens"]
 ) -> Float[Array, "batch tokens pairs"]:
-    """What frequencies are multiplied by where theta grows with the length of a sequence.
+    """Frequency factors of dynamic NTK scaling, where theta grows with the sequence length.
 
-    With L tokens where T were trained, theta becomes theta * g^(dim / (dim - 2)) with
-    g = factor * L / T - (factor - 1), so the frequency of pair j changes by g^(-2j / (dim - 2)).
+    With L tokens and T trained ones, theta becomes theta * g^(dim / (dim - 2)) with g = factor * L
+    / T - (factor - 1), so the frequency of pair j changes by g^(-2j / (dim - 2)).
     """
     trained = scaling.original_max_position_embeddings
     more = jnp.maximum(totals - trained, 0).astype(jnp.float32)
@@ -151,7 +151,7 @@ def dynamic_factors(
 
 
 def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
-    """Slope of each head (arXiv 2108.12409)."""
+    """ALiBi slope of each head (arXiv 2108.12409)."""
 
     def series(count: int) -> np.ndarray:
         return block.factor * 2.0 ** (-block.max_bias * np.arange(1, count + 1) / count)
@@ -163,10 +163,10 @@ def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
 
 
 class RelativeBias(nnx.Module):
-    """A learned bias per head and bucket of distance (T5, arXiv 1910.10683).
+    """T5 relative position bias: learned, per head and distance bucket (arXiv 1910.10683).
 
     Half of the buckets are for exact distances, half for logarithmic ranges up to `max_distance`.
-    Where attention looks ahead, half of all are for keys after the query.
+    If attention is bidirectional, half of all are for keys after the query.
     """
 
     def __init__(self, block: Relative, heads: int) -> None:
@@ -174,7 +174,7 @@ class RelativeBias(nnx.Module):
         self.weight = parameter((block.buckets, heads), ("buckets", "heads"), jnp.float32)
 
     def by_distance(self, causal: bool) -> tuple[int, Float[Array, "heads distances"]]:
-        """The lowest distance, and the bias of each from there to the highest; then they repeat."""
+        """The lowest distance, and the biases from there to the highest; beyond, they repeat."""
         highest = self.block.max_distance
         lowest = 0 if causal else -highest
         distances = jnp.arange(lowest, highest + 1, dtype=jnp.int32)
@@ -195,7 +195,7 @@ class RelativeBias(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """A learned table of positions."""
+    """Learned absolute position embeddings."""
 
     def __init__(self, block: LearnedPositions, dtype: DTypeLike) -> None:
         self.block = block
@@ -210,7 +210,7 @@ class PositionTable(nnx.Module):
 
 
 class Sinusoids(nnx.Module):
-    """Sines and cosines of the position (arXiv 1706.03762), as two blocks."""
+    """Sinusoidal position embeddings (arXiv 1706.03762), sines then cosines."""
 
     def __init__(self, block: SinusoidalPositions, dtype: DTypeLike) -> None:
         self.block, self.dtype = block, dtype
@@ -228,7 +228,7 @@ class Sinusoids(nnx.Module):
 def sinusoids(
     block: SinusoidalPositions, positions: Int[np.ndarray, " rows"]
 ) -> Float[np.ndarray, "rows hidden"]:
-    """What `Sinusoids` gives at these positions, float64."""
+    """`Sinusoids` at these positions, in float64."""
     angles = np.outer(positions + block.offset, _sinusoid_frequencies(block))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 

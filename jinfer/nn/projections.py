@@ -1,4 +1,4 @@
-"""Projections, the token embedding and the vocabulary head."""
+"""Linear projections, the token embedding and the vocabulary head (LM head)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Linear(nnx.Module):
-    """A dense projection with weight [outputs, inputs]."""
+    """A linear projection with weight [outputs, inputs]."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ def project(
 
 
 class Embedding(nnx.Module):
-    """A table with a row per token."""
+    """Token embedding: a table with one row per token."""
 
     def __init__(self, block: blocks.Embedding, dtype: DTypeLike) -> None:
         self.dtype = jnp.dtype(dtype)
@@ -62,7 +62,7 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The projection onto the vocabulary; logits are float32."""
+    """LM head: the projection onto the vocabulary; logits are float32."""
 
     def __init__(self, block: blocks.Head, dtype: DTypeLike) -> None:
         shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
@@ -74,7 +74,7 @@ class Head(nnx.Module):
     def __call__(
         self, x: Float[Array, "*rows hidden"], embed: Embedding | None = None
     ) -> Float[Array, "*rows vocab"]:
-        """x @ weight.T + bias; a tied head takes the weight of `embed`."""
+        """x @ weight.T + bias; a tied head uses the weight of `embed`."""
         weight = embed.weight if embed is not None else self.weight
         assert weight is not None, "a tied head takes the embedding's weight"
         bias = None if self.bias is None else self.bias[...]

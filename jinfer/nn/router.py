@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, and with what weight."""
+"""Mixture of experts (MoE) router module: which experts a token goes to, and with what weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Router(nnx.Module):
-    """Scores every expert and chooses the best, in float32: a near tie decides for the whole."""
+    """Scores all experts and chooses the best, in float32 because near ties are common."""
 
     def __init__(self, block: blocks.MixtureOfExperts) -> None:
         self.block = block

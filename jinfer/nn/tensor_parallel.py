@@ -1,7 +1,7 @@
-"""Blocks of which every device of a mesh axis has a part.
+"""Tensor parallelism: sharded embedding and LM head, ALiBi slopes per shard, deferred all-reduce.
 
-What an attention or a feed-forward gives is added up by its layer; a table of the vocabulary and
-the projection onto it have rows of it on each device.
+Attentions and feed-forwards are summed over devices by their layer; the embedding table and the LM
+head are sharded by vocabulary row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitEmbedding(blocks.Embedding):
-    """Some rows of a table: `size` on each device, one device's after the other's.
+    """A table sharded by row: `size` rows on each device, in order of devices.
 
     axis: of the mesh.
     """
@@ -31,10 +31,10 @@ class SplitEmbedding(blocks.Embedding):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitHead(blocks.Head):
-    """Some outputs of a projection onto the vocabulary: `outputs` on each device.
+    """An LM head sharded by output: `outputs` on each device.
 
     axis: of the mesh.
-    whole: outputs that there are; what the last devices have beyond them is padding.
+    whole: total outputs; the last devices are padded beyond them.
     """
 
     axis: str
@@ -43,7 +43,7 @@ class SplitHead(blocks.Head):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitAlibi(blocks.Alibi):
-    """The slopes of some heads.
+    """ALiBi slopes of a shard's heads.
 
     axis: of the mesh.
     slopes: of each device's heads.
@@ -54,7 +54,7 @@ class SplitAlibi(blocks.Alibi):
 
 
 class EmbeddingPart(Embedding):
-    """A table of which the other rows are on other devices."""
+    """This device's shard of a token embedding."""
 
     def __init__(self, block: SplitEmbedding, dtype: jnp.dtype) -> None:
         super().__init__(block, dtype)
@@ -69,7 +69,7 @@ class EmbeddingPart(Embedding):
 
 
 class HeadPart(Head):
-    """A projection of which the other outputs are on other devices."""
+    """This device's shard of an LM head."""
 
     def __init__(self, block: SplitHead, dtype: jnp.dtype) -> None:
         super().__init__(block, dtype)
@@ -85,21 +85,21 @@ class HeadPart(Head):
 
 
 class Sum:
-    """A sum over the devices of an axis that is not computed before somebody looks at it.
+    """Deferred all-reduce: a sum over a mesh axis that is computed when it is first read.
 
-    Of terms that are added to each other the devices add up the sum: one exchange for all of them.
+    Sums of such terms are added before the exchange: one all-reduce for all of them.
     """
 
     def __init__(self, part: Array, axis: str, whole: Any = None) -> None:
         """Args:
-        part: this device's part.
-        whole: what is added to the devices' sum; None: nothing.
+        part: this device's term.
+        whole: a replicated term added to the devices' sum; None: nothing.
         """
         self._part, self._axis, self._whole = part, axis, whole
         self._value: Array | None = None
 
     def value(self) -> Array:
-        """The sum, computed once."""
+        """The all-reduced sum, computed once."""
         if self._value is None:
             total = lax.psum(self._part, self._axis)
             self._value = total if self._whole is None else self._whole + total
@@ -150,7 +150,7 @@ def _plus(one: Any, other: Any) -> Any:
 
 
 def valued(x: Any) -> Any:
-    """What is a sum, computed; all else as it is."""
+    """The value of a deferred all-reduce; anything else unchanged."""
     return x.value() if isinstance(x, Sum) else x
 
 

@@ -1,4 +1,4 @@
-"""A whole model as Flax modules, put together as its specification says."""
+"""Transformer: a whole model as Flax modules, assembled as its specification says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)
 
 
 class Layer(nnx.Module):
-    """One layer: its modules, applied as its wiring says."""
+    """A transformer layer: its modules, applied as its wiring formula says."""
 
     def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
         self.wiring, self.axis = spec.wiring, spec.axis
@@ -72,12 +72,12 @@ class Layer(nnx.Module):
             out = module(*arguments)
             return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
 
-        # What an encoder gave is in the cache, so its name stands for nothing here.
+        # The encoder's output is in the cache, so its name is unused here.
         inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
         return valued(self.wiring.run(inputs, call)[0]), cache
 
     def _summed(self, part: Array) -> Any:
-        """What the devices give together that have a part each of a module."""
+        """The all-reduced output of a module sharded over devices."""
         return part if self.axis is None else Sum(part, self.axis)
 
 
@@ -93,13 +93,13 @@ def _run_layer(
     cache: Cache,
     table: Table | None,
 ) -> tuple[Array, Cache]:
-    """A layer as a function of its own, so that equal layers are traced and lowered once.
+    """A layer as a function, so that equal layers are traced and lowered once.
 
     Args:
-        platform: that it is traced for, on which its operations depend, whether kernels are
-            interpreted, and whether products may round.
-        alone: whether its own operations are put together, or later with other layers'.
-        table: where the layer's weights are, the first ones of `state`.
+        platform: target platform of the trace, whether kernels are interpreted, and whether matmuls
+            may round to bfloat16.
+        alone: whether its operations are fused here, or later with other layers'.
+        table: pointers of the layer's weights, the first of `state`.
     """
 
     def run(state: Any, x: Array, tokens: Array, step: Step, cache: Cache) -> tuple[Array, Cache]:
@@ -112,12 +112,12 @@ def _run_layer(
 
 
 class _Split(NamedTuple):
-    """A layer and modules that it calls, as what they are and their arrays.
+    """A layer and the shared modules it calls, as graph definition and arrays.
 
     Attributes:
-        name: "decoder.3".
+        name: such as "decoder.3".
         state: the arrays, the layer's own first.
-        told: where its own are; None: they are given.
+        told: pointers of its own weights; None: they are operands.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Stack(nnx.Module):
         shared: nnx.Dict,
         hidden: Float[Array, "batch tokens hidden"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
-        """The stem: tokens to vectors; beside others, if it follows another model."""
+        """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
         inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
         with rounding(self.rounded):
@@ -154,7 +154,7 @@ class Stack(nnx.Module):
     def taken(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
     ) -> Float[Array, "*rows hidden"]:
-        """What it takes of the model that it follows."""
+        """A draft head's projection of the target's hidden states."""
         assert self.follows is not None, "it stands alone"
         inputs = {"hidden": vectors}
         run = self.follows.hidden.run
@@ -164,19 +164,19 @@ class Stack(nnx.Module):
     def run_layers(
         self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """All layers, with the cache where there is one."""
+        """All layers, with their cache if any."""
         step = step.with_cos_sin(self._ropes())
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
         given = x, tokens, step, dict(cache)
-        # Where two do not become one call, each has calls of its own: equal layers are then traced
-        # and lowered once.
+        # If two layers do not become one call, each has its own: equal layers are then traced and
+        # lowered once.
         states = [layer.state for layer in layers]
         if chains_here(states, given) and self._joined(layers[-2:], given).count < 2:
             return self._joined(layers, given).results()
         return self._through(layers, *given, alone=True)
 
     def _joined(self, layers: Sequence[_Split], given: Any) -> Chains[tuple[Array, Cache]]:
-        """Layers one after the other, their operations put together."""
+        """Consecutive layers with their operations fused."""
         trees = [jax.tree.structure(layer.state) for layer in layers]
         own, others = list[list[Any]](), list[list[Any]]()
         for layer in layers:
@@ -206,7 +206,7 @@ class Stack(nnx.Module):
         *,
         alone: bool,
     ) -> tuple[Array, Cache]:
-        """Layers one after the other."""
+        """Applies consecutive layers."""
         cache = dict(cache)
         for layer in layers:
             prefix = f"{layer.name}."
@@ -218,7 +218,7 @@ class Stack(nnx.Module):
     def run_layer(
         self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """One layer, with its attentions' caches by the names of their modules."""
+        """One layer, with its attentions' caches by module name."""
         return self._run(self._layer(number, shared), x, tokens, step, cache, alone=True)
 
     def _layer(self, number: int, shared: nnx.Dict) -> _Split:
@@ -226,7 +226,7 @@ class Stack(nnx.Module):
         definition, state = nnx.split((layer, _used(layer, shared)))
         name = f"{self.name}.{number}"
         told = told_of(name)
-        # What is read by its row must be what was written there.
+        # Weights read by pointer must be those in the table.
         assert told is None or len(told.rows) == len(jax.tree.leaves(state[0]))
         return _Split(name, definition, state, told)
 
@@ -247,7 +247,7 @@ class Stack(nnx.Module):
         cache: Mapping[str, Any],
         shared: nnx.Dict,
     ) -> Float[Array, "batch tokens hidden"]:
-        """The one layer of a stack that has one, whose attention may be computed elsewhere.
+        """The only layer of a one-layer stack, whose attention may be computed by other programs.
 
         Args:
             cache: by the names of the layer's modules.
@@ -264,9 +264,9 @@ class Stack(nnx.Module):
                     yield rope
 
     def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
-        """The head: what it assigns by name, and its value as "logits".
+        """The head: the values it assigns by name, and its result as "logits".
 
-        "hidden" is what the vocabulary head is given, or the value, unless the head assigns it.
+        "hidden" is the input of the LM head, or the result, unless the head assigns it.
         """
         seen: dict[str, Array] = {}
 
@@ -290,7 +290,7 @@ class Stack(nnx.Module):
 
 
 def _used(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
-    """Modules outside of the layer that it calls."""
+    """The shared modules that a layer calls."""
     return {name: shared[name] for name in layer.wiring.calls if name not in layer.modules}
 
 
@@ -303,7 +303,7 @@ class Model(nnx.Module):
         self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
 
     def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
-        """What a head takes of the model that it follows, in the type that it computes in."""
+        """A draft head's projection of the target's hidden states, in its own dtype."""
         stack = self.stacks["decoder"]
         return stack.taken(vectors.astype(self.dtype), self.shared)
 
@@ -331,10 +331,10 @@ class Model(nnx.Module):
 
         Args:
             tokens: new tokens of any sequences.
-            step: where they stand.
-            cache: keys and values of the tokens before; comes back with the new ones in it.
-            last: of which tokens results are wanted; None: of all.
-            hidden: of a head that follows another model: vectors of its own beside the tokens.
+            step: their positions and block tables.
+            cache: the KV cache; returned with the new tokens.
+            last: the tokens whose results are wanted; None: all.
+            hidden: for a draft head: the target's hidden states beside the tokens.
         """
         stack = self.stacks["decoder"]
         beside = None if hidden is None else hidden[None]
@@ -355,11 +355,11 @@ class Model(nnx.Module):
 
         Args:
             tokens: padded at the end.
-            types: which of two texts each token belongs to.
+            types: token type ids (first or second text).
             lengths: tokens of each text.
 
         Returns:
-            All that the head gives, by name; its value is "logits".
+            The head's results by name; its value is "logits".
         """
         stack = self.stacks["encoder"]
         step = Step.of_texts(tokens, lengths)
@@ -368,7 +368,7 @@ class Model(nnx.Module):
         return stack.results(x, step, self.shared)
 
     def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
-        """The cache with what cross-attention needs of an encoder's output."""
+        """The cache with the cross-attention keys and values of an encoder's output."""
         cache = dict(cache)
         stack = self.stacks["decoder"]
         with rounding(stack.rounded):

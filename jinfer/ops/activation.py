@@ -1,4 +1,4 @@
-"""Activation functions."""
+"""Activation functions: SiLU, GELU, ReLU and others, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """An activation function by its name in `jinfer.modelspec.blocks.Activation`, in float32."""
+    """Applies a `jinfer.modelspec.blocks.Activation` by its name, in float32."""
     wide = x.astype(jnp.float32)
     if name in ACTIVATIONS and x.ndim and backend() == "cpu" and cpu.available():
         y = cpu.activate(wide.reshape(-1, x.shape[-1]), name).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""For which kind of device operations are traced: one process may have several."""
+"""Target platform of the code being traced; one process may compile for several."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 
 def backend() -> str:
-    """ "cpu", "gpu" or another platform, by JAX's name."""
+    """The target platform by JAX's name, such as "cpu" or "gpu"."""
     return _TARGET.get() or platform()
 
 
 def interpreted() -> bool:
-    """Whether kernels of a GPU are to run without one, slowly."""
+    """Whether GPU kernels run in Pallas' interpret mode: slowly, without a GPU."""
     return _INTERPRETED.get()
 
 
 @contextmanager
 def target(platform: str, *, interpret: bool = False) -> Iterator[None]:
-    """What is traced meanwhile, by this thread, is for devices of a platform.
+    """Code that this thread traces within the context targets the given platform.
 
     Args:
-        interpret: a GPU's kernels run without one.
+        interpret: run GPU kernels in interpret mode.
     """
     tokens = _TARGET.set(platform), _INTERPRETED.set(interpret)
     try:

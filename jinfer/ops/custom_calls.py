@@ -1,4 +1,4 @@
-"""The custom calls that compiled programs refer to by name."""
+"""XLA custom calls: the CPU kernels that compiled programs refer to by name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jinfer.cpu import build_library
 
 
 def made_from() -> str:
-    """Changes with what custom calls do, and with whether there are any."""
+    """A key that changes with the custom calls' code, or "" if there are none."""
     return build_library.key() if build_library.available() else ""
 
 
 def known_calls() -> frozenset[str]:
-    """Names of those that XLA knows by now."""
+    """Names of the registered custom calls."""
     return frozenset(build_library.registered)
 
 
 def register_calls(names: Iterable[str]) -> bool:
-    """Makes calls known to XLA; whether there are all of them on this machine."""
+    """Registers custom calls with XLA; returns whether all exist on this machine."""
     return all(build_library.register(name) for name in names)

@@ -1,4 +1,4 @@
-"""What may be turned off from outside, to find out whether it is to blame."""
+"""Kernel switches ($JINFER_NO_KERNELS): turn GPU kernels off, to find out which one is to blame."""
 
 import os
 from typing import Literal, get_args
@@ -10,23 +10,23 @@ _KNOWN: tuple[Kernels, ...] = get_args(Kernels.__value__)
 
 
 class SwitchError(ValueError):
-    """An environment variable has a word that it does not know."""
+    """An environment variable has an unknown value."""
 
 
 def kernels(which: Kernels) -> bool:
-    """Whether a GPU's kernels of a kind may be used; where they may not, XLA computes.
+    """Whether GPU kernels of this kind are enabled; if not, XLA computes.
 
     Raises:
-        SwitchError: see `turned_off`.
+        SwitchError: see `disabled_kernels`.
     """
     return which not in turned_off()
 
 
 def turned_off() -> frozenset[str]:
-    """The kinds that $JINFER_NO_KERNELS names, with commas between; "1" or "all": all of them.
+    """The kinds listed in $JINFER_NO_KERNELS, separated by commas; "1" or "all": all of them.
 
     Raises:
-        SwitchError: it has another word.
+        SwitchError: the value is unknown.
     """
     given = os.environ.get(OFF, "").strip()
     if given in ("", "0"):

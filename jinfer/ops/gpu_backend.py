@@ -1,4 +1,16 @@
-"""Which kind of kernels a GPU is given."""
+"""GPU kernel back end: Triton-style Pallas (the main one) or Mosaic GPU ($JINFER_KERNELS).
+
+The Triton-style back end is complete and the default while JAX has it. JAX has deprecated it, so
+the Mosaic GPU back end is its designated successor, taken automatically once JAX drops the other.
+What Mosaic GPU lacks is computed by XLA:
+
+- attention: only caches of 16-bit keys and values of up to 256 numbers; no quantized KV cache, no
+  MLA (wider latents), no T5 distance table (`by_distance`);
+- matmul: quantized matrices only in layouts `kernels_pallas.matmul.mosaic.takes` admits; no grouped
+  matmul of plain (unquantized) experts;
+- fusion: no fused prologue (norm, residual, gate), no fused rope and KV cache write;
+- sampling: no top-k / top-p threshold kernel.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +28,31 @@ KIND = "JINFER_KERNELS"
 
 
 def kind() -> Backend:
-    """ "triton" or "mosaic", as $JINFER_KERNELS says; else Triton-style ones while JAX has them.
+    """The back end in use: $JINFER_KERNELS, or else Triton-style while JAX has it.
 
-    What Mosaic kernels do not take is computed by XLA.
+    What Mosaic kernels do not support is computed by XLA.
 
     Raises:
-        SwitchError: see `asked_for`.
+        SwitchError: see `requested_backend`.
     """
     if (given := asked_for()) is not None:
         return given
-    # Imported here: half a second, which only those pay who have a GPU.
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.triton_ops import DEFAULT
 
     return DEFAULT
 
 
 def prepares_rows() -> bool:
-    """Whether what stands before a GPU's products is computed by a kernel, Triton-style."""
+    """Whether what precedes a matmul is fused into its prologue kernel (Triton-style only)."""
     return backend() == "gpu" and disable_kernels.kernels("products") and kind() == "triton"
 
 
 def asked_for() -> Literal["triton", "mosaic"] | None:
-    """What $JINFER_KERNELS says.
+    """The value of $JINFER_KERNELS.
 
     Raises:
-        SwitchError: it has another word.
+        SwitchError: the value is unknown.
     """
     match os.environ.get(KIND, "").strip():
         case "":

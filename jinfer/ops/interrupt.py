@@ -1,4 +1,4 @@
-"""Whether the host wants a running loop to end early."""
+"""Early exit from a compiled loop when the host raises a flag."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether the host has raised a flag; where a program cannot see it, it has not.
+    """Whether the host has raised a flag; False where a program cannot read it.
 
     Args:
-        flag: its number: see `jinfer.cpu.interrupt_call.Flag`.
-        step: of the loop, that is about to begin.
+        flag: its number; see `jinfer.cpu.interrupt_call.Flag`.
+        step: the loop iteration about to begin.
     """
     if backend() == "cpu" and cpu.available():
         return cpu.interrupted(flag, step)

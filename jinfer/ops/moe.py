@@ -1,4 +1,4 @@
-"""Mixture of experts: rows go through the experts that were chosen for them."""
+"""Mixture of experts (MoE): grouped matmul of tokens with their chosen experts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from jinfer.ops.matmul.matmul import Weight, fuses, linear_of, linears_sorted, s
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Rows of a block. Below 8 a multiplication costs what reading the weights costs; above 256 that is
-# the smaller part, and padding the last block of an expert the greater.
+# Rows of a block. Below 8 reading the weights dominates; above 256 padding an expert's last block
+# costs more than is saved.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
 
 
 class Projection(NamedTuple):
-    """One projection of every expert."""
+    """One projection of all experts."""
 
     weight: Weight  # [experts, outputs, inputs]
     bias: Float[Array, "experts outputs"] | None
 
 
 class Experts(NamedTuple):
-    """Feed-forwards of equal shape; without `gate` they are plain ones.
+    """The weights of all experts: feed-forwards of equal shape; without `gate` they are plain MLPs.
 
     Attributes:
-        activation: of gate and up, or of None and up.
-        fused: the name of `activation` where it is one of the fused products', else "none".
+        activation: a function of gate and up, or of None and up.
+        fused: name of `activation` if the fused matmul supports it, otherwise "none".
     """
 
     gate: Projection | None
@@ -50,7 +50,7 @@ def mixture_reference(
     weights: Float[Array, "rows top_k"],
     experts: Experts,
 ) -> Float[Array, "rows hidden"]:
-    """What `mixture` computes, with every expert on every row and most of it thrown away."""
+    """`mixture_of_experts` with every expert applied to every row."""
     numbers = jnp.arange(experts.up.weight.shape[0])
     each = lax.map(lambda expert: _feed_forward(x, experts, expert), numbers)
     share = jnp.sum(jnp.where(_is(chosen, numbers), weights[:, :, None], 0.0), axis=1)
@@ -65,21 +65,16 @@ def mixture(
     weights: Float[Array, "rows top_k"],
     experts: Experts,
 ) -> Float[Array, "rows hidden"]:
-    """The sum of what each row's chosen experts give, times their weights.
+    """The weighted sum of the outputs of each row's chosen experts.
 
-    Pairs of row and expert are sorted by expert, once. A CPU's custom calls and a GPU's kernels
-    take them so; elsewhere they are cut into blocks of one expert each, and a loop goes over the
-    blocks that there are. Either way only chosen experts' weights are read.
-
-    Milliseconds on two cores of an AMD EPYC, 64 experts of 1408 x 2048 in float32, top 6, at
-    1 / 8 / 32 / 128 / 512 rows: the loop 24 / 113 / 196 / 239 / 393; gathering the chosen experts'
-    weights 67 / 754 (XLA writes them out); `jax.lax.ragged_dot` 3265 at 8 rows and 10760 at 128
-    (XLA:CPU multiplies every row by every expert); all experts on all rows 1780 at 8, 2320 at 512.
-    2048 rows: 1661 with blocks of at most 256 rows, 1988 with 128.
+    (row, expert) pairs are sorted by expert once. CPU custom calls and GPU kernels take them sorted
+    (grouped matmul); elsewhere they are split into blocks of one expert each, and a loop runs over
+    the blocks that exist. Either way only the weights of chosen experts are read, which
+    `jax.lax.ragged_dot` on XLA:CPU and gathered weights do not achieve.
 
     Args:
-        chosen: experts of a row, no two the same.
-        weights: of the experts chosen, float32.
+        chosen: experts of each row, all different.
+        weights: of the chosen experts, float32.
     """
     rows, top_k = chosen.shape
     taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
@@ -92,7 +87,7 @@ def mixture(
     else:
         y = _in_blocks(x, chosen, experts)
     y = y.reshape(rows, top_k, -1).astype(jnp.float32)
-    # One after the other: a row is added up in the same order whatever rows there are.
+    # Added in sequence: the order must not depend on the other rows (batch invariance).
     parts = (y[:, k] * weights[:, k : k + 1] for k in range(top_k))
     return reduce(add, parts).astype(x.dtype)
 
@@ -114,7 +109,7 @@ def _by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
 def _sorted(
     x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: Experts
 ) -> Float[Array, "pairs hidden"]:
-    """What each of the sorted pairs gives, by products with rows sorted by expert."""
+    """The outputs of the sorted pairs, by grouped matmul."""
     offsets = order.offsets
 
     def finished(y: Array, projection: Projection) -> Array:
@@ -138,7 +133,7 @@ def _sorted(
 def _in_blocks(
     x: Float[Array, "rows hidden"], chosen: Int[Array, "rows top_k"], experts: Experts
 ) -> Float[Array, "pairs hidden"]:
-    """What each pair of row and expert gives, by a loop over blocks of one expert each."""
+    """The outputs of all pairs, by a loop over blocks of one expert each."""
     rows, top_k = chosen.shape
     pairs, count = rows * top_k, experts.up.weight.shape[0]
     size = _block_rows(pairs, count)
@@ -149,12 +144,12 @@ def _in_blocks(
         pair = lax.dynamic_slice_in_dim(blocks.order, begin, size)
         own = jnp.arange(size, dtype=jnp.int32) < count
         y = _feed_forward(x[pair // top_k], experts, expert, own)
-        # The rows by which a block is too long are written anew by the next one.
+        # Rows beyond the block's end are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
     empty = jnp.zeros((pairs + size, x.shape[1]), x.dtype)
     out = lax.fori_loop(0, blocks.number, run, empty)
-    return out[jnp.argsort(blocks.order[:pairs])]  # the place of each pair among the sorted ones
+    return out[jnp.argsort(blocks.order[:pairs])]  # the index of each pair in sorted order
 
 
 def _sizes(expert_of: Int[Array, " pairs"], count: int) -> Int[Array, " experts"]:
@@ -177,9 +172,9 @@ class _Blocks:
         self.number = self.ends[-1]
 
     def at(self, number: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]]:
-        """A block's expert, the place of its first pair among the sorted ones, and its pairs.
+        """A block's expert, the index of its first sorted pair and its number of pairs.
 
-        Rows beyond that number are the next block's.
+        Rows beyond that number belong to the next block.
         """
         expert = jnp.sum(self.ends <= number, dtype=jnp.int32)
         within = number - (self.ends[expert] - self.blocks[expert])
@@ -188,7 +183,7 @@ class _Blocks:
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block: about an expert's share, in powers of two; 1 where few meet."""
+    """Rows per block: about an expert's average share, as a power of two; 1 for few rows."""
     share = -(-pairs // experts)
     if share == 1:
         return 1
@@ -201,7 +196,7 @@ def _feed_forward(
     expert: Int[Array, ""],
     own: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows hidden"]:
-    """What one expert makes of rows, of which those count that are its `own`."""
+    """The output of one expert; only rows marked in `own` count."""
 
     def project(x: Array, projection: Projection) -> Array:
         return linear_of(x, projection.weight, projection.bias, expert, own)
@@ -211,5 +206,5 @@ def _feed_forward(
 
 
 def _is(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:
-    """Whether each of `chosen` is each number: [*shape, experts]."""
+    """One-hot encoding of `chosen`: [*shape, experts]."""
     return chosen[..., None] == numbers.reshape((1,) * chosen.ndim + (-1,))

@@ -1,4 +1,4 @@
-"""Which experts of a mixture each row goes to, and with what weight."""
+"""Mixture of experts (MoE) routing: the top-k experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def route(
     correction: Float[Array, " experts"] | None,
     rule: MixtureOfExperts,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """Chooses `rule.top_k` experts of each row, by the rule that `rule` describes.
+    """Chooses `rule.top_k` experts per row, as `rule` describes.
 
     Args:
-        correction: added to the scores for the choice only.
+        correction: a bias added to the scores for the choice only.
     """
     whole = rule.scoring != "sparsemixer" and rule.groups == rule.top_k_groups
     if whole and backend() == "cpu" and cpu.available():
@@ -46,7 +46,7 @@ def route_reference(
     correction: Float[Array, " experts"] | None,
     rule: MixtureOfExperts,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """The same in XLA's operations."""
+    """`route` in XLA operations."""
     if rule.scoring == "sparsemixer":
         chosen, weights = _sparsemixer(logits, rule)
     else:
@@ -55,7 +55,7 @@ def route_reference(
         chosen = lax.top_k(_of_best_groups(ranked, rule), rule.top_k)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
     if rule.renormalize:
-        # One after the other, which XLA does not change with the number of rows.
+        # Added in sequence, so that the order does not depend on the number of rows.
         total = reduce(add, (weights[:, i : i + 1] for i in range(rule.top_k)))
         weights = weights / jnp.maximum(total, 1e-20)  # sigmoids can all be 0
     return chosen, weights * rule.scale
@@ -64,7 +64,7 @@ def route_reference(
 def _of_best_groups(
     scores: Float[Array, "rows experts"], rule: MixtureOfExperts
 ) -> Float[Array, "rows experts"]:
-    """The scores, -inf where an expert's group is not among the best (arXiv 2405.04434)."""
+    """The scores, -inf outside the best groups (group-limited routing, arXiv 2405.04434)."""
     if rule.groups == rule.top_k_groups:
         return scores
     grouped = scores.reshape(scores.shape[0], rule.groups, -1)
@@ -77,10 +77,10 @@ def _of_best_groups(
 def _sparsemixer(
     logits: Float[Array, "rows experts"], rule: MixtureOfExperts
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """One arg-max after the other, each with a softmax of its own (arXiv 2409.12136).
+    """SparseMixer (arXiv 2409.12136): repeated arg-max, each with its own softmax.
 
-    A score takes part in the softmax if it is near the best one left: their difference is at most
-    2 jitter_eps of the greater of the best one and its own magnitude.
+    A score takes part in the softmax if it is close to the best remaining one: they differ by at
+    most 2 jitter_eps times the greater of the best score and its own magnitude.
     """
     numbers = jnp.arange(rule.experts)[None, :]
     left, chosen, weights = logits, [], []

@@ -1,4 +1,4 @@
-"""Normalization of vectors, and what turns scores into shares."""
+"""RMSNorm, LayerNorm, softmax and sigmoid of rows of vectors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def normalize(
     centered: bool = False,
     offset: float = 0.0,
 ) -> Float[Array, "*rows size"]:
-    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, in float32.
+    """RMSNorm or LayerNorm, computed in float32.
+
+    (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias
 
     Args:
-        weight, bias: of the last axes of x; None: 1 and 0.
-        centered: a layer norm (arXiv 1607.06450); else mean = 0, the root mean square norm
-            (arXiv 1910.07467).
+        weight, bias: broadcast over the last axes of x; None: 1 and 0.
+        centered: LayerNorm (arXiv 1607.06450); otherwise RMSNorm, with mean = 0 (arXiv 1910.07467).
     """
     if not (backend() == "cpu" and cpu.available()):
         return normalize_reference(x, weight, bias, eps=eps, centered=centered, offset=offset)
@@ -49,7 +50,7 @@ def normalize_reference(
     centered: bool = False,
     offset: float = 0.0,
 ) -> Float[Array, "*rows size"]:
-    """The same in XLA's operations."""
+    """`normalize` in XLA operations."""
     y = x.astype(jnp.float32)
     if centered:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -62,14 +63,14 @@ def normalize_reference(
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Of each row, in float32."""
+    """Row-wise softmax in float32."""
     if backend() == "cpu" and cpu.available():
         return cpu.softmax(x.astype(jnp.float32))
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
 
 
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Of each number, in float32."""
+    """Element-wise sigmoid in float32."""
     if backend() == "cpu" and cpu.available():
         return cpu.sigmoid(x.astype(jnp.float32))
     return jax.nn.sigmoid(x.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""The platform that JAX is told to compute on."""
+"""JAX platform selection ($JAX_PLATFORMS): starting XLA, and clear errors if it fails."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _INSTALL = {
 
 
 def start() -> None:
-    """Starts XLA on the platform that is asked for.
+    """Starts XLA on the requested platform.
 
     Raises:
-        SwitchError: JAX does not find it.
-        LimitError: the system allows this process too little for it.
+        SwitchError: JAX does not find the platform.
+        LimitError: system limits of this process are too low.
     """
     check()
     try:
         first_device()
-    except (RuntimeError, AssertionError) as error:  # the latter from a plugin that is not there
+    except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
         if asked := os.environ.get(ASKED, ""):
             raise SwitchError(f"{ASKED}={asked}: {_reason(asked)}") from error
         raise

@@ -1,4 +1,4 @@
-"""Rotations of queries and keys by their tokens' positions (arXiv 2104.09864)."""
+"""RoPE: rotary position embedding of queries and keys (arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinfer.ops.backend import backend
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-ROTATE = Primitive("rotate")  # on a GPU, where `jinfer.ops.fusion.fuse_gpu` finds it
+ROTATE = Primitive("rotate")  # on a GPU, for `jinfer.ops.fusion.fuse_gpu` to find
 
 
 def rotate(
@@ -29,12 +29,14 @@ def rotate(
     size: int,
     adjacent: bool,
 ) -> Float[Array, "*tokens width"]:
-    """Rotates pairs of numbers of each head, in float32.
+    """Rotates pairs of numbers in each head, in float32.
 
     Args:
         x: heads side by side.
-        size: of a head; its first 2 * pairs numbers are rotated, the others stay.
-        adjacent: whether a pair's numbers are neighbours; else they are `pairs` apart.
+        size: head size; the first 2 * pairs numbers of a head are rotated, the others are
+            unchanged.
+        adjacent: the numbers of a pair are neighbours (GPT-J style); otherwise they are `pairs`
+            apart (GPT-NeoX style).
     """
     if gpu_backend.prepares_rows():
         return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
@@ -53,7 +55,7 @@ def rotate_reference(
     size: int,
     adjacent: bool,
 ) -> Float[Array, "*tokens width"]:
-    """The same in XLA's operations."""
+    """`rotate` in XLA operations."""
     heads, dim = x.reshape(*x.shape[:-1], -1, size), 2 * cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned, rest = heads[..., :dim].astype(jnp.float32), heads[..., dim:]
@@ -68,11 +70,11 @@ def rotate_reference(
 
 
 def _rounded(product: Array) -> Array:
-    """The product itself, rounded before it is added to another one.
+    """The product, rounded before it is added to another one.
 
-    A compiler may round only one of two products that are added, and chooses by the loop that it
-    makes: a token's bits would depend on how many others there are. It does not see that nothing is
-    selected here.
+    A compiler may contract a product and a sum into a fused multiply-add, depending on the loop it
+    generates, so a token's bits would depend on the batch size. The select, which never selects
+    anything, prevents that.
     """
     return jnp.where(jnp.isnan(product), jnp.nan, product)
 

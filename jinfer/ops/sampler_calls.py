@@ -1,4 +1,4 @@
-"""The sampler's custom calls; `jinfer.sampling` has the same in XLA's operations."""
+"""Token sampling by a CPU custom call; `jinfer.sampling` has the XLA version."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["available", "choose", "log_probabilities"]
 
 
 def available() -> bool:
-    """Whether what is traced can call them."""
+    """Whether code traced here can use the custom call."""
     return backend() == "cpu" and cpu.available()

@@ -1,4 +1,4 @@
-"""A bound on the threads of the CPU that compute."""
+"""Thread limit of CPU computation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger("jinfer")
 
 
 def bound(count: int) -> Callable[[], None]:
-    """At most so many threads from now on, in the whole process, until the result is called.
+    """Limits the threads of the whole process until the returned function is called.
 
-    XLA's own pools are sized once, when it starts: they are bounded if it has not started yet, and
-    keep their size; custom calls follow the least of all bounds that are in force.
+    XLA sizes its pools once, when it starts: they obey the limit if it has not started yet and keep
+    their size otherwise. Custom calls obey the smallest limit in force.
     """
     lift = call_threads.bound(count)
     if not has_started():
@@ -39,12 +39,12 @@ def bound(count: int) -> Callable[[], None]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """CPU cores this process may use."""
     return usable_cores()
 
 
 def _pool() -> int | None:
-    """Threads of XLA's pool; None where that cannot be found out."""
+    """Threads in XLA's pool; None if unknown."""
     tasks = "/proc/self/task"
     try:
         names = []

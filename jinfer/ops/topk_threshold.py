@@ -1,4 +1,4 @@
-"""Top-k and top-p thresholds on a GPU; `jinfer.sampling.thresholds` has XLA's way."""
+"""Top-k and top-p (nucleus) thresholds on a GPU; `jinfer.sampling` has the XLA version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether what is traced can call them: they are Triton-style."""
+    """Whether code traced here can use the kernel: on a GPU, with the Triton-style back end."""
     return (
         backend() == "gpu"
         and disable_kernels.kernels("sampling")
@@ -27,8 +27,8 @@ def least(
     weights: Float[Array, "rows numbers"],
     mass: Float[Array, " rows"],
 ) -> UInt[Array, " rows"]:
-    """The largest bits at or above which numbers weigh at least `mass`; 0 where none do."""
-    # Imported here: half a second, which only those pay who have a GPU.
+    """The largest threshold at or above which the values weigh at least `mass`; or else 0."""
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas import topk_threshold
 
     return topk_threshold.least(order, weights, mass, interpret=interpreted())

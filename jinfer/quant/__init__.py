@@ -1,4 +1,4 @@
-"""Linear block quantization: formats, packed tensors, and how numbers become codes."""
+"""Block quantization of weights and of the KV cache: formats, packed tensors, quantizers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jinfer.quant.quantized_tensor import QuantizedTensor
     from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor
 
-# Imported when they are first asked for: a specification names formats, and needs no JAX for that.
+# Imported lazily: a specification names formats, which must not import JAX.
 _HOMES = {
     "OutlierTensor": "sparse_matrix",
     "QuantizedTensor": "quantized_tensor",
@@ -25,7 +25,7 @@ __all__ = [
     "parse_format",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

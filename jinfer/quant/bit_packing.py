@@ -1,14 +1,14 @@
-"""Codes as packed words, and back.
+"""Bit packing: codes as packed words, and back.
 
 Eight codes of b bits fill b bytes. Four such strips side by side, byte by byte, are b words of 32
-bits that hold 32 codes: code 4 s + i is code s of strip i. So one shift and one mask on a word
-give four codes at once, each in its own byte, which is what a dot product of bytes takes; the same
-shift on the two half-words gives the two fp16 fractions that a tensor core's operand needs.
+bits that hold 32 codes: code 4 s + i is code s of strip i. So one shift and one mask on a word give
+four codes at once, each in its own byte, as a byte dot product takes them; the same shift on the
+two half-words gives the two fp16 fractions that a tensor core's operand needs.
 
-Where b does not divide 8, byte t holds code t in its low bits, and the bits left over hold the
-last codes in pieces.
+If b does not divide 8, byte t holds code t in its low bits, and the remaining bits hold the last
+codes in pieces.
 
-Codes of 16 bits stand in pairs, each less 2^15, as a number with a sign: what is multiplied.
+16-bit codes are stored in pairs, each less 2^15, as signed numbers, which is what is multiplied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """Some bits of a code: `(byte >> low) & (2**width - 1)`, standing at bit `at` of the code."""
+    """A bit field of a code: `(byte >> low) & (2**width - 1)` gives bits `at`.. of the code."""
 
     byte: int
     low: int
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 _NOTHING = Piece(0, 0, 0, 0)
-_SIGN = 0x8000  # of a code of 16 bits
+_SIGN = 0x8000  # of a 16-bit code
 
 # PIECES[code_bits][code]: where the bits of each of 8 codes stand in code_bits bytes.
 PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
@@ -61,7 +61,7 @@ PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8, or uint16 where they have 16 bits, [..., 32] below 2**bits -> uint32 [..., bits]."""
+    """uint8, or uint16 for 16 bits, [..., 32] below 2**bits -> uint32 [..., bits]."""
     if bits == 16:
         return np.ascontiguousarray(codes ^ np.uint16(_SIGN)).view("<u4")
     fours = np.ascontiguousarray(codes).view("<u4")  # [..., 8]
@@ -69,10 +69,10 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_fours(fours: np.ndarray, bits: int) -> np.ndarray:
-    """What `unpack_four` undoes.
+    """The inverse of `unpack_four`.
 
     Args:
-        fours: uint32 [8, ...], in the four bytes of number s the codes 4 s .. 4 s + 3.
+        fours: uint32 [8, ...], with codes 4 s .. 4 s + 3 in the four bytes of number s.
 
     Returns:
         uint32 [bits, ...].
@@ -95,10 +95,10 @@ def pack_fours(fours: np.ndarray, bits: int) -> np.ndarray:
 def unpack(words: Any, bits: int, xp: ModuleType = np) -> Any:
     """uint32 [..., bits] -> uint32 [..., 32].
 
-    All codes by one expression, of which XLA makes one loop: it makes 32 of an expression for each.
+    One expression for all codes, of which XLA makes one loop instead of 32.
 
     Args:
-        xp: numpy, or jax.numpy for arrays of JAX.
+        xp: numpy, or jax.numpy for JAX arrays.
     """
     if bits == 16:
         pairs = xp.stack([words & xp.uint32(0xFFFF), words >> xp.uint32(16)], axis=-1)

@@ -1,11 +1,11 @@
-"""What a model's weights are multiplied with, while it reads a calibration text.
+"""Calibration statistics: Hessians for GPTQ, and importance (llama.cpp: imatrix) of inputs.
 
-A weight is wrapped into a `Recorded` and takes its place among the model's parameters. Where it is
-multiplied, `record` adds to sums that are kept in mutable arrays (`jax.Ref`): the compiled programs
-stay as they are, nothing goes through the host, and equal layers still share one program. So a
-tool does
+A weight is wrapped into a `RecordedWeight` in place of the model's parameter. Where it is
+multiplied, `record` adds the activations' squares or products to sums in mutable arrays
+(`jax.Ref`): compiled programs stay as they are, nothing goes through the host, and equal layers
+still share one program. So a tool does
 
-    leaves = [tap(leaf, "products") if name in wanted else leaf for name, leaf in ...]
+    leaves = [record_inputs(leaf, "products") if name in wanted else leaf for name, leaf in ...]
     run the forward pass over the text, without padding
     inputs = leaves[i].inputs()
     quantize(weight, format, method="feedback", hessian=inputs.mean)
@@ -27,16 +27,16 @@ from jinfer.xla import trees
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-# "squares" of each input, or "products" of all pairs: importance, or what error feedback needs.
+# "squares" of each input: importance (imatrix); "products" of all pairs: Hessian for GPTQ.
 Kind = Literal["squares", "products"]
 
 
 class Inputs(NamedTuple):
-    """The inputs that a weight met.
+    """Statistics of the inputs of a weight.
 
     Attributes:
         mean: of the squares, [*stack, inputs], or of the products, [*stack, inputs, inputs].
-        rows: how many there were, [*stack]. Where there were none, the mean is 0.
+        rows: number of input rows, [*stack]. If 0, the mean is 0.
     """
 
     mean: np.ndarray
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
     @property
     def importance(self) -> np.ndarray:
-        """Mean square of each input: [*stack, inputs]."""
+        """Mean square of each input (imatrix): [*stack, inputs]."""
         if self.mean.ndim == self.rows.ndim + 1:
             return self.mean
         return np.diagonal(self.mean, axis1=-2, axis2=-1)
@@ -67,17 +67,17 @@ class Recorded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, without padding."""
+        """Shape of the matrix, without padding."""
         return tuple(self.weight.shape)
 
     def __getitem__(self, index: Any) -> Recorded:
-        """The tensor itself, for `...`: Flax reads parameters so."""
+        """The tensor itself for `...`, as Flax reads parameters."""
         if index is not Ellipsis:
             raise IndexError("a tapped weight is not cut; `record` takes the index of a stack")
         return self
 
     def inputs(self) -> Inputs:
-        """What was recorded so far."""
+        """The statistics recorded so far."""
         sums, count = np.asarray(self.sums[...]), np.asarray(self.count[...])
         some = np.maximum(count, 1).reshape(count.shape + (1,) * (sums.ndim - count.ndim))
         return Inputs(sums / some, count)
@@ -95,7 +95,7 @@ def tap(weight: Any, kind: Kind) -> Recorded:
 
 
 def records(tree: Any) -> bool:
-    """Whether something in a tree is recorded."""
+    """Whether a tree contains recorded weights."""
     leaves = trees.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
     return any(isinstance(leaf, Recorded) for leaf in leaves)
 
@@ -106,7 +106,7 @@ def record(
     index: Any = ...,
     where: Bool[Array | np.ndarray, "*rows"] | None = None,
 ) -> list[Any]:
-    """Adds rows to the sums of those weights that are `Recorded`.
+    """Adds rows to the statistics of those weights that are `RecordedWeight`.
 
     Args:
         x: what all of the weights are about to be multiplied with.
@@ -114,7 +114,7 @@ def record(
         where: rows that count; None: all.
 
     Returns:
-        The weights without taps.
+        The weights, unwrapped.
     """
     taps = [weight for weight in weights if isinstance(weight, Recorded)]
     if taps:

@@ -1,7 +1,7 @@
-"""Cholesky factors in float64, with XLA's products.
+"""Cholesky factorization in float64, with XLA's matmul.
 
-BLAS has threads of its own that wait awake: on a machine with other work, nine tenths of a layer's
-time went into that. What is small enough for one thread is left to it.
+BLAS threads would busy-wait and compete with other work. Only blocks small enough for one thread
+are left to BLAS.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from jinfer.matmul_precision import product
 
-_WHOLE = 64  # rows of what is factored at once
+_WHOLE = 64  # rows factored at once
 
 
 def cholesky(matrix: np.ndarray) -> np.ndarray:
@@ -25,7 +25,7 @@ def cholesky(matrix: np.ndarray) -> np.ndarray:
 
 
 def _factored(matrix: np.ndarray, inverted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """L, and if wanted its inverse."""
+    """L, and its inverse on request."""
     size = len(matrix)
     if size <= _WHOLE:
         L = np.linalg.cholesky(matrix)

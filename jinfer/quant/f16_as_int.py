@@ -1,11 +1,10 @@
-"""Numbers of F16 as whole numbers: what they become for products of integers on a CPU.
+"""F16 weights as integers: 14-bit integer codes for integer dot products on AVX2 CPUs.
 
-A block of 64 numbers has a scale that is a power of two, so that its largest magnitude becomes 2^12
-to 2^13. A code is the number divided by it, rounded to the nearest, ties to even. F16 down to a
-quarter of the largest keeps all of its 11 significant bits, and no number is further off than a
-2^-13th of that. Scales are float16, not below 2^-24, which all numbers of F16 are multiples of. The
-scale of a block with a number that is not finite is NaN. (BF16 has blocks that no scale of float16
-would do for.)
+A block of 64 numbers has a power-of-two scale that brings its largest magnitude to 2^12 .. 2^13. A
+code is the number divided by the scale, rounded to nearest, ties to even. F16 numbers down to a
+quarter of the largest keep all 11 significant bits, and no error exceeds 2^-13 of the largest.
+Scales are float16, not below 2^-24, of which all F16 numbers are multiples. The scale of a block
+with a non-finite number is NaN. (BF16 can have blocks whose scale float16 cannot represent.)
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from jinfer.quant.bit_packing import pack
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt, UInt8
 
-BYTES = 2 * WIDE.block  # of a block in a file
-TYPE = "F16"  # of checkpoints
+BYTES = 2 * WIDE.block  # of a block, in bytes of a file
+TYPE = "F16"  # type name in checkpoints
 
 _BITS = 13  # of the largest magnitude
-_LEAST = -24  # power of two that float16 has
+_LEAST = -24  # exponent of the least power of two in float16
 
 
 def whole_numbers(
     values: np.ndarray,
 ) -> tuple[Int[np.ndarray, "*blocks 64"], Float[np.ndarray, "*blocks"]]:
-    """Codes, with their sign, and scales of [*blocks, 64] numbers."""
-    with np.errstate(invalid="ignore"):  # what is no number may be a signalling one
+    """Signed codes and scales of [*blocks, 64] numbers."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN raises a warning
         numbers = values.astype(np.float32)
         most = np.abs(numbers).max(axis=-1)
     finite = np.isfinite(most)
@@ -43,7 +42,7 @@ def whole_numbers(
 
 
 def words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2"]:
-    """A file's blocks as words, those of their two columns."""
+    """A file's blocks as packed words of their two columns."""
     codes, _ = whole_numbers(blocks.view(np.float16))
     codes = codes.astype(np.int32) + WIDE.zero
     packed = pack(codes.astype(np.uint16).reshape(len(codes), 2, 32), WIDE.code_bits)
@@ -51,5 +50,5 @@ def words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2"]:
 
 
 def scales(blocks: UInt8[np.ndarray, "n bytes"]) -> Float[np.ndarray, "n 1 1"]:
-    """A file's blocks' scales."""
+    """The scales of a file's blocks."""
     return whole_numbers(blocks.view(np.float16))[1][:, None, None]

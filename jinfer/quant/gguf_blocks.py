@@ -1,8 +1,8 @@
-"""GGUF's blocks kept as they are: repacked without loss, never decoded.
+"""GGUF blocks (Q4_0 ... Q6_K, IQ4, MXFP4) repacked losslessly: kept as they are, never decoded.
 
-A block of a kept type is codes and numbers in another order. With s and m the integers of a part of
-a block, every type's value is one of `QuantFormat`'s equations, in the same operations on the same
-numbers as in `jinfer.checkpoint.ggml_types`:
+A block of a supported type is codes and block numbers in another order. With s and m the integers
+of a part of a block, every type's value is one of `QuantFormat`'s equations, in the same operations
+on the same numbers as in `jinfer.checkpoint.ggml_types`:
 
     Q4_0 Q5_0 Q8_0     scale * (q - zero)                    32 weights to a scale
     Q4_1 Q5_1          scale * q + base                      32
@@ -12,10 +12,10 @@ numbers as in `jinfer.checkpoint.ggml_types`:
     Q3_K Q6_K          (s * d) * (q - zero)                  16, d of 256
     IQ4_XS             (s * d) * codebook[q]                 32, d of 256
 
-No product has more significant bits than float32, so that at most the sum is rounded.
+No product has more significant bits than float32, so at most the sum is rounded.
 
-Numbers of F16 are kept in the same way as blocks of whole numbers, nearly without loss, where that
-is asked for: see `jinfer.quant.f16_as_int`.
+On request F16 matrices become blocks of integers, nearly without loss: see
+`jinfer.quant.f16_as_int`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 @dataclass(frozen=True)
 class _Kind:
-    """How the blocks of a type become words and numbers.
+    """How the blocks of a type are repacked.
 
     Attributes:
-        format: what they are then.
+        format: the resulting format.
         words: uint8 [n, bytes] -> uint32 [bits, n, columns], with the columns of a block.
         scales: uint8 [n, bytes] -> [n, parts, numbers], with the parts of a block.
-        steps: uint8 [n, bytes] -> float16 [n, numbers], where the format is two-level.
-        check: uint8 [n, bytes] -> whether these blocks can be kept, where it is not for sure.
+        steps: uint8 [n, bytes] -> float16 [n, numbers], if the format is two-level.
+        check: uint8 [n, bytes] -> whether these blocks can be repacked, if that depends on values.
     """
 
     format: QuantFormat
@@ -64,12 +64,12 @@ class _Kind:
 
 
 def kept_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
-    """The format that `quantized_tensor` gives; None where numbers have to be decoded.
+    """The format of `repacked_tensor`; None if the numbers have to be decoded.
 
-    Only MXFP4 is looked into: a file may have scales that float16 has not.
+    Only MXFP4 requires reading the data: its scales may exceed float16's range.
 
     Args:
-        halves: numbers of F16 are to be kept as whole numbers, where rows are whole blocks.
+        halves: represent F16 as integers, if rows are whole blocks.
 
     Raises:
         CheckpointError: the file is broken.
@@ -100,11 +100,11 @@ def quantized_tensor(
             which are stacked along a new first axis.
         rows: those of each matrix to take, in this order; None: all.
         columns: see `from_codes`.
-        halves: see `kept_format`.
+        halves: see `repacked_format`.
 
     Returns:
-        A tensor of NumPy arrays, which `jax.device_put` to a CPU takes over; None where the numbers
-        have to be decoded: their type is not kept, or the tensors are of several types.
+        A tensor of NumPy arrays, which `jax.device_put` to a CPU does not copy; None if the numbers
+        have to be decoded: unsupported or mixed types.
 
     Raises:
         CheckpointError: a file is broken.
@@ -136,10 +136,10 @@ def repack(
     """Fills a matrix with stored blocks.
 
     Args:
-        type_name: a kept type, "Q4_1".
+        type_name: a supported type, such as "Q4_1".
         raw: the file's rows.
         target: a matrix that `empty` made in this type's format.
-        rows: the file's rows that the target's are, in order; None: all.
+        rows: the file's rows to take, in order; None: all.
     """
     kind, size = _KINDS[type_name], _bytes(type_name)
     if isinstance(rows, slice):
@@ -155,13 +155,13 @@ def repack(
         if not repack_gguf.repack(type_name, taken, sizes, words, scales, steps):
             _repack(kind, taken.reshape(-1, size), begin, count, target)
         if rows is None:
-            release(taken)  # a large tensor is never in memory twice
+            release(taken)  # so that a large tensor is never in memory twice
 
 
 def _repack(
     kind: _Kind, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
 ) -> None:
-    """Fills `count` rows from row `begin` on: what compiled code is measured against."""
+    """Fills `count` rows from row `begin`: the reference for the compiled code."""
     words = kind.words(blocks)
     scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
     steps = None
@@ -175,28 +175,28 @@ def _blocks(file: Tensor) -> np.ndarray:
 
 
 def _bytes(type_name: str) -> int:
-    """Of a block."""
+    """Bytes per block."""
     return f16_as_int.BYTES if type_name == f16_as_int.TYPE else BLOCKS[type_name].bytes
 
 
 def _values(type_name: str) -> int:
-    """Weights of a block."""
+    """Weights per block."""
     return WIDE.block if type_name == f16_as_int.TYPE else BLOCKS[type_name].values
 
 
-# Four bytes at a time: a field of codes is read as uint32 words, each of them four consecutive
-# codes or pieces of such, just as `pack_fours` takes them.
+# A field of codes is read as uint32 words of four consecutive codes (or parts of codes), as
+# `pack_fours` takes them.
 
 _FIRST_BIT, _TWO_BITS, _NIBBLE = (np.uint32(bits * 0x01010101) for bits in (1, 3, 15))
 
 
 def _field(blocks: np.ndarray, at: int, count: int) -> np.ndarray:
-    """Words from byte `at` of every block on: uint32 [count, n]."""
+    """Words from byte `at` of every block: uint32 [count, n]."""
     return np.ascontiguousarray(blocks[:, at : at + 4 * count].view("<u4").T)
 
 
 def _halves(at: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Float16 fields one after the other: float16 [n, 1, count]."""
+    """Consecutive float16 fields: float16 [n, 1, count]."""
     return lambda blocks: blocks[:, None, at : at + 2 * count].view("<f2")
 
 
@@ -204,7 +204,7 @@ def _halves(at: int, count: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _nibble_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Codes 0-15 in low halves of bytes, 16-31 in high ones: the words of a column as they are."""
+    """Codes 0-15 in low nibbles, 16-31 in high ones: the words of a column as they are."""
     return lambda blocks: _field(blocks, at, 4)[:, :, None]
 
 
@@ -216,7 +216,7 @@ def _five_bit_words(at: int) -> Callable[[np.ndarray], np.ndarray]:
         fours = np.empty((8, len(blocks)), np.uint32)
         for s in range(8):
             fours[s] = (low[s % 4] >> np.uint32(4 * (s // 4))) & _NIBBLE
-            # Four bits side by side to four bytes: bit i goes to 8 i, multiplied by 2 ** (7 i).
+            # Spread four adjacent bits to four bytes: bit i moves to 8 i, by a multiplication.
             bits = (fifth >> np.uint32(4 * s)) & np.uint32(15)
             fours[s] |= ((bits * np.uint32(0x00204081)) & _FIRST_BIT) << np.uint32(4)
         return pack_fours(fours, 5)[:, :, None]
@@ -233,13 +233,13 @@ def _mxfp4_scales(blocks: np.ndarray) -> np.ndarray:
 
 
 def _mxfp4_check(blocks: np.ndarray) -> bool:
-    """Whether `_mxfp4_scales` are the scales of all blocks that are not 0 anyway."""
+    """Whether float16 can represent the scales of all blocks that are not zero anyway."""
     others = np.flatnonzero(_POWERS[blocks[:, 0]] == 0)
     return not (blocks[others, 1:] & 0x77).any()
 
 
 def _powers() -> np.ndarray:
-    """Exponent -> half of MXFP4's scale, 2 ** (exponent - 128); 0 where it is no float16."""
+    """Exponent -> half of MXFP4's scale, 2 ** (exponent - 128); 0 outside float16's range."""
     exponents = np.arange(256)
     held = (exponents >= 128 - 24) & (exponents <= 128 + 15)
     return np.ldexp(held.astype(np.float32), exponents - 128).astype(np.float16)
@@ -257,9 +257,9 @@ def _pieces(
     """Bits of the codes of each column.
 
     Args:
-        at: the byte at which the field begins.
-        places: of each column, the first of its eight words in the field, and the lowest of its
-            bits in each byte.
+        at: first byte of the field.
+        places: per column, the first of its eight words in the field, and its lowest bit in each
+            byte.
 
     Returns:
         uint32 [8, n, 8].
@@ -353,7 +353,7 @@ def _iq4_xs_scales(blocks: np.ndarray) -> np.ndarray:
 
 
 def _step_and_floor(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    """d and -dmin, which follow each other."""
+    """d and -dmin, which are adjacent."""
     signs = np.array([0, 0x8000], np.uint16)
     return lambda blocks: (blocks[:, at : at + 4].view("<u2") ^ signs).view(np.float16)
 
@@ -384,7 +384,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         f16_as_int.TYPE: _Kind(WIDE, f16_as_int.words, f16_as_int.scales),
     }
 )
-# Types of blocks -> what they are then.
+# Block type -> the format it is repacked to.
 KEPT: Mapping[str, QuantFormat] = MappingProxyType(
     {name: kind.format for name, kind in _KINDS.items() if name != f16_as_int.TYPE}
 )

@@ -1,16 +1,16 @@
-"""Quantization that passes each weight's error on to the weights still to come.
+"""GPTQ: quantization with error feedback (method `feedback`, arXiv 2210.17323).
 
-The method of GPTQ (arXiv 2210.17323): what counts is a layer's output on the inputs X that it
-meets, so that with H = X^T X the loss is sum_rows (w - w')^T H (w - w'). Columns are rounded one
-after the other. With H = R R^T, R upper triangular, the loss is the sum of all squares of
-(w - w') R, in whose column j only the errors of columns up to j are; so that column j's best value,
-given the roundings before it, is what GPTQ says with the inverse of R,
+The loss is that of a layer's output on its inputs X: with H = X^T X (the Hessian) it is sum_rows (w
+- w')^T H (w - w'). Columns are rounded one after the other. With H = R R^T, R upper triangular, the
+loss is the sum of all squares of (w - w') R, whose column j only depends on the errors of columns
+up to j; so the best value of column j, given the roundings before it, is what GPTQ computes with
+the inverse of R:
 
     w_j + sum_{i < j} (w_i - w'_i) R_ij / R_jj
 
-A block's scale and base are searched when its first column comes, on the weights as they are then.
-Blocks are taken by falling importance, and so are the columns within each: their order is free,
-because a block's numbers belong to its inputs wherever it comes.
+A block's scale and base are searched when its first column is reached, on the weights as updated by
+then. Blocks are processed by falling importance (act-order), and so are the columns within each:
+the order is free, because block numbers belong to inputs in whatever order they are processed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jinfer.quant.scale_search import block_weights, numbers, rounded
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-VERSION = 2  # of the numbers that come of it: weights that were kept depend on it
+VERSION = 2  # of the results: part of the cache key of quantized weights
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
 
 
 class Factor(NamedTuple):
-    """What error feedback needs to know of a layer's inputs.
+    """The factored Hessian of a layer's inputs.
 
     Attributes:
-        upper: R in the order of `places`, and 1 on its diagonal for padding.
-        places: the columns in the order in which they are rounded, block after block, those that
-            pad the last block after its others.
+        upper: R in the order of `places`, with 1 on its diagonal for padding.
+        places: the columns in the order they are rounded, block after block, padding of the last
+            block at its end.
     """
 
     upper: np.ndarray
@@ -58,25 +58,25 @@ def feedback(
     exact: np.ndarray | None = None,
     damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """Codes, scales and bases with a small error of a layer's output.
+    """Codes, scales and bases with a small error of the layer's output.
 
     Args:
         values: float32 [outputs, inputs].
-        hessian: X^T X of the layer's inputs, times any number: [inputs, inputs].
-        exact: bool [outputs, inputs], weights that are kept beside the codes.
+        hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
+        exact: bool [outputs, inputs], outliers that are stored exactly beside the codes.
 
     Returns:
-        As `search`; and float32 [outputs, inputs], the weights when their turn came, which is what
-        those kept exactly are to be.
+        As `search_scales`; and float32 [outputs, inputs], the updated weights when they were
+        rounded, which are the values of the outliers.
 
     Raises:
-        ValueError: the matrix does not fit, or is not that of any inputs.
+        ValueError: the Hessian does not fit, or is not positive.
     """
     outputs, inputs = values.shape
     block = format.block
     upper, places = factor(hessian, inputs, block, damping)
     real, padded = places < inputs, len(places)
-    # The smaller R_ii, the less its error costs, as others make up for it.
+    # The smaller R_ii, the less its error costs, as other columns compensate.
     diagonal = np.diag(upper)
     weights = np.where(real, diagonal**2, 0)
     weights = np.stack([block_weights(each, block)[0] for each in weights.reshape(-1, block)])
@@ -118,14 +118,14 @@ def _sweep(
     exact: Bool[Array, "blocks block rows"] | None,
     format: QuantFormat,
 ) -> tuple[Array, Array, Array]:
-    """The weights when their turn came [columns, rows], scales and bases [blocks, rows].
+    """The weights when they were rounded [columns, rows], scales and bases [blocks, rows].
 
     Args:
-        lower: R_ij / R_jj at [j, i], 0 where i is not before j.
+        lower: R_ij / R_jj at [j, i], 0 unless i < j.
         settled: what the errors before a block add to each of its columns, were the block not
             rounded, of what they add if the columns before it in the block have no error.
-        weights: what a squared error counts, for the search.
-        real: columns that are no padding.
+        weights: weight of a squared error in the scale search.
+        real: columns that are not padding.
     """
     blocks, block, rows = left.shape
     columns = blocks * block
@@ -146,7 +146,7 @@ def _sweep(
 
         def one_column(i: Array, here: Array) -> Array:
             all_of = (given, here, kept)
-            # Once, not once for each column that it is added to.
+            # Computed once, not once for each column it is added to.
             off = lax.optimization_barrier(
                 error(*(lax.dynamic_slice_in_dim(each, i, 1) for each in all_of))
             )
@@ -165,14 +165,14 @@ def _sweep(
 
 
 def _without(block: Array, kept: Array) -> Array:
-    """A block whose weights that are kept exactly are the mean of the others."""
+    """A block with its outliers replaced by the mean of the others."""
     count = jnp.sum(~kept, axis=0, dtype=jnp.float32)
     others = jnp.where(kept, 0, block).sum(axis=0) / jnp.maximum(count, 1)
     return jnp.where(kept, others[None], block)
 
 
 def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Factor:
-    """R and the order of the columns. Raises `ValueError`."""
+    """The factor R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
             f"the inputs' products are {list(hessian.shape)}, not [{inputs}, {inputs}]; "
@@ -211,7 +211,7 @@ def feedback_reference(
     exact: np.ndarray | None = None,
     damping: float = DAMPING,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """The same, column by column in NumPy, with the inverse of R: errors are passed on at once."""
+    """The same, column by column in NumPy, with the inverse of R: errors are propagated at once."""
     outputs, inputs = values.shape
     block = format.block
     factored, places = factor(hessian, inputs, block, damping)

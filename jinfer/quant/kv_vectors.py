@@ -1,4 +1,4 @@
-"""Quantized vectors that are written one by one, as the KV cache needs them."""
+"""KV cache quantization: vectors of keys and values, quantized as they are written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 BLOCK = 32  # numbers that share a scale
 
-# Share of a block's range that its levels cover, by their number: with few of them, finer steps are
-# worth more than the extremes. The best for normal numbers, and within 1% of it for keys and values
-# of SmolLM2; from 16 levels on the whole range is best.
+# Share of a block's range that its levels cover, by number of levels: with few, finer steps are
+# worth more than the extremes. Optimal for normal numbers; from 16 levels the whole range is best.
 REACH = {4: 0.73, 8: 0.91, 11: 0.95}
 
 
@@ -31,9 +30,9 @@ REACH = {4: 0.73, 8: 0.91, 11: 0.95}
 class QuantizedVectors:
     """Vectors [*shape, width] as codes and the numbers of their blocks of 32.
 
-    All of a vector stands together, and its two parts have the axes of the plain array: what cuts,
-    copies or permutes vectors does so to both. With p numbers in a code (2 for 3.5 bits, else 1),
-    number k of a vector is found by
+    Both parts have the leading axes of the plain array: slicing, copying or permuting vectors
+    applies to both alike. With p numbers in a code (2 for 3.5 bits, otherwise 1), number k of a
+    vector is found by
 
         k = 32 * (p * column + half) + 4 * s + i,  half < p, s < 8, i < 4
         code = code s of strip i in words[..., bits * column :][:bits] (see `bit_packing`)
@@ -46,7 +45,7 @@ class QuantizedVectors:
     Attributes:
         words: uint32 [*shape, columns * bits].
         scales: float16 [*shape, blocks * numbers].
-        format: what codes and numbers mean; its block is 32.
+        format: meaning of codes and numbers; its block is 32.
         width: of a vector, without padding.
     """
 
@@ -57,17 +56,17 @@ class QuantizedVectors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the plain array."""
+        """Shape of the plain array."""
         return (*self.words.shape[:-1], self.width)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in bytes."""
         parts = (self.words, self.scales)
         return sum(part.size * part.dtype.itemsize for part in parts)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*shape width"]:
-        """The vectors in full."""
+        """The dequantized vectors."""
         format, lead = self.format, self.words.shape[:-1]
         codes = _unpack(self.words.reshape(*lead, -1, format.code_bits), format.code_bits)
         if format.per_code == 2:
@@ -83,12 +82,12 @@ class QuantizedVectors:
 
 
 def zeros(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
-    """Vectors whose every number is 0."""
+    """Vectors of zeros."""
     return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), abstract(shape, format))
 
 
 def abstract(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
-    """Vectors without numbers, of `Abstract`s."""
+    """The shapes and types of vectors, as `Abstract`s."""
     if format.block != BLOCK or format.two_level or format.codebook is not None:
         raise ValueError(f"vectors are not kept as {format.name}: only plain blocks of {BLOCK}")
     *lead, width = shape
@@ -101,7 +100,8 @@ def abstract(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
 def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> QuantizedVectors:
     """Rounds each block to the nearest codes.
 
-    Symmetric: the extreme is the first level. Else levels cover `REACH` of the block's range.
+    Symmetric: the value of largest magnitude becomes the first level. Otherwise the levels cover
+    `REACH` of the block's range.
     """
     width, unit = x.shape[-1], BLOCK * format.per_code
     lead = x.shape[:-1]
@@ -132,7 +132,7 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
 
 
 def _pack(codes: Array, bits: int) -> Array:
-    """uint8 [..., 32] -> uint32 [..., bits]; `jinfer.quant.bit_packing.pack` for arrays of JAX."""
+    """uint8 [..., 32] -> uint32 [..., bits]; `jinfer.quant.bit_packing.pack` for JAX arrays."""
     fours = lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], 8, 4), jnp.uint32)
     words: list[Any] = [jnp.uint32(0)] * bits
     for s, pieces in enumerate(PIECES[bits]):

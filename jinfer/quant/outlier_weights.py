@@ -1,13 +1,13 @@
-"""Which weights are worth keeping beside the codes.
+"""Outlier selection: which weights are worth storing exactly beside the codes.
 
-The squared error of a block grows with the square of its range, so taking its k most extreme
-weights away gains
+The squared error of a block grows with the square of its range, so removing its k most extreme
+weights gains
 
     gain(k) = (range(0)**2 - range(k)**2) * importance,  k <= 8
 
-times the same for all blocks. Those weights are taken whose share in these gains is greatest:
-the slopes of the least concave function above each block's gain, so that two weights that only
-help together count half of it each.
+up to a factor common to all blocks. Weights are chosen by their share of these gains: the slopes of
+the least concave function above each block's gain, so that two weights that only help together
+count half of it each.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import numpy as np
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.round_to_nearest import in_blocks
 
-_MOST = 8  # taken from a block
+_MOST = 8  # outliers per block
 _CHUNK = 1 << 20  # weights at a time
 
 
 def find_outliers(
     values: np.ndarray, format: QuantFormat, count: int, importance: np.ndarray | None = None
 ) -> np.ndarray:
-    """The weights to keep: bool [outputs, inputs], true at most `count` times.
+    """The outliers: bool [outputs, inputs], true at most `count` times.
 
     Args:
         values: float32 [outputs, inputs].
-        importance: of each input: [inputs].
+        importance: of each input (imatrix): [inputs].
     """
     chosen = np.zeros(values.shape, bool)
     if count == 0:
         return chosen
     inputs, block = values.shape[-1], format.block
-    # One value for all of a block, because all of it gains.
+    # One value per block, because the whole block gains.
     weights = np.ones(-(-inputs // block), np.float32)
     if importance is not None:
         filled = in_blocks(importance.astype(np.float32), block)
@@ -64,7 +64,7 @@ def find_outliers(
 
 
 def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np.ndarray:
-    """The matrix with the mean of each block's other weights in place of its outliers."""
+    """The matrix with outliers replaced by the mean of their block's other weights."""
     if not outliers.any():
         return values
     kept, parts = ~in_blocks(outliers, block), in_blocks(values, block)
@@ -74,7 +74,7 @@ def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np
 
 
 def _slopes(blocks: np.ndarray, format: QuantFormat) -> np.ndarray:
-    """What the k-th weight taken from each block adds to its gain: [..., blocks, k], falling."""
+    """What the k-th weight removed from each block adds to its gain: [..., blocks, k], falling."""
     most = min(_MOST, format.block // 2)
     if format.symmetric:
         magnitudes = np.sort(np.abs(blocks), axis=-1)[..., ::-1]
@@ -101,11 +101,11 @@ def _ranges(ordered: np.ndarray, k: int) -> np.ndarray:
 
 
 def _extremes(blocks: np.ndarray, k: int, format: QuantFormat) -> np.ndarray:
-    """The k weights without which the range of each block is least: [n, block] -> [n, k]."""
+    """The k weights whose removal minimizes the range of each block: [n, block] -> [n, k]."""
     if format.symmetric:
         return np.argsort(-np.abs(blocks), axis=-1, kind="stable")[:, :k]
     order = np.argsort(blocks, axis=-1, kind="stable")
     lowest = _ranges(np.take_along_axis(blocks, order, axis=-1), k).argmin(axis=-1)
-    # The k - l highest, then the l lowest, are neighbours when the order is a ring.
+    # The k - l highest and the l lowest are adjacent in cyclic order.
     places = lowest[:, None] - k + np.arange(k)
     return np.take_along_axis(order, places % blocks.shape[-1], axis=-1)

@@ -1,4 +1,4 @@
-"""Numbers to codes: the ways to choose them."""
+"""Quantize: numbers to codes by rounding to nearest, scale search, or GPTQ (error feedback)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nea
 from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, sparse_of
 from jinfer.xla import trees
 
-# "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" that of the
-# layer's output, for which it needs the layer's inputs.
+# "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" (GPTQ) that
+# of the layer's output, for which it needs statistics of the layer's inputs.
 Method = Literal["nearest", "search", "feedback"]
 
 
@@ -32,17 +32,17 @@ def quantize(
     Args:
         weight: [*stack, outputs, inputs].
         method: how codes, scales and bases are chosen.
-        importance: what a squared error counts for each input, for "search": the mean of the
-            squares that the layer meets. [inputs], or one for each matrix of the stack.
-        hessian: the products X^T X of the layer's inputs, for "feedback": [inputs, inputs], or one
-            for each matrix of the stack.
+        importance: weight of each input's squared error, for "search": the mean square of the
+            layer's inputs (imatrix). [inputs], or one for each matrix of the stack.
+        hessian: X^T X of the layer's inputs, for "feedback" (GPTQ): [inputs, inputs], or one for
+            each matrix of the stack.
         columns: see `from_codes`.
 
     Returns:
         A tensor of NumPy arrays.
 
     Raises:
-        ValueError: a format or a method that this cannot be done with.
+        ValueError: an unsupported format or method.
     """
     values = _values(weight, format, method, hessian)
     parts = []
@@ -62,10 +62,10 @@ def quantize_apart(
     hessian: Any | None = None,
     columns: int | None = None,
 ) -> OutlierTensor:
-    """The same, but with some weights kept exactly in a sparse matrix.
+    """Like `quantize`, with some weights (outliers) stored exactly in a sparse matrix.
 
     Args:
-        share: of the weights of each matrix that are kept, at most.
+        share: max share of each matrix's weights that are outliers.
     """
     values = _values(weight, format, method, hessian)
     stack = values.shape[:-2]
@@ -89,12 +89,12 @@ def quantize_apart(
 
 
 class _Chosen(NamedTuple):
-    """Codes and numbers of a matrix [outputs, inputs].
+    """Codes and block numbers of a matrix [outputs, inputs].
 
     Attributes:
         codes: uint8 [outputs, blocks, block].
         scale, base: float16 [outputs, blocks].
-        moved: the weights that the codes stand for, where they are not the ones given.
+        moved: the weights that the codes approximate, if they are not the original ones.
     """
 
     codes: np.ndarray
@@ -117,7 +117,7 @@ def _choose(
             numbers = nearest_numbers(blocks, format)
             return _Chosen(nearest_codes(blocks, *numbers, format), *numbers)
         case "search":
-            # Here: it is made of programs, and where codes are kept nobody needs them.
+            # Imported lazily: it compiles programs, which cached weights do not need.
             from jinfer.quant.scale_search import search
 
             return _Chosen(*search(values, format, importance))
@@ -148,7 +148,7 @@ def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | Non
 
 
 def _of(given: Any | None, index: tuple[int, ...], axes: int) -> np.ndarray | None:
-    """What is given for all matrices of a stack, or for each, for one of them."""
+    """The importance or Hessian of one matrix of a stack, given for all or for each."""
     if given is None:
         return None
     array = np.asarray(given)

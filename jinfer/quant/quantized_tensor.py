@@ -1,4 +1,4 @@
-"""Quantized matrices as they lie in memory."""
+"""Quantized tensors: the memory layout of block-quantized matrices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jinfer.xla.abstract import Abstract
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-LANES = 16  # words of a CPU's widest vector
-MOST_COLUMNS = 32  # of a superblock: what the GPU's kernels read
+LANES = 16  # words of the widest CPU vector
+MOST_COLUMNS = 32  # of a superblock: what the GPU kernels read
 type Activations = Literal["int8", "int16", "float"]
 
 SUPER = 256  # weights that share the second-level numbers of a two-level format
@@ -31,12 +31,12 @@ CHUNK = 1 << 19  # weights packed at a time: temporaries stay in the L2 cache
 @trees.register
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of its blocks.
+    """A quantized matrix [outputs, inputs], or a stack of them: codes and block numbers.
 
-    A *column* is 32 codes of one row in `bits` words (see `bit_packing`). G columns of a row
-    are a superblock, and R rows stand together in a tile, so that R * G >= 16: a vector of 16 words
-    is one word of each of 16 columns. With p weights in a code (2 for 3.5 bits, else 1), the weight
-    of row n and input k is found by
+    A *column* is 32 codes of one row in `bits` words (see `bit_packing`). G columns of a row are a
+    superblock, and R rows form a tile, so that R * G >= 16: a vector of 16 words is one word of
+    each of 16 columns. With p weights in a code (2 for 3.5 bits, otherwise 1), the weight of row n
+    and input k is found by
 
         n = R * tile + r
         k = 32 * (G * (p * superblock + half) + g) + 4 * s + i,  half < p, g < G, s < 8, i < 4
@@ -45,8 +45,8 @@ class QuantizedTensor:
         q = code // levels for half 0, code % levels for half 1           where p = 2
         numbers = scales[tile, superblock, r, (k // block) % S],  S = 32 * G * p / block
 
-    Where a block is wider than that, S is 1, and superblock // (block / (32 * G * p)) takes the
-    place of superblock.
+    If a block is wider than that, S is 1, and superblock // (block / (32 * G * p)) takes the place
+    of superblock.
 
     Rows are padded to a multiple of R, inputs to a multiple of 32 * p and of the block; activations
     are 0 where inputs are padded.
@@ -54,13 +54,13 @@ class QuantizedTensor:
     Attributes:
         words: uint32 [*stack, tiles, superblocks, bits, R, G].
         scales: [*stack, tiles, superblocks or blocks, R, S, numbers]: scale and base in float16, or
-            s and m in int8 where the format is two-level.
+            s and m in int8 if the format is two-level.
         steps: float16 [*stack, tiles, superblocks, R, 32 * G * p / 256, numbers], step and floor,
-            where the format is two-level.
-        format: what codes and numbers mean.
+            if the format is two-level.
+        format: meaning of codes and numbers.
         outputs, inputs: without padding.
-        activations: what products on a CPU do with the other factor: "int8" and "int16" round it to
-            so many bits in blocks of 32, "float" leaves float32's 24.
+        activations: precision of activations in CPU matmuls: "int8" and "int16" round them to so
+            many bits in blocks of 32, "float" keeps float32's 24.
     """
 
     words: Any
@@ -78,7 +78,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, without padding."""
+        """Shape of the matrix, without padding."""
         return (*self.stack, self.outputs, self.inputs)
 
     @property
@@ -98,7 +98,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in bytes."""
         parts = (self.words, self.scales, self.steps)
         return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
 
@@ -111,14 +111,14 @@ class QuantizedTensor:
         return trees.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
-        """The matrix in full: what every kernel is measured against.
+        """The dequantized matrix: the reference for every kernel.
 
-        Computed by NumPy, and without compiling anything, where the arrays are NumPy's.
+        NumPy arrays are dequantized by NumPy, without compiling anything.
         """
         return _dequantize(self, np if isinstance(self.words, np.ndarray) else jnp).astype(dtype)
 
     def take(self, rows: Int[Array, "*shape"], dtype: Any) -> Float[Array, "*shape inputs"]:
-        """Rows of the matrix in full, as an embedding needs them."""
+        """Embedding lookup: dequantized rows of the matrix."""
         flat = rows.reshape(-1)
         tile, row = flat // self.rows, flat % self.rows
         # Tiles of one row, cut out of [tiles, superblocks, bits, R, G] and [..., R, S, numbers].
@@ -133,14 +133,16 @@ class QuantizedTensor:
 def columns_of(format: QuantFormat) -> int:
     """G on a CPU: 2, or as many columns as share the numbers of a two-level format.
 
-    Few, so that a vector holds as many rows as possible: with 2 instead of 32 products of 512 rows
-    take three quarters of the time.
+    Few columns, so that a vector holds as many rows as possible.
     """
     return SUPER // 32 if format.two_level else 2
 
 
 def pad(inputs: int, format: QuantFormat) -> int:
-    """Inputs with padding: a multiple of the block, of a column's weights, and of 256 steps."""
+    """Padded inputs: a multiple of the block and of a column's weights.
+
+    Two-level formats are padded to a multiple of 256.
+    """
     unit = max(format.block, 32 * format.per_code, SUPER if format.two_level else 0)
     return -(-inputs // unit) * unit
 
@@ -153,15 +155,13 @@ def from_codes(
     steps: np.ndarray | None = None,
     columns: int | None = None,
 ) -> QuantizedTensor:
-    """Packs codes and the numbers of their blocks.
+    """Packs codes and block numbers.
 
     Args:
-        codes: uint8, or uint16 where codes have 16 bits, [*stack, outputs, inputs], below
-            `format.levels`.
+        codes: uint8, or uint16 for 16-bit codes, [*stack, outputs, inputs], below `format.levels`.
         scales: [*stack, outputs, ceil(inputs / block), numbers].
         steps: [*stack, outputs, ceil(inputs / 256), numbers], for two-level formats.
-        columns: G, where the layout is to be another than `columns_of` gives; inputs are padded to
-            fill superblocks.
+        columns: G, if not that of `columns_of`; inputs are padded to fill superblocks.
 
     Returns:
         A tensor of NumPy arrays.
@@ -190,17 +190,17 @@ def empty(
 ) -> QuantizedTensor:
     """A tensor of zeros in NumPy arrays, for `fill`.
 
-    They begin where XLA wants arrays to begin, so that `jax.device_put` to a CPU makes no copy:
-    nothing may be written to them from then on.
+    The arrays are aligned as XLA requires, so that `jax.device_put` to a CPU makes no copy: they
+    must not be written to afterwards.
     """
     return trees.map(_zeros, abstract(shape, format, columns))
 
 
 class _Slabs:
-    """Zeros cut from large pieces of memory, which the kernel backs with huge pages.
+    """Zeros allocated from large regions of memory, which the kernel backs with huge pages.
 
-    A matrix of a small model is smaller than a huge page; in pages of 4 KiB its weights are read
-    slower, as the processor looks up every page and prefetches no further than to its end.
+    A matrix of a small model is smaller than a huge page; in 4 KiB pages its weights are read
+    slower, because of TLB misses and because prefetching stops at page ends.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class _Slabs:
         self._begin = 0
 
     def take(self, size: int) -> np.ndarray:
-        """uint8 [size], aligned; the slab lives as long as a part of it."""
+        """uint8 [size], aligned; the slab lives as long as any part of it."""
         if size > _SLAB:
             return _whole_pages(size)
         with self._lock:
@@ -220,21 +220,20 @@ class _Slabs:
             return self._slab[begin : begin + size]
 
 
-# All of a slab stays as long as a matrix in it, also where others, of which devices took their
-# parts, are gone. What of it nobody touches takes no memory.
+# A slab stays allocated as long as any matrix in it. Untouched parts take no memory.
 _SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
 _slabs = _Slabs()
 
 
 def in_large_pages(values: np.ndarray) -> np.ndarray:
-    """A copy in such memory: what is read again and again from memory, as weights are."""
+    """A copy in huge pages, for arrays read again and again, such as weights."""
     room = _slabs.take(values.nbytes).view(values.dtype).reshape(values.shape)
     room[...] = values
     return room
 
 
 def _whole_pages(size: int) -> np.ndarray:
-    """Zeros that begin with a huge page; what stands before them is never touched."""
+    """Zeros aligned to a huge page; the memory before them is never touched."""
     room = np.zeros(size + _HUGE_PAGE, np.uint8)
     return room[-room.ctypes.data % _HUGE_PAGE :][:size]
 
@@ -255,8 +254,8 @@ def fill(
 
     Args:
         begin: the first row, a multiple of R.
-        words: uint32 [bits, rows, columns], the words of each row's columns from the first on.
-        scales: [rows, blocks, numbers] from each row's first block on.
+        words: uint32 [bits, rows, columns], the words of each row's columns from the first.
+        scales: [rows, blocks, numbers] from each row's first block.
         steps: [rows, blocks of 256, numbers], for two-level formats.
     """
     first = begin // tensor.rows
@@ -289,7 +288,7 @@ def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
 
 
 def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """What `from_codes` was given: codes, numbers, steps; inputs still padded."""
+    """The inverse of `from_codes`: codes, numbers, steps; inputs still padded."""
     host = trees.map(np.asarray, tensor)
     kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
     codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
@@ -299,7 +298,7 @@ def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
-    """The same matrix in superblocks of another size, as a backend may want them."""
+    """The same matrix with superblocks of another size, as a back end may require."""
     if tensor.columns == columns:
         return tensor
     codes, scales, steps = to_codes(tensor)
@@ -310,10 +309,10 @@ def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
 def abstract(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of `Abstract`s: what `from_codes` gives for this shape.
+    """A tensor of `Abstract`s: the result of `from_codes` for this shape.
 
     Raises:
-        ValueError: with so few columns, steps of a two-level format have no place.
+        ValueError: with so few columns there is no space for the steps of a two-level format.
     """
     *stack, outputs, inputs = shape
     p, g = format.per_code, columns or columns_of(format)

@@ -1,4 +1,4 @@
-"""Rounding to the nearest code: the plain quantizer, which the others start from."""
+"""Round to nearest (RTN): the plain quantizer, which the others start from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jinfer.modelspec.quant_format import QuantFormat
 
 
 def in_blocks(values: np.ndarray, block: int) -> np.ndarray:
-    """[..., inputs] -> [..., blocks, block]; the last block is filled by repeating the last value.
+    """[..., inputs] -> [..., blocks, block]; the last block is padded by repeating the last value.
 
     So padding never widens a block's range.
     """
@@ -22,10 +22,10 @@ def in_blocks(values: np.ndarray, block: int) -> np.ndarray:
 def nearest_numbers(
     blocks: np.ndarray, format: QuantFormat
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scale and base by each block's extremes, as float16: [..., blocks].
+    """Scale and base from each block's extremes, as float16: [..., blocks].
 
-    Symmetric: the value of greatest magnitude becomes the first level, whose sign it so sets; with
-    an odd number of levels the first or the last.
+    Symmetric: the value of largest magnitude becomes the first level, which sets the scale's sign;
+    with an odd number of levels the first or the last.
     """
     if format.symmetric:
         at = np.abs(blocks).argmax(axis=-1)[..., None]
@@ -38,7 +38,7 @@ def nearest_numbers(
 def nearest_codes(
     blocks: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
 ) -> np.ndarray:
-    """Codes of [..., blocks, block] values with the numbers as they are stored, uint8."""
+    """Codes of [..., blocks, block] values for the stored block numbers, uint8."""
     step = scale.astype(np.float32)
     inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)[..., None]
     offset = np.float32(format.zero) if base is None else np.float32(0)
@@ -50,7 +50,7 @@ def nearest_codes(
 def decoded(
     codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
 ) -> np.ndarray:
-    """What [..., blocks, block] codes stand for, float32."""
+    """The dequantized [..., blocks, block] codes, float32."""
     q = codes.astype(np.float32) - np.float32(format.zero if base is None else 0)
     values = q * scale.astype(np.float32)[..., None]
     return values if base is None else values + base.astype(np.float32)[..., None]

@@ -1,4 +1,4 @@
-"""Rows of a matrix, each of which is computed by itself, some at a time on several threads."""
+"""Row blocks: threads over blocks of a matrix's rows, each row computed independently."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-_ROWS = 256  # what is known of them stays in the L2 cache, and threads find enough to do
+_ROWS = 256  # per block: fits the L2 cache, and leaves enough blocks for all threads
 _EVEN = 64
 
 
 def tiles(outputs: int) -> Iterator[slice]:
-    """Parts of as many rows each, for which one compiled program will do: the last may overlap."""
+    """Blocks of equal size, for which one compiled program suffices: the last may overlap."""
     count = -(-outputs // _ROWS)
     each = min(outputs, -(-outputs // count // _EVEN) * _EVEN)
     for begin in range(0, outputs, each):
@@ -22,7 +22,7 @@ def tiles(outputs: int) -> Iterator[slice]:
 
 
 def by_rows(work: Callable[[slice], Sequence[np.ndarray]], outputs: int) -> list[np.ndarray]:
-    """What some work gives for all rows, of arrays whose first axis are rows."""
+    """Applies a function to blocks of rows on several threads, and concatenates its arrays."""
     parts = list(tiles(outputs))
     with ThreadPoolExecutor(min(len(parts), 4, os.cpu_count() or 1)) as pool:
         results = pool.map(work, parts)

@@ -1,4 +1,4 @@
-"""The batch that attention serves: where tokens stand, and what is done to their scores."""
+"""Attention batch: positions and block tables of tokens, and score modifiers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ if TYPE_CHECKING:
 
 
 class Queries(NamedTuple):
-    """Where the tokens of a flat batch stand, and what they see.
+    """Positions of the tokens of a flat batch, and the keys they see.
 
-    Tokens of one sequence stand next to each other: a run. Along a run the number of keys between
-    low and last only rises or only falls.
+    Tokens of one sequence are adjacent: a run. Along a run the number of keys between low and last
+    only rises or only falls.
 
     Attributes:
-        rows: which row of `tables` is each token's sequence's; -1: padding.
+        rows: each token's row of `tables`; -1: padding.
         positions: of each token in its sequence.
-        low, last: the first and the last key that it may see: a window's, and its own position
-            where attention is causal; low may be negative.
-        tables: entry j is the block of keys TOKENS * j and so on. What nobody sees may be anything.
+        low, last: the first and last key it may see: of a sliding window, and its own position if
+            attention is causal; low may be negative.
+        tables: block tables: entry j is the block of keys from TOKENS * j. Unused entries may be
+            anything.
     """
 
     rows: Int[Array, " tokens"]
@@ -31,14 +32,14 @@ class Queries(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is done to products of queries and keys; a distance is query's minus key's position.
+    """Score modifiers; a distance is the query's minus the key's position.
 
     Attributes:
-        scale: multiplies them.
-        softcap: then they become softcap * tanh(score / softcap).
-        by_distance: then column distance - lowest of this is added; distances beyond its ends
-            count as the nearest that it has.
-        slopes: then slope * distance is subtracted.
+        scale: multiplies q @ k.
+        softcap: scores then become softcap * tanh(score / softcap).
+        by_distance: column distance - lowest of this is then added; distances beyond its ends use
+            the nearest column.
+        slopes: slope * distance is then subtracted (ALiBi).
         sinks: scores that take part in the softmax and have no value.
     """
 

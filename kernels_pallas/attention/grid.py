@@ -1,10 +1,10 @@
-"""How attention over a paged cache is cut into programs.
+"""Paged attention grid: how a batch is split into programs (flash decoding, split-KV).
 
-Queries: a piece is some tokens of one run, next to each other; a program takes the query heads of a
-piece that share a key head. Keys: a split is a power of two of them, from a multiple of it on; its
-size follows from how many keys a token sees, not from who is in the batch with it. The softmax of a
-split is begun anew and the splits are merged in their order, whether one program computes all of
-them or each its own. So a token's result has the same bits in any company.
+Queries: a piece is some adjacent tokens of one run; a program takes the query heads of a piece that
+share a key head (GQA). Keys: a split is a power of two of them, aligned to a multiple of it; its
+size depends on how many keys a token sees, not on the rest of the batch. Each split has its own
+softmax, and splits are merged in order, whether one program computes all of them or each has its
+own. So results are batch-invariant to the bit.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
     from kernels_pallas.attention.kv_layout import Kept
 
-SPLITS = 32  # of the keys that a token sees, at most
+SPLITS = 32  # of a token's keys, at most
 _LEAST_SPAN = 128
-_FEW_ROWS = 16  # of a tile: what tensor cores take at least
-# Not 64: Hopper's tensor cores then have another instruction, whose sums may have other bits.
+_FEW_ROWS = 16  # of a tile: the least tensor cores take
+# Not 64: Hopper then uses another instruction, whose sums may have other bits.
 _MANY_ROWS = 32
-_SUMS = 64  # numbers of the result that a thread's registers hold beside all else
-_WIDE = 256  # numbers of a value that four warps hold; eight hold more
-_BOTH = 768  # numbers of a key and a value, of which shared memory holds 64 twice
-_FEW_TOKENS = 64  # of a batch whose pieces are all small
+_SUMS = 64  # result numbers that fit into a thread's registers
+_WIDE = 256  # numbers of a value that four warps hold; wider ones need eight
+_BOTH = 768  # key plus value width of which shared memory holds 64 twice
+_FEW_TOKENS = 64  # a batch with only small pieces
 _PROGRAMS = 4 * MULTIPROCESSORS
 _PARTIAL_BYTES = 128 << 20
 
 
 class Tile(NamedTuple):
-    """What a program takes at a time: rows of queries (token, head) and keys."""
+    """A program's tile: rows of queries (token, head) and keys."""
 
     rows: int
     keys: int
@@ -44,15 +44,15 @@ class Tile(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A call of the kernel.
+    """One call of the kernel.
 
     Attributes:
         tile: of each program.
-        most: tokens of a piece.
-        pieces: how many there are at most.
+        most: max tokens of a piece.
+        pieces: max number of pieces.
         tiles: of a piece, side by side.
-        parts: programs that share the splits of a piece; with one no splits are written to memory.
-        tokens: how many it is for at most, where splits are written.
+        parts: programs that share the splits of a piece; with one, no splits are written to memory.
+        tokens: max number of tokens, if splits are written.
     """
 
     tile: Tile
@@ -64,13 +64,13 @@ class Launch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the launches depend on; the same numbers always give the same programs.
+    """What the launches depend on; equal shapes give equal programs.
 
     Attributes:
         tokens: of the batch.
-        rows: of the tables: runs that there are at most.
-        length: of the tables, in keys.
-        kv_heads, group: key heads, and the query heads of each.
+        rows: of the block tables: max number of runs.
+        length: of the block tables, in keys.
+        kv_heads, group: key heads, and query heads per key head.
     """
 
     tokens: int
@@ -81,21 +81,21 @@ class Shape(NamedTuple):
 
 
 def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
-    """As much as registers and shared memory hold."""
+    """The largest tile that registers and shared memory hold."""
     read = [keys] if values is None else [keys, values]
     width = read[-1].padded
     if any(part.tile_type == jnp.float32 for part in read):
-        # Without tensor cores: more rows would cost as much more.
+        # Without tensor cores cost is proportional to rows.
         return Tile(_FEW_ROWS, 32, 4 if width <= _WIDE // 2 else 8)
     warps = 4 if width <= _WIDE else 8
-    # A split's sums, and those of the splits before it.
+    # A split's sums, and those of its predecessors.
     fitting = 1 << max(0, (_SUMS * 32 * warps // (2 * width)).bit_length() - 1)
     rows = max(_FEW_ROWS, min(_MANY_ROWS, fitting)) if many else _FEW_ROWS
     return Tile(rows, 64 if sum(part.dim for part in read) <= _BOTH else 32, warps)
 
 
 def least_span(keys: Kept, values: Kept | None, group: int) -> int:
-    """Keys of the smallest split: the more its sums weigh against what was read, the more."""
+    """Keys of the smallest split: larger where its sums weigh more against the keys read."""
     read = [keys] if values is None else [keys, values]
     vectors = keys.data.shape[0] * keys.data.shape[1] * keys.data.shape[2]
     of_a_key = sum(part.nbytes for part in read) / vectors
@@ -106,21 +106,21 @@ def least_span(keys: Kept, values: Kept | None, group: int) -> int:
 
 
 def splits(shape: Shape, least: int) -> int:
-    """How many a token has at most."""
+    """Max splits of a token."""
     return min(SPLITS, -(-shape.length // least))
 
 
 def launches(
     shape: Shape, keys: Kept, values: Kept | None, least: int, form: Callable[..., Tile] = tile
 ) -> list[Launch]:
-    """The calls: one for short runs, and one for long ones where the batch has room for them.
+    """The kernel calls: one for short runs, and one for long ones if the batch has room for any.
 
     Args:
         form: gives the tiles of a kind of kernel.
     """
     few, many = (form(keys, values, many=each) for each in (False, True))
     small, large = (max(1, each.rows // shape.group) for each in (few, many))
-    # Where the splits' size changes a run is cut; again not before as many tokens as here.
+    # A run is cut where the split size changes; at least this many tokens apart.
     cut = min(shape.tokens, 2 * shape.rows + shape.tokens // (SPLITS * _LEAST_SPAN // 2))
     count = splits(shape, least)
     width = (keys if values is None else values).padded
@@ -147,19 +147,19 @@ def launches(
 def powers(
     low: Int[Array, " tokens"], last: Int[Array, " tokens"], least: int
 ) -> Int[Array, " tokens"]:
-    """Of two, the keys of a token's splits: the least that leaves no more than `SPLITS` of them."""
-    # Keys that begin and end within splits touch one more of them than they fill.
+    """log2 of the keys in each token's splits: the least that leaves at most `SPLITS` splits."""
+    # Keys that begin and end inside splits touch one more split than they fill.
     need = jnp.maximum(last - low, 0) // (SPLITS - 1)
     return jnp.maximum(32 - lax.clz(need), least.bit_length() - 1)
 
 
 class Runs(NamedTuple):
-    """The runs of a batch, cut where the splits' size changes.
+    """The runs of a batch, cut where the split size changes.
 
     Attributes:
-        place: of each token in its run.
+        place: index of each token in its run.
         length: of each token's run.
-        real: which tokens are no padding.
+        real: which tokens are not padding.
     """
 
     place: Int[Array, " tokens"]
@@ -168,7 +168,7 @@ class Runs(NamedTuple):
 
 
 def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> Runs:
-    """Finds them."""
+    """Finds the runs."""
     count = rows.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
     begins = (rows[1:] != rows[:-1]) | (power[1:] != power[:-1])
@@ -179,7 +179,7 @@ def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> Runs:
 
 
 def firsts(runs: Runs, chosen: Bool[Array, " tokens"], launch: Launch) -> Int[Array, " pieces"]:
-    """The first token of each piece of the chosen runs; beyond all where there is none."""
+    """The first token of each piece of the chosen runs; past the end for unused pieces."""
     begins = runs.real & chosen & (runs.place % launch.most == 0)
     count = runs.place.shape[0]
     return jnp.nonzero(begins, size=launch.pieces, fill_value=count)[0].astype(jnp.int32)

@@ -1,12 +1,12 @@
-"""Keys and values as a cache keeps them, and as the tiles that attention's products take.
+"""KV cache layout in GPU kernels: keys and values as stored, and as tiles for tensor cores.
 
-A quantized vector is columns of `bits` words, each the 32 codes that `layout` describes, with the
-words of a column together. A kernel reads the half-words h of some columns and takes their codes s,
-bytes e, in fp16 registers; what comes out of one load stays together in the tile. So a tile has the
-numbers of a column of 32 p in another order, which queries take on before and results take off
-after:
+KV cache quantization: a quantized vector consists of columns of `bits` words, each with the 32
+codes that `weight_layout` describes, the words of a column together. A kernel reads the half-words
+h of some columns and unpacks their codes s, bytes e, in fp16 registers; what one load yields stays
+together in the tile. So a tile holds the numbers of a column of 32 p in another order, which
+queries are permuted to before and results permuted from after:
 
-    place (half, s, e, h)  <->  number 32 half + 4 s + 2 h + e
+    tile position (half, s, e, h)  <->  number 32 half + 4 s + 2 h + e
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kernels_pallas.matmul import unpack
 from kernels_pallas.matmul.weight_layout import CODES, PIECES
 from kernels_pallas.triton_ops import plt
 
-TOKENS = 64  # of a block of the cache
+TOKENS = 64  # of a KV cache block
 BLOCK = 32  # numbers of a quantized vector that share a scale
-_WIDEST = 128  # numbers of a tile that passes through registers, as codes and float32 do
+_WIDEST = 128  # max width of a tile in registers (codes and float32)
 _MOST = 640  # numbers of a vector
 _MOST_PLAIN = {
     jnp.dtype(jnp.float16): _MOST,
@@ -39,19 +39,19 @@ _MOST_PLAIN = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """Keys or values of a pool: vectors [blocks, kv_heads, TOKENS, dim], whole or as codes.
+    """Keys or values of a pool: vectors [blocks, kv_heads, TOKENS, dim], plain or quantized.
 
-    A number of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base;
+    A number of code q is scale * q + base, or scale * (q - levels // 2) if blocks have no base;
     with 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 numbers, x of its column's first
     block, y of its second. The numbers of a block must stay in fp16's range.
 
     Attributes:
         data: float32, bfloat16 or float16 [blocks, kv_heads, TOKENS, dim]; or codes, uint32
             [blocks, kv_heads, TOKENS, columns * bits].
-        scales: float16 [blocks, kv_heads, TOKENS, columns * p * numbers] of codes, block by block
-            of 32: its scale and, where numbers is 2, its base.
-        levels: values that a code's number can have: 4, 8, 11, 16, 32, 64 or 256.
-        width: dim, where vectors are codes, without what fills the last column.
+        scales: float16 [blocks, kv_heads, TOKENS, columns * p * numbers] of codes, by block of 32:
+            its scale and, if numbers is 2, its base.
+        levels: values of a code's number: 4, 8, 11, 16, 32, 64 or 256.
+        width: dim of quantized vectors, without the padding of the last column.
     """
 
     data: Any
@@ -61,64 +61,64 @@ class Kept:
 
     @property
     def quantized(self) -> bool:
-        """Vectors are codes."""
+        """Whether vectors are quantized."""
         return self.levels > 0
 
     @property
     def dim(self) -> int:
-        """Numbers of a vector."""
+        """Numbers of a vector (head dimension)."""
         return self.width if self.quantized else int(self.data.shape[-1])
 
     @property
     def per_code(self) -> int:
-        """p: numbers of a code."""
+        """p: numbers per code."""
         return 2 if self.levels == 11 else 1
 
     @property
     def unit(self) -> int:
-        """Numbers of a column."""
+        """Numbers per column."""
         return BLOCK * self.per_code if self.quantized else 1
 
     @property
     def padded(self) -> int:
-        """Numbers of a vector in the tiles, with what fills the last column."""
+        """Numbers of a vector in the tiles, with padding of the last column."""
         return self.columns * self.unit
 
     @property
     def columns(self) -> int:
-        """Of a vector; a whole one has a column for each number."""
+        """Columns of a vector; a plain one has one per number."""
         return -(-self.dim // self.unit)
 
     @property
     def bits(self) -> int:
-        """Of a code: words of a column."""
+        """Bits of a code: words per column."""
         return int(self.data.shape[-1]) // self.columns
 
     @property
     def numbers(self) -> int:
-        """Of a block: its scale, and its base if it has one."""
+        """Numbers per block: its scale, and its base if it has one."""
         return int(self.scales.shape[-1]) // (self.columns * self.per_code)
 
     @property
     def arrays(self) -> int:
-        """How many `operands` there are."""
+        """Number of `operands`."""
         return 2 if self.quantized else 1
 
     @property
     def tile_type(self) -> Any:
-        """Type of the tiles."""
+        """Number type of the tiles."""
         return jnp.float16 if self.quantized else self.data.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Size in bytes."""
         return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(self))
 
     @property
     def tiled(self) -> bool:
-        """Whether the kernel takes such vectors: tensor cores want 16 numbers at once.
+        """Whether the kernel supports such vectors: tensor cores need multiples of 16.
 
-        Float32 has none of them, and all of a vector must fit into registers or shared memory.
+        Float32 has no tensor cores, and a whole vector must fit into registers or shared memory.
         """
         if self.quantized:
             return self.dim <= _MOST
@@ -141,7 +141,7 @@ class Kept:
         return [(first * self.unit, count * self.unit) for first, count in self.pieces()]
 
     def operands(self) -> list[Array]:
-        """The arrays as a kernel takes them."""
+        """The arrays as kernel operands."""
         if not self.quantized:
             return [self.data]
         lead = self.data.shape[:3]
@@ -152,7 +152,7 @@ class Kept:
         ]
 
     def arranged(self, x: Array) -> Array:
-        """Vectors [..., dim] in the order of the tiles, with zeros for what fills a column."""
+        """Vectors [..., dim] permuted to the order of the tiles, padded with zeros."""
         if not self.quantized:
             return x
         lead = x.shape[:-1]
@@ -160,13 +160,13 @@ class Kept:
         return _turned(jnp.pad(x, padding))
 
     def restored(self, x: Array) -> Array:
-        """Vectors in the order of the tiles as vectors [..., dim]."""
+        """The inverse of `arranged`."""
         if not self.quantized:
             return x
         return _turned(x)[..., : self.dim]
 
     def decoded(self) -> Array:
-        """The vectors in full, float32."""
+        """The vectors dequantized to float32."""
         if not self.quantized:
             return jnp.asarray(self.data).astype(jnp.float32)
         lead = self.data.shape[:3]
@@ -193,8 +193,8 @@ def load(
     Args:
         refs: of `kept.operands()`.
         where: block, head and slice of its keys.
-        there: bool [keys]: which keys are read; the others become finite numbers.
-        asm: as `registers` has it.
+        there: bool [keys], the mask of keys to read; the others become finite numbers.
+        asm: as for `unpack`.
     """
     if kept.quantized:
         return [
@@ -206,7 +206,7 @@ def load(
 def _decoded(
     kept: Kept, refs: Sequence[Any], where: tuple[Any, ...], there: Array, asm: bool
 ) -> Array:
-    """The tile of some columns, [keys, 32 p columns] of fp16."""
+    """The dequantized tile of some columns, [keys, 32 p columns] of fp16."""
     half_words, scales = refs
     keys, columns = there.shape[0], where[-1].size
     shape = (keys, 2 * columns)
@@ -237,10 +237,10 @@ def _decoded(
 def _numbers(
     f: Array, blocks: Sequence[tuple[Array, Array]], levels: int, asm: bool
 ) -> list[Array]:
-    """The numbers of a fraction by the scale and base of its blocks: exact codes' multiply-add.
+    """Dequantizes a fraction with its blocks' scale and base: multiply-add of exact codes.
 
-    `registers.prepare` saves an instruction where codes are of few bits, and rounds a number that
-    all of a block share: it would shift a key's 32 products together.
+    `unpack.prepare_scales` saves an instruction for codes of few bits, but rounds a number that a
+    whole block shares, which would bias a key's 32 products alike.
     """
     scale, base = blocks[0]
     if levels == 11:  # a first code of 0 reads as 16
@@ -255,13 +255,13 @@ def _numbers(
 
 
 def _joined(tiles: list[Array], columns: int) -> Array:
-    """[keys, 2 columns] of each as one tile; there are a power of two."""
+    """Tiles [keys, 2 columns] joined into one; their number is a power of two."""
     keys, count = tiles[0].shape[0], len(tiles)
     while len(tiles) > 1:
         half = len(tiles) // 2
         pairs = zip(tiles[:half], tiles[half:], strict=True)
         tiles = [jnp.stack(pair, axis=-1).reshape(keys, -1) for pair in pairs]
-    # Half-words that share a register stay together, or putting them together anew costs a tenth.
+    # Half-words that share a register stay together; repacking them would be slower.
     tile = tiles[0].reshape(keys, columns, 2, count).transpose(0, 1, 3, 2)
     return tile.reshape(keys, -1)
 
@@ -273,7 +273,7 @@ def _read(ref: Any, where: tuple[Any, ...], there: Array) -> Array:
 
 
 def _turned(x: Array) -> Array:
-    """Numbers (h, e) of every four as (e, h), and back."""
+    """Swaps h and e in every four numbers (its own inverse)."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2, 2), -1, -2).reshape(x.shape)
 
 

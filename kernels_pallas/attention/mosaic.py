@@ -1,9 +1,9 @@
-"""Attention over a paged cache as a Mosaic GPU kernel: sums of a softmax, tile by tile.
+"""Paged attention kernel, Mosaic GPU back end (flash decoding): softmax sums, tile by tile.
 
 A program takes a tile of rows (heads of tokens of one run) and copies block after block of the
-cache into shared memory, each as it lies there: the 64 keys of a head are contiguous. The softmax
-is of base two and its highest score a whole number, so that it is brought to another one by a power
-of two, which rounds nothing: sums come out the same whoever adds them.
+cache into shared memory as stored: the 64 keys of a head are contiguous. The softmax is base two
+with an integer maximum, so that rescaling multiplies by a power of two, which is exact: sums are
+the same in whatever order they are merged.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kernels_pallas.attention.grid import Tile
 from kernels_pallas.attention.kv_layout import TOKENS, Kept
 from kernels_pallas.mosaic_common import ROWS, plgpu, wide
 
-LOWEST = -(2.0**20)  # the highest score of no key
-_NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
+LOWEST = -(2.0**20)  # the maximum score of no keys
+_NEVER = -1e30  # masked score: with -inf differences would be NaN
 _WIDEST = 256  # numbers of a key or a value
-_MOST_COLUMNS = 192  # of a value that a program sums
-_COLUMNS = 128  # of a value that are summed at once: what registers hold
+_MOST_COLUMNS = 192  # of a value, per program
+_COLUMNS = 128  # of a value, accumulated at once in registers
 _LOG2_E = math.log2(math.e)
 
 
 class Rows(NamedTuple):
-    """What is known of the rows of each tile.
+    """Metadata of the rows of each tile.
 
     Attributes:
-        tile: int32 [tiles, 4]: row of the tables, power of two of a split's keys, and the first key
-            that any row sees and the one after the last.
-        bounds: int32 [tiles, 3, ROWS]: first and last key that a row sees, and its position.
-        changes: float32 [tiles, kv_heads, 2, ROWS]: what products are multiplied by, and slopes.
+        tile: int32 [tiles, 4]: row of the block tables, log2 of a split's keys, and the first key
+            any row sees and the one after the last.
+        bounds: int32 [tiles, 3, ROWS]: first and last key a row sees, and its position.
+        changes: float32 [tiles, kv_heads, 2, ROWS]: score factors, and ALiBi slopes.
         q: [tiles, kv_heads, rows, dim].
     """
 
@@ -50,12 +50,12 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The softmax over the keys of splits, of each tile: float32 [tiles, kv_heads, splits, ...].
+    """Partial softmax over the keys of splits, per tile: float32 [tiles, kv_heads, splits, ...].
 
     Attributes:
-        outs: [..., rows, value_dim], values times weights.
-        highest: [..., ROWS], in powers of two: a whole number above the highest score.
-        total: [..., ROWS], of weights.
+        outs: [..., rows, value_dim], weighted sum of values.
+        highest: [..., ROWS], log2: an integer not below the maximum score.
+        total: [..., ROWS], sum of weights.
     """
 
     outs: Any
@@ -64,12 +64,12 @@ class Sums(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for; of keys and values their form.
+    """Compile-time configuration of a kernel; of keys and values only their form.
 
     Attributes:
-        splits: places for splits; with parts = 1 one place, for all of them together.
+        splits: slots for splits; with parts = 1 a single one, for all of them together.
         parts: programs that share the splits of a tile.
-        slopes, softcap: how scores change.
+        slopes, softcap: score modifiers.
     """
 
     keys: Kept
@@ -81,7 +81,7 @@ class Static(NamedTuple):
 
 
 def takes(keys: Kept, values: Kept | None) -> bool:
-    """Whether the kernel reads such keys and values: of 16 bits, and not too wide."""
+    """Whether the kernel supports these keys and values: 16-bit and not too wide."""
     each = [keys] if values is None else [keys, values]
     kinds = {jnp.dtype(part.tile_type) for part in each}
     if len(kinds) > 1 or any(part.quantized for part in each):
@@ -92,7 +92,7 @@ def takes(keys: Kept, values: Kept | None) -> bool:
 
 
 def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
-    """As `attention_pieces.tile`; of 64 rows of a product a few may be used."""
+    """Like `grid.tile`; tensor cores take 64 rows, of which only some may be used."""
     return Tile(ROWS if many else 16, TOKENS, 4)
 
 
@@ -108,10 +108,10 @@ def tile_sums(
     softcap: float | None,
     interpret: bool,
 ) -> Sums:
-    """The sums of all splits of each tile, or of each split where `parts` programs share them.
+    """The partial softmax of each tile, or of each split if `parts` programs share them.
 
-    Split s of a tile begins at (lowest key >> power) + s splits; those that it has not are not
-    written.
+    Split s of a tile begins at (lowest key >> power) + s splits; splits that a tile does not have
+    are not written.
     """
     places = 1 if parts == 1 else splits
     static = Static(keys, values, places, parts, slopes, softcap)
@@ -133,7 +133,7 @@ def tile_sums(
 
 
 def power_of_two(difference: Array) -> Array:
-    """2 ** difference, exactly, of whole numbers up to 0."""
+    """2 ** difference, exactly, for integers up to 0."""
     exponent = jnp.maximum(difference, np.float32(-126)).astype(jnp.int32) + jnp.int32(127)
     return lax.bitcast_convert_type(exponent << jnp.int32(23), jnp.float32)
 
@@ -144,7 +144,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
     keys, values = static.keys, static.keys if static.values is None else static.values
     kind, columns = keys.tile_type, values.dim // _halves(values.dim)
     dims = [keys.dim, columns][: len(pools)]
-    # Factors of a product have one order in shared memory.
+    # Both operands of a matmul have the same layout in shared memory.
     order = mosaic_common.order(math.gcd(TOKENS, *dims), 16)
     run = functools.partial(
         _run, given=given, tables_ref=tables_ref, pools=pools, to=outs, static=static, count=count
@@ -169,7 +169,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
 
 
 def _stages(dims: Sequence[int]) -> list[int]:
-    """Blocks of keys and of values that shared memory holds."""
+    """Pipeline stages: blocks of keys and of values that fit into shared memory."""
     beside = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
     count = mosaic_common.stages(2 * TOKENS * sum(dims), beside)
     return [count] * len(dims) if count > 1 else [2, 1]
@@ -191,7 +191,7 @@ def _run(
     static: Static,
     count: int,
 ) -> None:
-    """One program, with its shared memory."""
+    """The body of one program, with its shared memory."""
     at, head, part = (lax.axis_index(name) for name in ("tile", "head", "part"))
     columns = pl.ds(_multiple(lax.axis_index("half"), kept.outs.shape[1]), kept.outs.shape[1])
     sequence, power, lowest, end = (given.tile[at, i] for i in range(4))
@@ -200,7 +200,7 @@ def _run(
     plgpu.copy_gmem_to_smem(given.bounds.at[at], known[0], ready)
     plgpu.copy_gmem_to_smem(given.changes.at[at, head], known[1], ready)
 
-    # The splits of this part, in blocks of the cache.
+    # The splits of this part, in cache blocks.
     before = lowest >> power
     each = jnp.maximum(((end - 1) >> power) + 1 - before, 0) + (static.parts - 1)
     each = lax.div(each, static.parts)
@@ -250,7 +250,7 @@ def _run(
             ref[...] = out
 
     def write(split: Array | int) -> None:
-        """What is kept, to memory."""
+        """Writes the current sums to memory."""
         plgpu.commit_smem()
         outs = to.outs.at[at, head, split]
         plgpu.copy_smem_to_gmem(kept.outs.at[pl.ds(0, count)], outs.at[:, columns])
@@ -270,7 +270,7 @@ def _run(
         plgpu.barrier_wait(filled[0].at[slot])
         scores = _product(q_tile, blocks[0].at[slot].transpose((1, 0)), TOKENS)
 
-        # Nobody sees a block that is not here.
+        # A block in another pool is masked.
         first = jnp.where(here, start, jnp.int32(1 << 30))
         places = first + lax.broadcasted_iota(jnp.int32, (ROWS, TOKENS), 1)
         sees = (places >= wide(low, TOKENS)) & (places <= wide(last, TOKENS))
@@ -283,7 +283,7 @@ def _run(
             scores = scores - wide(slope, TOKENS) * distance
         scores = jnp.where(sees, scores * np.float32(_LOG2_E), np.float32(_NEVER))
 
-        # At the beginning of a split nothing is left of the one before.
+        # Sums are reset at the beginning of a split.
         left = jnp.where((start & within) == 0, jnp.float32(0), jnp.float32(1))
         highest = highest * left + (1 - left) * np.float32(LOWEST)
         above = jnp.maximum(jnp.max(scores, axis=1), np.float32(LOWEST))
@@ -299,7 +299,7 @@ def _run(
 
         @pl.when((start < lowest) | (start + TOKENS > end) | ~here)
         def clear() -> None:
-            """What nobody sees may be NaN, which no weight of 0 takes away."""
+            """A masked value may be NaN, which a weight of 0 does not remove."""
             for column, many in spans:
                 part = values.at[:, pl.ds(column, many)]
                 place = first + lax.broadcasted_iota(jnp.int32, (TOKENS, many), 0)
@@ -312,7 +312,7 @@ def _run(
             + _product(weights_tile, values.at[:, pl.ds(column, many)], many)
             for (column, many), out in zip(spans, sums, strict=True)
         )
-        plgpu.commit_smem()  # all warps are through with the block
+        plgpu.commit_smem()  # all warps have finished with the block
         for which, tiles in enumerate(blocks):
             copy(which, i + tiles.shape[0])
 
@@ -330,7 +330,7 @@ def _run(
 
 
 def _product(left: Any, right: Any, columns: int) -> Array:
-    """left @ right, both in shared memory, in float32."""
+    """left @ right, both in shared memory, accumulated in float32."""
 
     def run(total: Any) -> Array:
         plgpu.wgmma(total, left, right)
@@ -341,7 +341,7 @@ def _product(left: Any, right: Any, columns: int) -> Array:
 
 
 def _halves(width: int) -> int:
-    """Programs that share a value's numbers: the sums of one of 256 would fill all registers."""
+    """Programs that share a value's numbers: sums of 256 would fill all registers."""
     return 1 + (width > _MOST_COLUMNS)
 
 
@@ -350,7 +350,7 @@ def _multiple(number: Array, size: int) -> Any:
 
 
 def _spans(width: int) -> list[tuple[int, int]]:
-    """(first, count) of columns that are summed at once."""
+    """(first, count) of the columns accumulated at once."""
     return [(first, min(_COLUMNS, width - first)) for first in range(0, width, _COLUMNS)]
 
 

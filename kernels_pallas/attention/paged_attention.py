@@ -1,6 +1,6 @@
-"""Attention of a flat batch over a paged cache: tokens of any sequences, keys in blocks of 64.
+"""Paged attention of a flat batch: tokens of any sequences, KV cache in blocks of 64 tokens.
 
-A sequence's row of the tables names its blocks; only those that a query sees are read.
+Block tables name each sequence's blocks; only those a query sees are read.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ def attend(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over the cache, with the new tokens already in it, in q's type.
+    """Attention over the cache, which already holds the new tokens; the result has q's type.
 
-    Query head h reads key head h * kv_heads // heads. Products are of the type in which keys are
-    kept, codes as fp16; queries and the softmax's weights are rounded to it. A query that sees no
-    key gets zeros, and so does padding. The result for a token has the same bits whichever tokens
-    are with it and wherever its blocks lie.
+    Query head h reads key head h * kv_heads // heads. Matmuls use the type of the cached keys (fp16
+    for codes); queries and softmax weights are rounded to it. Queries that see no key, and padding,
+    get zeros. Results are batch-invariant to the bit, and independent of block placement.
 
     Args:
-        values: None: the keys are the values too.
-        backend: "xla" gathers and decodes all that the tables name; so does "triton" where rows are
-            of no width that tensor cores take (`Kept.tiled`), and "mosaic" but for whole keys and
-            values of 16 bits (`attention_mosaic.takes`) and for `by_distance`.
+        values: None: the keys are the values too (MLA).
+        backend: "xla" gathers and dequantizes everything in the block tables; so does "triton" for
+            widths that tensor cores do not take (`PackedKV.tiled`), and "mosaic" except for plain
+            16-bit keys and values (`mosaic.takes`) without `by_distance`.
     """
     queries = _checked(queries, keys)
     if not takes(keys, values, backend, by_distance=scores.by_distance is not None):
@@ -57,7 +56,7 @@ def attend(
 
 
 def takes(keys: Kept, values: Kept | None, backend: Backend, *, by_distance: bool) -> bool:
-    """Whether a backend's kernel takes such keys and values, and a table of distances if asked."""
+    """Whether a back end's kernel supports these keys and values (and `by_distance`)."""
     if backend == "mosaic":
         return not by_distance and mosaic.takes(keys, values)
     return backend == "triton" and keys.tiled and (values is None or values.tiled)
@@ -73,16 +72,16 @@ def attend_part(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Attention over the blocks that are here, by a kernel; entries of the tables may be -1.
+    """Attention over the blocks in this pool, by a kernel; table entries may be -1.
 
     Args:
-        keys, values: of a width that it takes.
+        keys, values: of a supported width.
         scores: without sinks.
         backend: "triton" or "mosaic".
 
     Returns:
-        Float32: sums of weighted values [tokens, heads, value_dim], not divided; of each query
-        [tokens, heads] the highest score, -inf where it saw none, and the sum of weights.
+        Float32: weighted sums of values [tokens, heads, value_dim], not normalized; per query
+            [tokens, heads] the maximum score, -inf if it saw no key, and the sum of weights.
     """
     queries = _checked(queries, keys)
     if backend == "mosaic":
@@ -107,7 +106,7 @@ def _mosaic(
 
 
 def _divided(found: tiles.Softmax, sinks: Array | None) -> Array:
-    """The weighted values by the sum of weights, which sinks take part in; no key, zeros."""
+    """Normalized values; sinks take part in the sum; zeros if no key was seen."""
     outs, highest, total = found
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)[None] * np.float32(math.log2(math.e))
@@ -118,7 +117,7 @@ def _divided(found: tiles.Softmax, sinks: Array | None) -> Array:
 
 
 def _checked(queries: Queries, keys: Kept) -> Queries:
-    """With padding for rows that are not there, and nothing to see beyond the tables."""
+    """With invalid rows as padding, and nothing to see beyond the tables."""
     if keys.data.shape[2] != TOKENS:
         raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
     limit = queries.tables.shape[1] * TOKENS - 1
@@ -138,7 +137,7 @@ def _triton(
     *,
     partial: bool = False,
 ) -> tuple[Array, ...]:
-    """By the kernels: results, or the sums that they are made from."""
+    """By the Triton-style kernels: results, or their partial sums."""
     count, heads, _ = q.shape
     kv_heads = keys.data.shape[1]
     least = pieces.least_span(keys, values, heads // kv_heads)
@@ -146,7 +145,7 @@ def _triton(
     shape = pieces.Shape(
         count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, heads // kv_heads
     )
-    # Of a window that begins before the sequence, splits are those of a whole one.
+    # A window that begins before the sequence has the splits of a full one.
     power = pieces.powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
     dtype, numbers = jnp.float32 if partial else q.dtype, keys.arranged(q)
@@ -188,7 +187,7 @@ def _triton(
             None if values is None else values.operands(),
         )
         these = attend_pieces(given, static, dtype, interpret=interpret)
-        if not outs and launch.parts > 1:  # what merges splits has written zeros for the others
+        if not outs and launch.parts > 1:  # the merge kernel has written zeros for the others
             outs = list(these)
             continue
         before = outs or [jnp.zeros((), one.dtype) for one in these]
@@ -200,7 +199,7 @@ def _triton(
 
 
 def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: Scores) -> Array:
-    """The same over all that the tables name at once."""
+    """The same in XLA, over everything in the tables at once."""
     count, heads, dim = q.shape
     kv_heads = keys.data.shape[1]
     own = queries.tables[jnp.maximum(queries.rows, 0)]
@@ -243,7 +242,7 @@ def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: 
 
 
 def _factored(q: Array, dtype: Any) -> tuple[Array | None, Array]:
-    """q in the type that it is multiplied in, and what each of its lines was divided by."""
+    """q in the type it is multiplied in, and the power of two each line was divided by."""
     if dtype in (jnp.bfloat16, jnp.float32):
         return None, q.astype(dtype)
     q16, factors = rounded(q.reshape(-1, q.shape[-1]))

@@ -1,7 +1,7 @@
-"""Attention by the Mosaic kernel: a batch's tokens as tiles of rows, and sums back to tokens.
+"""Paged attention tiles of the Mosaic GPU kernel: tokens to tiles of rows, and sums back.
 
-The kernel takes whole tiles and gives the sums of each; XLA gathers the rows before it and finishes
-the softmax after it.
+The kernel takes whole tiles and returns partial softmax sums of each; XLA gathers the rows before
+it and finishes the softmax after it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kernels_pallas.attention.kv_layout import TOKENS, Kept
 from kernels_pallas.attention.mosaic import LOWEST, Rows, Sums, power_of_two
 from kernels_pallas.mosaic_common import ROWS
 
-_FAR = 1 << 30  # beyond every place
+_FAR = 1 << 30  # past any position
 
 
 class Softmax(NamedTuple):
-    """The softmax over some keys, not divided, float32.
+    """Softmax over some keys, not normalized, float32.
 
     Attributes:
-        outs: [tokens, heads, value_dim], values times weights.
-        highest: [tokens, heads], in powers of two.
-        total: [tokens, heads], of weights; 0 where no key was seen.
+        outs: [tokens, heads, value_dim], weighted sum of values.
+        highest: [tokens, heads], log2.
+        total: [tokens, heads], sum of weights; 0 if no key was seen.
     """
 
     outs: Array
@@ -52,8 +52,8 @@ def softmax(
     Args:
         q: [tokens, heads, dim] of the keys' type.
         factors: what each line of q was divided by, [tokens * heads].
-        queries: as `attention` checks them.
-        scores: without `by_distance`; sinks are not counted.
+        queries: checked by `paged_attention`.
+        scores: without `by_distance`; sinks are ignored.
     """
     (count, heads, _), kv_heads = q.shape, keys.data.shape[1]
     group, tables = heads // kv_heads, queries.tables
@@ -72,7 +72,7 @@ def softmax(
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
         firsts = pieces.firsts(runs, chosen, launch)
         rows = _rows(q, times, slopes, queries, power, chosen, firsts, launch, kv_heads)
-        # A tile's rows begin at different keys: together they may touch a split more than one does.
+        # Rows of a tile begin at different keys, so a tile may touch one split more than a row.
         splits = pieces.splits(shape, least) + 1
         sums = mosaic.tile_sums(
             rows,
@@ -147,7 +147,7 @@ def _rows(
 
 
 def _merged(sums: Sums, tile: Array) -> Sums:
-    """Of all splits of each tile, in their order: [tiles, kv_heads, rows, ...]."""
+    """The merged splits of each tile, in order: [tiles, kv_heads, rows, ...]."""
     size = sums.outs.shape[3]
     highest, total = sums.highest[..., :size], sums.total[..., :size]
     places = highest.shape[2]
@@ -160,7 +160,7 @@ def _merged(sums: Sums, tile: Array) -> Sums:
     scale = jnp.where(there, power_of_two(highest - most[:, :, None]), 0)
 
     def added(each: Array) -> Array:
-        """One after the other: a row's sum must not depend on how many there are."""
+        """Added in sequence: a row's sum must not depend on the number of splits."""
         scales = scale.reshape(*scale.shape, *[1] * (each.ndim - 4))
         parts = jnp.where(scales > 0, each, 0) * scales
         return reduce(add, (parts[:, :, place] for place in range(places)))
@@ -169,7 +169,7 @@ def _merged(sums: Sums, tile: Array) -> Sums:
 
 
 def _tokens(sums: Sums, firsts: Array, launch: pieces.Launch, count: int, group: int) -> Softmax:
-    """The rows of the tiles as tokens; of those that no tile has anything."""
+    """The rows of the tiles as tokens; undefined for tokens without a tile."""
     token = jnp.arange(count, dtype=jnp.int32)
     piece = jnp.maximum(jnp.sum(firsts[None] <= token[:, None], axis=1, dtype=jnp.int32) - 1, 0)
     row = (token - firsts[piece])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]

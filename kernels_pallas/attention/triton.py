@@ -1,6 +1,6 @@
-"""The kernels of attention over a paged cache: `attend_pieces`, and `merge_splits` after it.
+"""Paged attention kernels, Triton-style back end: `attend_pieces` and the flash-decoding merge.
 
-Queries, results and sums of splits are addressed by lines: a query's is token * heads + head.
+Queries, results and sums of splits are addressed by line: a query's is token * heads + head.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kernels_pallas.attention.kv_layout import TOKENS, Kept, load
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
-_NEVER = -1e30  # a score that no key has: -inf would make NaN of differences
-_FAR = 1 << 30  # beyond every place
+_NEVER = -1e30  # masked score: with -inf differences would be NaN
+_FAR = 1 << 30  # past any position
 _MERGED = 256  # numbers of a tile of sums
 _AT_ONCE = 2  # splits whose sums are loaded before they are merged
 
 
 class Tokens(NamedTuple):
-    """What is known of each token of the batch, int32 [tokens].
+    """Metadata of each token of the batch, int32 [tokens].
 
     Attributes:
-        rows: which row of the tables is its sequence's; -1 for padding.
+        rows: its row of the block tables; -1 for padding.
         positions: in its sequence.
-        low, last: the first and the last key that it sees.
-        power: its splits are of 2 ** power keys.
-        place: where the sums of its splits are, among the tokens that such are written of.
+        low, last: the first and last key it sees.
+        power: its splits are 2 ** power keys each.
+        place: index of its sums among the tokens whose splits are written to memory.
     """
 
     rows: Any
@@ -45,12 +45,12 @@ class Tokens(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What is done to scores; each may be None.
+    """Operands of score modifiers; each may be None.
 
     Attributes:
         factors: what each line of queries was divided by.
-        slopes: of each head, of ALiBi.
-        by_distance: [heads, distances], what is added.
+        slopes: ALiBi slope of each head.
+        by_distance: [heads, distances], a bias.
     """
 
     factors: Any
@@ -72,9 +72,9 @@ class Given(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for; of keys and values their form.
+    """Compile-time configuration of a kernel; of keys and values only their form.
 
-    With `partial` a block may be -1, which nobody sees, and results are sums.
+    With `partial` a block may be -1, which is masked, and results are partial sums.
     """
 
     keys: Kept
@@ -95,11 +95,11 @@ class Static(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The softmax over some keys, rows of it.
+    """Partial softmax of rows over some keys.
 
     Attributes:
         outs: weighted sums of values, tile by tile, then of ones.
-        highest: the largest score.
+        highest: the maximum score.
     """
 
     outs: tuple[Any, ...]
@@ -109,9 +109,9 @@ class Sums(NamedTuple):
 def attend_pieces(
     given: Given, static: Static, dtype: Any, *, interpret: bool
 ) -> tuple[Array, ...]:
-    """Attention of each token of the pieces, [tokens, heads, padded]; of the others anything.
+    """Attention of each token of the pieces, [tokens, heads, padded]; undefined for other tokens.
 
-    Where it is partial: float32 sums of weighted values, highest scores, sums of weights.
+    If partial: float32 weighted sums of values, maximum scores, sums of weights.
     """
     launch = static.launch
     count, kv_heads = given.tokens.rows.shape[0], static.keys.data.shape[1]
@@ -144,7 +144,7 @@ def _merge_splits(
     *,
     interpret: bool,
 ) -> list[Array]:
-    """The results from the sums of the splits."""
+    """The results, merged from the sums of the splits."""
     most = max(1, _MERGED // result[0].shape[1])
     rows = min(1 << (most.bit_length() - 1), 1 << (static.heads - 1).bit_length())
     return pl.pallas_call(
@@ -166,7 +166,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     known = jnp.minimum(first, count - 1)
     sequence, power = given.tokens.rows[known], given.tokens.power[known]
 
-    # The tile's rows: heads of a token, then those of the next one of the same run.
+    # Rows of the tile: heads of a token, then those of the next one of the same run.
     row = piece % launch.tiles * tile.rows + lax.iota(jnp.int32, tile.rows)
     token = jnp.minimum(first + row // group, count - 1)
     inside = (row < launch.most * group) & (first + row // group < count)
@@ -187,7 +187,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     def block_of(start: Array) -> Array:
         return given.tables[sequence, jnp.minimum(start // TOKENS, blocks - 1)]
 
-    # The splits of this part, in steps that begin at multiples of their size.
+    # The splits of this part, in steps aligned to their size.
     before, within = lowest >> power, (1 << power) - 1
     each = (jnp.maximum(((end - 1) >> power) + 1 - before, 0) + launch.parts - 1) // launch.parts
     begin = jnp.maximum((before + part * each) << power, lowest // size * size)
@@ -195,9 +195,9 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     place = _at(given.tokens.place, token, inside, 0)
 
     def keep(sums: Sums, start: Array) -> None:
-        """Writes the sums of the split of this step."""
+        """Writes the sums of this step's split."""
         index = start >> power
-        # Splits that a row does not see would overwrite others of it.
+        # Splits that a row does not see would overwrite its other ones.
         mine = inside & (index >= low >> power) & (index <= last >> power)
         at = (place * static.splits + index % static.splits) * heads + query_head
         _store_sums(outs, at, static, sums, mine)
@@ -273,7 +273,7 @@ def _merge_kernel(
         return Sums((*tiles, _at(total_ref, at, there, 0)), _at(highest_ref, at, there, _NEVER))
 
     def step(i: Array, sums: Sums) -> Sums:
-        # All loads before the first sum waits for one. A split that is not there changes no bit.
+        # All loads are issued before the first sum. A missing split changes no bit.
         some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
         return functools.reduce(_merged, some, sums)
 
@@ -286,7 +286,7 @@ def _merge_kernel(
 def _changing(
     given: Given, static: Static, line: Array, token: Array, head: Array, inside: Array
 ) -> Any:
-    """The function from products to scores."""
+    """The function that modifies scores."""
     factors, slopes, by_distance = given.changes
     factor: Any = np.float32(static.scale)
     if factors is not None:
@@ -339,7 +339,7 @@ def _merged(a: Sums, b: Sums) -> Sums:
 
 
 def _finished(sums: Sums, sinks: Array | None) -> tuple[Array, ...]:
-    """Divided by the sum, which sinks (scores without value) take part in; no key, zeros."""
+    """The normalized values; sinks take part in the sum; zeros if no key was seen."""
     *outs, total = sums.outs
     if sinks is not None:
         most = jnp.maximum(sums.highest, sinks)
@@ -367,7 +367,7 @@ def _store_sums(outs: Any, line: Array, static: Static, sums: Sums, mask: Array)
 
 
 def _store(ref: Any, line: Array, static: Static, outs: Any, mask: Array) -> None:
-    # A masked line must not be another's: interpreted, it writes back what it read.
+    # A masked line must not alias another one: interpret mode writes back what it read.
     line = jnp.where(mask, line, ref.shape[0])
     for out, span in zip(outs, static.spans, strict=True):
         where, full = _places(line, span, mask)
@@ -375,20 +375,20 @@ def _store(ref: Any, line: Array, static: Static, outs: Any, mask: Array) -> Non
 
 
 def _tile(ref: Any, line: Array, span: tuple[int, int], mask: Array) -> Array:
-    """Numbers of some lines [lines, count], zeros where they are masked."""
+    """Numbers of some lines [lines, count], zeros where masked."""
     where, full = _places(line, span, mask)
     return plt.load(ref.at[where], mask=full, other=np.zeros((), ref.dtype))
 
 
 def _places(line: Array, span: tuple[int, int], mask: Array) -> tuple[tuple[Array, Array], Array]:
-    """The indices of a tile, both arrays because interpreted slices do not mix; and its mask."""
+    """The indices of a tile, both as arrays (interpret mode needs it), and its mask."""
     shape = (line.shape[0], span[1])
     column = span[0] + lax.broadcasted_iota(jnp.int32, shape, 1)
     return (jnp.broadcast_to(line[:, None], shape), column), jnp.broadcast_to(mask[:, None], shape)
 
 
 def _at(ref: Any, index: Array, mask: Array, other: float) -> Array:
-    """ref[index], `other` where it is masked."""
+    """ref[index], or `other` where masked."""
     return plt.load(ref.at[index], mask=mask, other=np.asarray(other, ref.dtype))
 
 

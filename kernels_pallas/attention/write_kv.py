@@ -1,7 +1,7 @@
-"""New tokens' queries, keys and values: summed from a product's parts, rotated, and written.
+"""KV cache write kernel: sums split-K partial results of q, k and v, applies RoPE, and writes.
 
-A program takes a head of a token. What it rotates by it reads at two places, a number's own and its
-partner's, so that nothing is exchanged between threads.
+A program takes one head of one token. It reads each rotated number and its partner, so that threads
+exchange nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NOTHING = Reductions(_refuse, _refuse)
 
 
 class Rotation(NamedTuple):
-    """By which angles pairs of a head's numbers are turned (arXiv 2104.09864).
+    """RoPE angles (arXiv 2104.09864).
 
     Attributes:
         cos, sin: float32 [tokens, pairs].
-        adjacent: whether a pair's numbers are neighbours; else they are `pairs` apart.
+        adjacent: the numbers of a pair are neighbours; otherwise they are `pairs` apart.
     """
 
     cos: Any
@@ -51,10 +51,10 @@ class Heads(NamedTuple):
 
     Attributes:
         operands: what they are computed from, as rows of heads * size numbers.
-        compute: number by number, from numbers of the operands at the same places; reduces nothing.
-        heads, size: of a token, of a head.
-        rotation: None: they are not rotated.
-        dtype: in which they are given on.
+        compute: element-wise, without reductions.
+        heads, size: heads per token, numbers per head.
+        rotation: None: not rotated.
+        dtype: of the result.
     """
 
     operands: Sequence[Operand]
@@ -66,7 +66,7 @@ class Heads(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a flat batch stand; see `paged_attention.Queries`."""
+    """Positions and block tables of a flat batch; see `batch.QueryBatch`."""
 
     rows: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
@@ -83,10 +83,10 @@ def enter(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads size"], Array, Array]:
-    """Queries, and the pools with new keys and values in them; padding is not written.
+    """Queries, and the pools with the new keys and values; padding is not written.
 
     Args:
-        keys, values: are given away.
+        keys, values: donated.
     """
     count, parts = at.rows.shape[0], (q, k, v)
     rotations = [[] if part.rotation is None else list(part.rotation[:2]) for part in parts]
@@ -115,7 +115,7 @@ def enter(
 
 
 class _Static(NamedTuple):
-    """What a kernel is compiled for, of queries, keys or values."""
+    """Compile-time configuration of queries, keys or values."""
 
     forms: tuple[Form, ...]
     compute: Compute
@@ -208,7 +208,7 @@ def _vector(
 def _place(
     rows_ref: Any, positions_ref: Any, tables_ref: Any, pool: Any, token: Array
 ) -> tuple[Array, Array, Array]:
-    """Block and offset of a token, and whether it has one here."""
+    """Block and offset of a token, and whether this pool has it."""
     row, position = rows_ref[token], positions_ref[token]
     rows, blocks = tables_ref.shape
     size = pool.shape[2]
@@ -227,6 +227,6 @@ def _kept(new: Array, dtype: Any) -> Array:
 
 def _store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
     first, *others = places
-    # Interpreted, a masked place writes back what it read: it must not be another's.
+    # A masked index must not alias another one: interpret mode writes back what it read.
     first = jnp.where(mask, first, ref.shape[0]) if interpret else first
     plt.store(ref.at[(first, *others)], value, mask=mask)

@@ -1,9 +1,9 @@
-"""Codes of 4 bits to values of a table, four at a time.
+"""Codebook lookup: 4-bit codes to values of a table (IQ4_NL, MXFP4), four at a time.
 
-`prmt` takes four bytes out of the eight of two registers, by numbers of 4 bits: three of them find
-four of 16 values, of codes below 8, of the others, and by the codes' highest bits one or the other.
-A byte is the upper one of the value in fp16 where the lower one is 0, as for the values of E2M1,
-else the value + 128.
+`prmt` selects four bytes out of the eight of two registers by 4-bit indices: three of them look up
+four of 16 values: for codes below 8, for the others, and a selection by the codes' highest bits. A
+table byte is the upper byte of the value in fp16 if the lower one is 0, as for the values of E2M1,
+otherwise the value + 128.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TIMES = 4  # of each register in a table
 
 
 def table(values: Sequence[int]) -> np.ndarray:
-    """Four registers with the bytes of 16 values, and one with what is put beside bytes: uint16.
+    """Four registers with the bytes of 16 values, and one with the bytes beside them: uint16.
 
-    Each stands there four times, for every thread that holds columns to read another address: what
-    all threads read is kept in uniform registers, which `prmt` does not take.
+    Each is stored four times, so that every thread holding columns reads another address: what all
+    threads read would be kept in uniform registers, which `prmt` does not take.
     """
     found, upper = _bytes(values)
     beside = np.full(4, 0 if upper else 0x64, np.uint8)
@@ -51,7 +51,7 @@ def looked_up(
     Args:
         words: uint16 [rows, 2 G] for each of 4 words.
         values: of the codes, in -128..127.
-        registers: from `tiles`, where `asm` is true.
+        registers: from `tiles`, if `asm` is true.
     """
     found, upper = _bytes(values)
     for byte, word in enumerate(words):
@@ -74,10 +74,10 @@ def _bytes(values: Sequence[int]) -> tuple[np.ndarray, bool]:
 
 
 def _both(word: Array, registers: Sequence[Array]) -> list[Array]:
-    """The bytes of the codes in the low byte of each half-word, in its two bytes; then the others.
+    """The values of the codes in the low byte of each half-word, in its two bytes; then the others.
 
-    Bytes 0 and 2 are put before 1 and 3: `prmt` reads the lowest four numbers of a register, which
-    then are those of the same byte of both half-words.
+    Bytes 0 and 2 are put before 1 and 3: `prmt` reads the lowest four indices of a register, which
+    then belong to the same byte of both half-words.
     """
     order = ".reg .b32 t; prmt.b32 t, $1, $1, 0x3120;"
     which = ptx(order + "and.b32 $0, t, 0x77777777;", [word])
@@ -94,13 +94,13 @@ def _both(word: Array, registers: Sequence[Array]) -> list[Array]:
 
 
 def _one(codes: Array, found: np.ndarray) -> Array:
-    """The bytes of the codes in the low byte of each half-word, in its two bytes."""
+    """The values of the codes in the low byte of each half-word, in its two bytes."""
     low, high = (_chosen(codes >> np.uint16(shift), found) for shift in (0, 4))
     return low | high << np.uint16(8)
 
 
 def _chosen(codes: Array, found: np.ndarray) -> Array:
-    """By a tree of choices, one for each of the four lowest bits."""
+    """By a tree of selects, one for each of the four lowest bits."""
     left: list[Any] = [np.uint16(byte) for byte in found]
     for bit in range(4):
         odd = (codes >> np.uint16(bit)) & np.uint16(1) != np.uint16(0)
@@ -110,7 +110,7 @@ def _chosen(codes: Array, found: np.ndarray) -> Array:
 
 
 def _value(pair: Array, high: int, upper: bool, registers: Sequence[Array], asm: bool) -> Array:
-    """What the low or the high byte of each half-word stands for."""
+    """The value of the low or high byte of each half-word."""
     if asm:
         selector = (0x3414 if high else 0x2404) if upper else (0x4341 if high else 0x4240)
         found = ptx(f"prmt.b32 $0, $1, $2, {selector:#x};", [pair, registers[4]])

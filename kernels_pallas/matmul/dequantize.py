@@ -1,7 +1,7 @@
-"""Packed matrices in full, for products of so many rows that decoding them once costs less.
+"""Dequantize kernel: packed matrices in full, for matmuls of so many rows that it pays off (GEMM).
 
-Weights are written in the order in which a kernel takes the other factor: what `layout.arranged`
-and `rows.prepare` give is multiplied with them as it is.
+Weights are written in the order of a kernel's other operand: the results of
+`weight_layout.arrange_inputs` and `prologue.prepare_rows` are multiplied with them as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kernels_pallas.triton_ops import plt
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_OUTPUTS = 16  # of a program: four warps, with 16 bytes of each word for a thread
+_OUTPUTS = 16  # per program: four warps, 16 bytes of each word per thread
 
 
 def decode(
     matrices: Sequence[Packed], index: Int[Array, 1], *, interpret: bool = False
 ) -> Float[Array, "outputs padded_inputs"]:
-    """Matrices of stacks in fp16, one below the other, inputs in the order of a kernel's slices.
+    """Matrices of stacks in fp16, stacked vertically, inputs in the order of a kernel's slices.
 
     Args:
         matrices: which read x in the same order.
@@ -80,7 +80,7 @@ def _kernel(
             begin: int = end - size,
             row: int = row,
         ) -> None:
-            # The last tile of a matrix begins earlier where outputs do not divide.
+            # The last tile of a matrix begins earlier if outputs do not divide.
             start = jnp.minimum((tile - begin) * _OUTPUTS, matrix.outputs - _OUTPUTS)
             outputs = pl.ds(start, _OUTPUTS)
             words = [words_ref[index, outputs, superblock, t, :] for t in range(matrix.bits)]

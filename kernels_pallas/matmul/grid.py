@@ -1,4 +1,4 @@
-"""How a product is cut into programs."""
+"""Matmul grid: tile sizes and split-K of quantized matmul kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132  # of an H100 or H200
 SMALLEST = 16  # outputs of a tile
 LARGEST = 128
-_LEAST_ROWS = 8  # of x in a tile: what tensor cores take at least
-SMALL_ROWS = 16  # for which a tile has few outputs
-_FEW_ROWS = 32  # for which superblocks are loaded ahead
-_SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor that programs can have
+_LEAST_ROWS = 8  # of x in a tile: the least tensor cores take
+SMALL_ROWS = 16  # up to this, a tile has few outputs
+_FEW_ROWS = 32  # up to this, superblocks are prefetched
+_SHARED_MEMORY = 227 << 10  # bytes per multiprocessor available to programs
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Tiling:
     Attributes:
         outputs: rows of the matrix in a tile; a power of two, at least 16.
         rows: rows of x in a tile; a power of two, at least 8.
-        split: parts of the inputs, each summed by a program of its own.
+        split: split-K: parts of the inputs, each summed by a program of its own.
         warps: of a program.
-        stages: of the loop over superblocks; more than one loads ahead into shared memory.
-        chains: sums of a tile that are computed beside one another: a small product of tensor cores
-            waits longer for the one before it than it takes.
+        stages: pipeline stages of the loop over superblocks; more than one prefetches into shared
+            memory.
+        chains: independent accumulators of a tile, to hide the latency of small tensor-core
+            operations.
     """
 
     outputs: int
@@ -43,13 +44,13 @@ class Tiling:
 
 
 def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: int) -> Tiling:
-    """A tiling for x [rows, inputs].
+    """The tiling for x [rows, inputs], tuned on an H200.
 
-    As measured on an H200. Up to 16 rows two warps have 32 outputs: several programs fit beside one
-    another, which hide each other's latencies. As long as all programs of a call fit so, more is
-    loaded ahead. Up to 32 rows 64 outputs, a warp group's least. Many rows: tiles as large as
-    registers allow, because every tile of rows decodes the weights again; x then takes the shared
-    memory, and nothing is loaded ahead.
+    Up to 16 rows two warps compute 32 outputs: several programs fit on a multiprocessor and hide
+    each other's latencies; while all programs of a call fit, more is prefetched. Up to 32 rows 64
+    outputs, the least of a warp group. Many rows: tiles as large as registers allow, because every
+    tile of rows dequantizes the weights again; x then takes the shared memory, and nothing is
+    prefetched.
 
     Args:
         outputs: of all matrices together.
@@ -68,7 +69,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
     split = min(split, superblocks)
     if not small:
         return Tiling(tile, tile_rows, split, 8 if tile == LARGEST else 4, 2 if few else 1)
-    # Of a superblock: words, numbers of blocks, and x in fp16. One less than there are stages.
+    # Bytes of a superblock: words, block numbers, and x in fp16; for one less than the stages.
     loaded = tile * 128 * (bits + 1) + 2 * 1024 * tile_rows
     beside = _SHARED_MEMORY // (2 * loaded)
     fits = programs * split <= beside * MULTIPROCESSORS
@@ -76,7 +77,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
 
 
 def tiles_of_rows(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
-    """For all tiles of rows: which matrix of a stack, its first row, and how many there are."""
+    """For each tile of rows: the matrix of the stack, its first row, and its number of rows."""
     first = jnp.arange(0, rows, size, dtype=jnp.int32)
     present = jnp.minimum(rows - first, size)
     return jnp.stack([jnp.broadcast_to(index, first.shape), first, present])

@@ -1,7 +1,7 @@
-"""Products of a mixture of experts with plain matrices, as a Triton-style Pallas kernel.
+"""Grouped matmul (MoE) with plain matrices, as a Triton-style Pallas kernel.
 
-XLA has an operation for them, `jax.lax.ragged_dot`, but makes of it on a GPU (0.12) a product of
-every row with every expert: it writes x once for each of them, and reads all matrices.
+On a GPU XLA (0.12) implements `jax.lax.ragged_dot` as a matmul of every row with every expert: it
+writes x once per expert and reads all matrices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kernels_pallas.triton_ops import plt
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_LEAST, _MOST_ROWS = 16, 64  # of a tile: what tensor cores take, and what registers hold
+_LEAST, _MOST_ROWS = 16, 64  # of a tile: the least tensor cores take, the most registers hold
 _OUTPUTS = 64  # of a tile
-_BYTES = 128  # of each row of a tile that are read at once
+_BYTES = 128  # read at once from each row of a tile
 
 
 def takes(matrices: Array) -> bool:
-    """Whether `dense_expert_matmul` reads such matrices [experts, outputs, inputs]."""
+    """Whether `grouped_dense_matmul` supports these matrices [experts, outputs, inputs]."""
     return matrices.shape[-2] >= _LEAST and _step(matrices) >= _LEAST
 
 
@@ -41,12 +41,11 @@ def dense_expert_matmul(
 ) -> Float[Array, "rows outputs"]:
     """Each row times the transpose of its expert's matrix, in float32.
 
-    Products are of x's type if the matrices have it too, else in full float32.
+    Operands have x's type if the matrices have it too, otherwise full float32.
 
     Args:
-        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined.
-        matrices: that `takes` admits.
+        offsets: int32; rows offsets[i] .. offsets[i + 1] - 1 use matrix i; others are undefined.
+        matrices: see `takes`.
         interpret: runs the kernel without a GPU, slowly.
     """
     rows, (count, outputs, _) = x.shape[0], matrices.shape
@@ -65,7 +64,7 @@ def dense_expert_matmul(
 
 
 def _step(matrices: Array) -> int:
-    """Inputs that are read at once: a power of two that divides all."""
+    """Inputs read at once: a power of two that divides all."""
     inputs = matrices.shape[-1]
     return int(min(_BYTES // matrices.dtype.itemsize, inputs & -inputs))
 
@@ -84,7 +83,7 @@ def _kernel(
     number = first_program_id(asm=asm)
     expert, row, present = (which_ref[i, pl.program_id(1)] for i in range(3))
     outputs, inputs = matrices_ref.shape[1:]
-    # The last tile begins earlier where outputs do not divide.
+    # The last tile begins earlier if outputs do not divide.
     start = jnp.minimum(number * tile, outputs - tile)
     same = x_ref.dtype == matrices_ref.dtype
 
@@ -96,7 +95,7 @@ def _kernel(
 
         def add(i: Array, total: Array) -> Array:
             part = pl.ds(i * step, step)
-            # Rows that are not there cost no traffic.
+            # Masked rows cost no memory traffic.
             left = plt.load(x_ref.at[rows, part], mask=read, other=np.zeros((), x_ref.dtype))
             right = plt.load(matrices_ref.at[expert, columns, part])
             if not same:

@@ -1,7 +1,7 @@
-"""Products of a mixture of experts: rows sorted by expert, each with its own expert's matrix.
+"""Grouped matmul (MoE) with quantized matrices: rows sorted by expert times their expert's matrix.
 
-Rows are cut into tiles of one expert each; a kernel's program reads the matrix of its tile. So of
-all experts only those that have rows are read.
+Rows are split into tiles of one expert each; a program reads the matrix of its tile, so only
+experts that have rows are read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
-    """The expert of each tile of at most `size` rows, the first of them, and how many there are.
+    """The expert of each tile of at most `size` rows, its first row, and its number of rows.
 
-    As many tiles as there may be, of any sizes of experts; those beyond the last have no rows.
+    There are as many tiles as any distribution over experts needs; unused ones have no rows.
 
     Args:
         offsets: rows offsets[i] .. offsets[i + 1] - 1 are expert i's.
@@ -38,7 +38,7 @@ def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Arr
     in_tiles = -(-sizes // size)
     ends = jnp.cumsum(in_tiles, dtype=jnp.int32)
     tile = lax.iota(jnp.int32, min(rows, rows // size + count))
-    # Compared with all rather than searched for, which on a GPU would be a loop of kernels.
+    # Compared with all: a search would be a loop of kernels on a GPU.
     expert = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, count - 1)
     before = (tile - (ends - in_tiles)[expert]) * size
@@ -60,12 +60,11 @@ def expert_matmul(
     """Each row times the transpose of its expert's matrix, in float32; x is rounded as by `matmul`.
 
     Args:
-        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined.
+        offsets: int32; rows offsets[i] .. offsets[i + 1] - 1 use matrix i; others are undefined.
         matrices: stacks [*stack, experts] of the same shape.
         index: which of the (flattened) leading stacks.
         gated, interpret: see `matmul`.
-        backend: "xla" decodes the matrices of all experts to memory.
+        backend: "xla" dequantizes the matrices of all experts to memory.
 
     Raises:
         ValueError: x and a matrix do not fit together.
@@ -101,7 +100,7 @@ def expert_matmul(
 def _decoded(
     x: Array, offsets: Array, matrices: Sequence[Packed], first: Array
 ) -> tuple[Array, ...]:
-    """By plain XLA, with the matrices of all experts decoded to fp16 in memory."""
+    """In plain XLA, with the matrices of all experts dequantized to fp16 in memory."""
     x16, factors = rounded(x)
     results = []
     for matrix in matrices:

@@ -1,8 +1,8 @@
-"""Products with packed matrices as a Mosaic GPU kernel, on the layout of the Triton-style ones.
+"""Quantized matmul kernel, Mosaic GPU back end, on the same weight layout as the Triton-style one.
 
-A program copies superblock after superblock of 64 rows of a matrix into shared memory, with its
-blocks' numbers and x, decodes them in registers and feeds the tensor cores from there. Where a
-block is a column and has a base, its numbers lie as registers take them; else XLA repeats them
+A program copies superblock after superblock of 64 rows of a matrix into shared memory, with block
+numbers and x, dequantizes in registers and feeds the tensor cores (WGMMA) from there. If a block is
+a column and has a base, its numbers are stored as registers take them; otherwise XLA repeats them
 before the kernel.
 """
 
@@ -26,20 +26,20 @@ from kernels_pallas.mosaic_common import plgpu
 from kernels_pallas.ptx import assembled
 
 OUTPUTS = mosaic_common.ROWS  # of a tile
-MOST_ROWS = 128  # above, decoding all weights once and a plain product cost less
+MOST_ROWS = 128  # above, dequantizing once and a plain matmul are cheaper
 _LEAST_ROWS, _TILE_ROWS = 8, 32  # of x in a tile
 _MANY_BITS = 6  # of a code
-_ALIGNED = 8  # outputs: the rows of a tile in shared memory that lie together
+_ALIGNED = 8  # outputs: rows of a shared-memory tile that are adjacent
 
 
 def takes(matrix: Packed) -> bool:
-    """Whether the kernel reads the matrix."""
+    """Whether the kernel supports the matrix."""
     plain = matrix.steps is None and matrix.codebook is None
     return plain and matrix.outputs >= OUTPUTS and matrix.outputs % _ALIGNED == 0
 
 
 def fitted(tiling: Tiling, rows: int, matrices: Sequence[Packed]) -> Tiling:
-    """The same cut with tiles of this kernel.
+    """The tiling adapted to this kernel's tiles.
 
     Args:
         rows: of x that meet one matrix.
@@ -59,7 +59,7 @@ def product(
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
-    """See `matmul_triton.product`."""
+    """See `triton.product`."""
     rows = x.shape[0]
     which = tiles_of_rows(rows, tiling.rows, jnp.int32(0)) if which is None else which
     first, present = which[1], which[2]
@@ -77,7 +77,7 @@ def product(
 
 
 def _one(x: Array, which: Array, packed: Packed, tiling: Tiling, interpret: bool) -> Array:
-    """Of each tile of x [tiles, rows, inputs]."""
+    """The matmul of each tile of x [tiles, rows, inputs]."""
     tiles, rows, _ = x.shape
     numbers, of_tiles = _numbers(packed, which[0])
     where = jnp.concatenate([which[:1], which[2:]])
@@ -124,7 +124,7 @@ def _kernel(
 ) -> None:
     width, rows = 2 * packed.columns, x_ref.shape[1]
     order = mosaic_common.order(width, 16)
-    # Of a superblock: words, numbers and x.
+    # Buffers of a superblock: words, numbers and x.
     columns = (packed.bits * width, packed.per_code * width, x_ref.shape[2] // packed.superblocks)
     sizes = (OUTPUTS, OUTPUTS, rows)
     bytes_of = sum(2 * size * count for size, count in zip(sizes, columns, strict=True))
@@ -144,7 +144,7 @@ def _kernel(
             sizes, columns, (jnp.uint16, jnp.float16, jnp.float16), strict=True
         )
     ]
-    # Interpreted products take both factors from shared memory only.
+    # Interpret mode takes both matmul operands from shared memory only.
     staged = [plgpu.SMEM((OUTPUTS, width), jnp.float16, transforms=order)] if interpret else []
     pl.run_scoped(
         lambda *shared: pl.run_scoped(
@@ -169,10 +169,10 @@ def _run(
     tiling: Tiling,
     of_tiles: bool,
 ) -> None:
-    """One program, with its shared memory."""
+    """The body of one program, with its shared memory."""
     tile, part = lax.axis_index("tile"), lax.axis_index("part")
     index, present = which_ref[0, tile], which_ref[1, tile]
-    # The last tile of a matrix begins earlier where outputs do not divide.
+    # The last tile of a matrix begins earlier if outputs do not divide.
     start = jnp.minimum(lax.axis_index("outputs") * OUTPUTS, packed.outputs - OUTPUTS)
     outputs = pl.ds(pl.multiple_of(start, _ALIGNED), OUTPUTS)
     each, stages = -(-packed.superblocks // tiling.split), tiles[0].shape[0]
@@ -203,7 +203,7 @@ def _run(
         words, numbers, x = (each.at[slot] for each in tiles)
         _multiply(total_ref, words, numbers, x, packed, staged)
         plgpu.wgmma_wait(0)
-        plgpu.commit_smem()  # all warps are through with the superblock
+        plgpu.commit_smem()  # all warps have finished with the superblock
         copy(i + stages)
 
     lax.fori_loop(0, steps, step, None)
@@ -216,7 +216,7 @@ def _run(
 def _multiply(
     total_ref: Any, words_ref: Any, numbers_ref: Any, x_ref: Any, packed: Packed, staged: Any
 ) -> None:
-    """Adds the product with a superblock."""
+    """Accumulates the matmul with one superblock."""
     width, asm = 2 * packed.columns, not staged
 
     def slices(ref: Any, count: int) -> list[Array]:
@@ -240,4 +240,4 @@ def _multiply(
                 factor = staged[0] if staged else w
                 x = x_ref.at[:, pl.ds(at, width)].transpose((1, 0))
                 plgpu.wgmma(total_ref, factor, x)
-                plgpu.wgmma_wait(0 if staged else 1)  # the one before is done with its registers
+                plgpu.wgmma_wait(0 if staged else 1)  # the previous one has read its registers

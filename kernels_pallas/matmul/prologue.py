@@ -1,9 +1,8 @@
-"""x as the products' kernels take it, made in one kernel from what it is computed from.
+"""Fused matmul prologue kernel: norm, residual sum or gate, rounding to fp16 and layout of x.
 
-Norms, sums with a residual, a gate: what comes before a product is mostly computed of each row by
-itself. A program takes a row, computes all of it in registers, finds its power of two and writes it
-as fp16 in the order of `layout.arranged`. In XLA's operations each of these would be one kernel or
-more, of a microsecond or two each.
+What precedes a matmul is mostly row-wise. A program takes a row, computes it in registers, finds
+its power-of-two scale and writes it as fp16 in the order of `weight_layout.arrange_inputs`. As XLA
+operations these would be several kernels.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from kernels_pallas.triton_ops import plt
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-LONGEST = 1 << 15  # numbers of a row that registers hold
+LONGEST = 1 << 15  # max width of a row in registers
 _SUPERBLOCK = 1024
 
 
 class Operand(NamedTuple):
-    """What rows are computed from.
+    """An input of the computation of rows.
 
     Attributes:
         array: float32, bfloat16 or float16.
-        kind: "full": [..., width], a row of numbers for each; "parts": [split, rows or more,
-            width], which add up to that; "row": a number for each row; "vector": one row for all;
-            "one": a number.
+        kind: "full": [..., width], one row each; "parts": [split, rows or more, width], partial
+            sums of that; "row": one number per row; "vector": one row for all; "one": one number.
     """
 
     array: Any
@@ -45,24 +43,24 @@ class Operand(NamedTuple):
 
 
 class Reductions(NamedTuple):
-    """Of a row to a number, which what is computed of a row is given."""
+    """Row reductions available to the computation."""
 
     sum: Callable[[Array], Array]
     max: Callable[[Array], Array]
 
 
-# From operands to x and what else is wanted of the rows. Operands and results can be broadcast to
-# each other; padding may hold anything.
+# From operands to x and further results. Operands and results broadcast to each other; padding may
+# hold anything.
 type Compute = Callable[[Sequence[Array], Reductions], Sequence[Array]]
 
 
 class Prepared(NamedTuple):
-    """The other factor of products.
+    """The prepared x operand of matmuls.
 
     Attributes:
         x: float16 [rows, superblocks, 16 p, 2 G].
-        factors: float32 [rows], or [rows, superblocks]: what each row, or each superblock of it,
-            was divided by.
+        factors: float32 [rows], or [rows, superblocks]: the divisor of each row, or of each
+            superblock of it.
     """
 
     x: Any
@@ -70,12 +68,12 @@ class Prepared(NamedTuple):
 
 
 def alone(values: Sequence[Array], _: Reductions) -> Sequence[Array]:
-    """The `Compute` of rows that are there already."""
+    """The `Compute` of rows that exist already: the identity."""
     return values[:1]
 
 
 def fits(width: int) -> bool:
-    """Whether a row is held by one program's registers."""
+    """Whether one program's registers hold a row."""
     return _tile(width) <= LONGEST
 
 
@@ -89,17 +87,17 @@ def prepare(
     apart: bool = False,
     interpret: bool = False,
 ) -> tuple[Prepared, tuple[Array, ...]]:
-    """Computes rows, rounds them to fp16, each by its own power of two, and arranges them.
+    """Computes rows, rounds them to fp16 with a power-of-two scale each, and arranges them.
 
     Args:
-        compute: x, then what else is wanted.
+        compute: x, then further results.
         rows: of the result.
         like: a matrix that x is multiplied with; `fits(like.inputs)`.
-        extra: types of what else is wanted.
-        apart: each superblock has a program, and a power of two, of its own; nothing is reduced.
+        extra: types of the further results.
+        apart: each superblock has its own program and scale; without reductions.
 
     Returns:
-        x, and what else is wanted: [rows, width] each.
+        x, and the further results: [rows, width] each.
     """
     width, superblocks = like.inputs, like.superblocks
     tile, programs = (_SUPERBLOCK, superblocks) if apart else (_tile(width), 1)
@@ -134,7 +132,7 @@ def prepare(
 def prepare_reference(
     operands: Sequence[Operand], compute: Compute, rows: int, like: Packed, *, apart: bool = False
 ) -> tuple[Float[Array, "rows superblocks slices places"], Array, Sequence[Array]]:
-    """The same in XLA's operations."""
+    """`prepare_rows` in XLA operations."""
     shapes = {"full": (rows, -1), "row": (rows, 1), "vector": (1, -1), "one": (1, 1)}
 
     def value(operand: Operand) -> Array:
@@ -160,7 +158,7 @@ def prepare_reference(
 
 
 class Form(NamedTuple):
-    """Of an operand: its kind, and of parts how many there are and their rows with padding."""
+    """Static form of an operand: its kind, and for parts their number and padded rows."""
 
     kind: str
     split: int
@@ -173,7 +171,7 @@ class Form(NamedTuple):
 
 
 def read_row(ref: Any, form: Form, row: Array, width: int, place: Array, inside: Array) -> Array:
-    """Inside a kernel: an operand's numbers at some places of a row of `width`."""
+    """Inside a kernel: an operand's numbers at some positions of a row of `width`."""
 
     def line(number: Any) -> Array:
         return plt.load(ref.at[number * width + place], mask=inside, other=np.zeros((), ref.dtype))
@@ -237,6 +235,6 @@ def _kernel(
 
 
 def _store(ref: Any, place: Array, value: Array, mask: Array, interpret: bool) -> None:
-    # Interpreted, a masked place writes back what it read: it must not be another's.
+    # A masked index must not alias another one: interpret mode writes back what it read.
     place = jnp.where(mask, place, ref.shape[0]) if interpret else place
     plt.store(ref.at[place], value, mask=mask)

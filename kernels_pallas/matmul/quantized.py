@@ -1,4 +1,4 @@
-"""Products with packed matrices: which kernel computes them, and how."""
+"""Quantized matmul on a GPU: which kernel, which tiling, which back end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels_pallas.triton_ops import DEFAULT, Backend
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-KERNEL_ROWS = 128  # above, decoding all weights once and a plain product cost less
+KERNEL_ROWS = 128  # above, dequantizing once and a plain matmul are cheaper
 
 
 def matmul(
@@ -33,15 +33,15 @@ def matmul(
     backend: Backend = DEFAULT,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row by its own scale.
+    """x @ matrix.T for each matrix, in float32; x is rounded to fp16, each row with its own scale.
 
     Args:
         matrices: stacks whose matrices all read x, such as queries, keys and values; one call reads
             x once.
-        index: which matrix of the (flattened) stacks; needed where there is more than one. It is
-            read inside the kernel, so that a matrix of a stack is never copied.
+        index: which matrix of the (flattened) stacks; needed if there are several. It is read
+            inside the kernel, so that a matrix of a stack is never copied.
         gated: two matrices, gate and up; the one result is silu(x @ gate.T) * (x @ up.T).
-        backend: "triton", "mosaic", or "xla": plain XLA, which decodes the weights to memory.
+        backend: "triton", "mosaic", or "xla": plain XLA, which dequantizes the weights to memory.
         interpret: runs the kernel without a GPU, slowly.
 
     Raises:
@@ -69,12 +69,12 @@ def matmul(
 
 
 def computes(backend: Backend, matrix: Packed) -> bool:
-    """Whether a backend's kernel reads the matrix; what none reads is decoded."""
+    """Whether a back end's kernel supports the matrix; otherwise it is dequantized."""
     return mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
 
 
 def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
-    """Places of matrices that one call can take: x in the same order, tiles of the same size."""
+    """Indices of matrices that one call can take: x in the same order, tiles of the same size."""
     groups: dict[Any, list[int]] = {}
     for place, matrix in enumerate(matrices):
         key = matrix.per_code, min(matrix.outputs, LARGEST)
@@ -89,7 +89,7 @@ def _kernel(
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Matrices of one group."""
+    """The results for the matrices of one group."""
     rows = x.shape[0]
     if backend == "triton" and fits(matrices[0].inputs):
         operands = [Operand(x, "full")]
@@ -101,7 +101,7 @@ def _kernel(
 
 
 def shares(matrices: Sequence[Packed]) -> bool:
-    """Whether `product_parts` takes these matrices together."""
+    """Whether `matmul_partials` takes these matrices in one call."""
     orders = {(matrix.per_code, matrix.superblocks, matrix.inputs) for matrix in matrices}
     small = min(matrix.outputs for matrix in matrices) < SMALLEST
     return len(orders) == 1 and not small and fits(matrices[0].inputs)
@@ -114,10 +114,10 @@ def product_parts(
     index: Int[Array, 1] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "split rows outputs"], ...]:
-    """`matmul` of prepared rows, in parts that are to be added.
+    """`matmul` of prepared rows, as split-K partial sums.
 
     Args:
-        matrices: those that `shares` takes, and x was prepared for.
+        matrices: for which x was prepared, and which `supports_partials` accepts.
     """
     results: list[Any] = [None] * len(matrices)
     for places in _groups(matrices):
@@ -141,7 +141,7 @@ def _parts(
     backend: Backend,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Products with matrices of one group."""
+    """Partial sums for the matrices of one group."""
     rows = x.x.shape[0]
     if backend == "triton" and rows > KERNEL_ROWS:
         return _whole(x, matrices, index, interpret)
@@ -156,7 +156,7 @@ def _parts(
 def _whole(
     x: Prepared, matrices: Sequence[Packed], index: Array | None, interpret: bool
 ) -> tuple[Array, ...]:
-    """A plain product with the decoded matrices, [1, rows, outputs] of each."""
+    """A plain matmul with the dequantized matrices, [1, rows, outputs] of each."""
     contracted = (((1,), (1,)), ((), ()))
     index = jnp.zeros((1,), jnp.int32) if index is None else index
     weights = decode(matrices, index, interpret=interpret)
@@ -167,7 +167,7 @@ def _whole(
 
 
 def decoded(x: Array, matrices: Sequence[Packed], index: Array | None) -> tuple[Array, ...]:
-    """Products by plain XLA, with the chosen matrices decoded to fp16 in memory."""
+    """The results in plain XLA, with the chosen matrices dequantized to fp16 in memory."""
     x16, factors = rounded(x)
     results = []
     for matrix in matrices:
@@ -191,7 +191,7 @@ def at(matrix: Packed, index: Array) -> Packed:
 
 
 def finish(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
-    """Adds the parts of [split, rows, outputs], and combines gate and up."""
+    """Adds the partial sums [split, rows, outputs], and combines gate and up."""
     return _epilogue([p[0] if p.shape[0] == 1 else jnp.sum(p, axis=0) for p in parts], gated)
 
 
@@ -200,5 +200,5 @@ def _epilogue(results: Sequence[Array], gated: bool) -> tuple[Array, ...]:
 
 
 def product_of(backend: Backend) -> Any:
-    """The function of a backend that calls its kernel."""
+    """The kernel function of a back end."""
     return {"triton": triton.product, "mosaic": mosaic.product}[backend]

@@ -1,4 +1,4 @@
-"""The other factor in fp16."""
+"""Rounding activations to fp16 with a power-of-two scale per row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LARGEST = 512.0  # magnitude of a row, so that neither it nor its small numbers
 def rounded(
     x: Float[Array, "rows inputs"],
 ) -> tuple[Float[Array, "rows inputs"], Float[Array, " rows"]]:
-    """x in fp16, and the power of two that each row was divided by to stay in its range."""
+    """x in fp16, and the power of two each row was divided by to stay in its range."""
     x = x.astype(jnp.float32)
     factor = power_of(jnp.max(jnp.abs(x), axis=1))
     return (x / factor[:, None]).astype(jnp.float16), factor
 
 
 def power_of(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """The power of two that rows with these highest magnitudes are divided by."""
+    """The power of two that rows with these maximum magnitudes are divided by."""
     exponent = lax.bitcast_convert_type(highest, jnp.uint32) & np.uint32(0x7F800000)
     power = lax.bitcast_convert_type(exponent, jnp.float32)
     return jnp.where(power > 0, power, np.float32(1)) / np.float32(_LARGEST)

@@ -1,9 +1,8 @@
-"""Products with packed matrices as Triton-style Pallas kernels.
+"""Quantized matmul kernel (GEMV and GEMM), Triton-style back end.
 
-One program takes a tile of a matrix's rows and a tile of x's rows, decodes the weights superblock
-by superblock in registers and feeds them to the tensor cores from there. Even one row of x goes
-through the tensor cores: unpacking alone costs about as many instructions as plain multiply-adds
-would add.
+A program takes a tile of a matrix's rows and a tile of x's rows, dequantizes the weights superblock
+by superblock in registers and feeds the tensor cores from there. Even a single row of x (GEMV) uses
+the tensor cores: unpacking alone costs about as many instructions as plain multiply-adds would add.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ def product(
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
-    """x times the transpose of each matrix, in parts to be added.
+    """x times the transpose of each matrix, as split-K partial sums.
 
     Args:
         x: float16 [rows, superblocks, 16 p, 2 G] in a kernel's order.
         factors: float32 [rows]: what each row of the result is multiplied by; or [rows,
             superblocks]: what each superblock's share of it is.
-        which: int32 [3, tiles]: the matrix of its stack that each tile of rows is for, the first of
-            its rows, and how many there are; only these are read and written. None: of all rows,
-            for the only matrix of each stack; no load then waits for this one.
+        which: int32 [3, tiles]: for each tile of rows the matrix of its stack, its first row, and
+            its number of rows; only these are read and written. None: all rows use the only matrix
+            of each stack; no load then waits for this one.
         matrices: stacks that share x; each has at least `tiling.outputs` outputs.
 
     Returns:
@@ -75,7 +74,7 @@ def product(
 
 
 def operands(matrix: Packed) -> list[Array]:
-    """What a kernel reads of a matrix: words, numbers of blocks, and the table of a codebook."""
+    """The arrays of a matrix: words, block numbers, and the table of a codebook."""
     tables = [] if matrix.codebook is None else [jnp.asarray(codebook.table(matrix.codebook))]
     return [matrix.half_words(), *matrix.numbers(), *tables]
 
@@ -106,7 +105,7 @@ def _kernel(
         first = matrices[number].outputs - tiling.outputs
 
         def compute(number: int = number, begin: int = begin, first: int = first) -> None:
-            # The last tile of a matrix begins earlier where outputs do not divide.
+            # The last tile of a matrix begins earlier if outputs do not divide.
             start = jnp.minimum((tile - begin) * tiling.outputs, first)
             where = (index, pl.ds(start, tiling.outputs), rows, present, part)
             of_row = len(factors_ref.shape) == 1
@@ -139,14 +138,14 @@ def _accumulate(
 
     Args:
         factors_ref: float32 [rows, superblocks]: what each superblock's share is multiplied by;
-            None: the sum is not multiplied here.
+            None: the sum is not scaled here.
     """
     index, outputs, rows, present, part = where
     words_ref, *number_refs = refs
     superblocks = packed.superblocks
     each = -(-superblocks // tiling.split)
     none = (jnp.zeros((tiling.outputs, tiling.rows), jnp.float32),) * tiling.chains
-    # Rows that are not there cost no traffic; x would otherwise be read as often as the weights.
+    # Masked rows cost no traffic; x would otherwise be read as often as the weights.
     there = lax.broadcasted_iota(jnp.int32, (tiling.rows, 2 * packed.columns), 0) < present
 
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -181,7 +180,7 @@ def weights(
     table_ref: Any,
     asm: bool,
 ) -> Iterator[tuple[int, Array]]:
-    """The weights of each slice of a superblock, and its place in x."""
+    """The weights of each slice of a superblock, and its position in x."""
     if packed.codebook is not None:
         table = codebook.tiles(table_ref, words[0].shape) if asm else []
         for s, e, value in codebook.looked_up(words, packed.codebook, table, asm=asm):
@@ -198,7 +197,7 @@ def weights(
 def numbers_of(
     packed: Packed, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
 ) -> list[unpack.Numbers]:
-    """For `registers.weights`: of both halves of a superblock, or of each block of a column."""
+    """Scales and bases for `unpack.weights`, by half of a superblock or by block of a column."""
     # A codebook's values are multiplied by the scale as whole codes are.
     levels = packed.levels if packed.codebook is None else 256
     kind = levels, packed.symmetric
@@ -225,11 +224,11 @@ def _tile(
 ) -> Array:
     """Numbers of each column's block, [outputs, width]: several in turn, or one twice.
 
-    Broadcast rather than gathered: Triton then loads them ahead with the words.
+    Broadcast rather than gathered: Triton then prefetches them with the words.
 
     Args:
         part: the first of a superblock's, and how many.
-        numbers: of a block, which stand side by side.
+        numbers: per block, which are adjacent.
     """
     index, outputs, superblock = where
     tile = ref[index, outputs, superblock, pl.ds(*part)]

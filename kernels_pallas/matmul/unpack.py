@@ -1,8 +1,8 @@
-"""Codes to fp16 weights, two at a time: what happens between a load and the tensor cores.
+"""Dequantize in registers: codes to fp16 weights, two at a time, between load and tensor cores.
 
-A register of 32 bits has the two half-words of one column, and one instruction works on both. Each
-step is written twice: as PTX, where `asm` is true, and in plain jax.numpy, which computes the same
-where there is no GPU (interpret mode). Arrays are tiles [rows, 2 G] of 16-bit numbers.
+A 32-bit register holds the two half-words of one column, and one instruction works on both. Each
+step is written twice: as PTX, if `asm` is true, and in plain jax.numpy, which computes the same
+without a GPU (interpret mode). Arrays are tiles [rows, 2 G] of 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UPPER = 0xFFC0
 
 
 class Numbers(NamedTuple):
-    """What a fraction is multiplied by and what is then added, as tiles [rows, 2 G] of fp16."""
+    """Multiplier and addend of a fraction, as tiles [rows, 2 G] of fp16."""
 
     times: Array
     plus: Array | None
@@ -52,7 +52,7 @@ def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple
     """
     for s in range(CODES):
         pieces = PIECES[bits][s]
-        if len(pieces) > 2:  # put together once for both bytes, in the place of a whole code
+        if len(pieces) > 2:  # assembled once for both bytes, at the position of a whole code
             parts = [(words[p.byte], p.low - p.at, _both(p.width, p.at)) for p in pieces]
             sources = [(_collect(parts, 0, asm), 0, bits, 0)]
         else:
@@ -84,15 +84,15 @@ def prepare(tile: Array, levels: int, symmetric: bool, half: int, *, asm: bool) 
 def prepare_two_level(
     integers: Array, steps: Array, levels: int, symmetric: bool, part: int, *, asm: bool
 ) -> Numbers:
-    """`prepare` where scale and base are integers times the step and the floor of 256 weights.
+    """`prepare_scales` for two-level formats: integers times the step and floor of 256 weights.
 
-    Their products are rounded to fp16. Of random blocks of Q4_K, Q5_K and Q6_K all rounding
+    Their products are rounded to fp16. For random blocks of Q4_K, Q5_K and Q6_K all rounding
     together, the weights' own too, is 0.6% of a step in root mean square; quantization's is 29%.
 
     Args:
         integers: uint16 [rows, 2 G]: in the bytes of a column's two half-words the scales of its
-            one or two blocks, each with its minimum if there is one; in both half-words the same
-            where one holds them all.
+            one or two blocks, each with its minimum if there is one; the same in both half-words if
+            one holds them all.
         steps: float16 [rows, 2 G]: step and floor in turn; symmetric: the step twice.
         part: which block of the column.
     """
@@ -119,7 +119,7 @@ def _prepared(scale: Array, base: Array | None, levels: int, half: int, asm: boo
 
 
 def weights(f: Array, numbers: Sequence[Numbers], levels: int, *, asm: bool) -> list[Array]:
-    """The weights of a fraction: one tile, or two where codes are pairs."""
+    """The weights of a fraction: one tile, or two if codes are pairs."""
     if levels >= _EXACT_FROM:
         (only,) = numbers
         times, one = (1.0, 1024) if levels == 256 else (float(levels), levels)
@@ -150,7 +150,7 @@ def fma(a: Array, b: Array, c: Array, *, asm: bool) -> Array:
 
 
 def fma_by(a: Array, b: float, c: Array | float, *, asm: bool) -> Array:
-    """a * b + c in fp16; b, and c where it is no array, are numbers that fp16 has exactly."""
+    """a * b + c in fp16; b, and c if it is not an array, are exact in fp16."""
     if not asm:
         return a * np.float16(b) + (np.float16(c) if isinstance(c, float) else c)
     if isinstance(c, float):
@@ -166,7 +166,7 @@ def multiply(a: Array, b: Array, *, asm: bool) -> Array:
 
 
 def _spread(tile: Array, which: int, asm: bool) -> Array:
-    """The first or the second number of each pair, in both its places."""
+    """The first or the second number of each pair, in both positions."""
     if asm:
         body = f"prmt.b32 $0, $1, $1, {0x3232 if which else 0x1010};"
         return ptx(body, [tile])
@@ -175,7 +175,7 @@ def _spread(tile: Array, which: int, asm: bool) -> Array:
 
 
 def _integer(tile: Array, byte: int, asm: bool) -> Array:
-    """One of the four bytes of each column, which has a sign, for both its half-words."""
+    """One of the four signed bytes of each column, for both its half-words."""
     if asm:
         body = ".reg .b32 t, k; xor.b32 t, $1, 0x80808080; mov.b32 k, 0x64646464;"
         found = ptx(body + f"prmt.b32 $0, t, k, {0x4040 + 0x0101 * byte:#x};", [tile])
@@ -196,9 +196,9 @@ def byte_of(words: Array, e: int, *, asm: bool) -> Array:
 
 
 def _collect(parts: Sequence[tuple[Array, int, int]], start: int, asm: bool) -> Array:
-    """start | (word >> shift) & mask for each part, as fp16; a negative shift is one to the left.
+    """start | (word >> shift) & mask for each part, as fp16; a negative shift goes left.
 
-    Bits that a shift of 32 brings over from the other half-word fall outside the mask.
+    Bits that a 32-bit shift moves over from the other half-word fall outside the mask.
     """
     if not asm:
         result: Any = np.uint16(start)
@@ -238,7 +238,7 @@ def _twice(value: float) -> str:
 def ptx(body: str, args: Sequence[Array]) -> Array:
     """PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument.
 
-    The result is called fp16 whatever it is: Triton takes no other.
+    The result is declared fp16 whatever it is: Triton takes no other type.
     """
     return ASSEMBLER.get()(body, args)
 
@@ -254,8 +254,8 @@ def _triton(body: str, args: Sequence[Array]) -> Array:
     return result
 
 
-# PTX on registers of two 16-bit numbers each: $0 is the result, $1 the first argument. A kernel
-# that is not Triton-style sets its own.
+# PTX emitter for registers of two 16-bit numbers each: $0 is the result, $1 the first argument. The
+# default is Triton's; other kernels set their own.
 ASSEMBLER: ContextVar[Callable[[str, Sequence[Array]], Array]] = ContextVar(
     "assembler", default=_triton
 )

@@ -1,10 +1,10 @@
-"""Quantized matrices as the kernels take them, and the order of x that goes with them.
+"""Weight layout of quantized matmul kernels, and the matching order of x.
 
-A column is 32 codes of one row in `bits` words of 32 bits; G columns are a superblock. Code
-4 s + i of a column is code s of byte i of its words. So the half-words h of a column's words hold
-the codes 4 s + 2 h in their low bytes and 4 s + 2 h + 1 in their high bytes. A kernel sees the
-words of a superblock as [rows, bits, 2 G] half-words, and for each of 8 s and 2 bytes e takes a
-slice [rows, 2 G] of weights out of them; its other factor is `arranged`:
+A column is 32 codes of one row in `bits` words of 32 bits; G columns are a superblock. Code 4 s + i
+of a column is code s of byte i of its words. So the half-words h of a column's words hold the codes
+4 s + 2 h in their low bytes and 4 s + 2 h + 1 in their high bytes. A kernel sees the words of a
+superblock as [rows, bits, 2 G] half-words, and unpacks a slice [rows, 2 G] of weights for each of 8
+s and 2 bytes e; its other operand is in the order of `arrange_inputs`:
 
     slice (half, s, e), position 2 g + h
     <->  input 32 (G (p superblock + half) + g) + 4 s + 2 h + e
@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-CODES = 8  # of a byte's strip: what bits bytes hold
+CODES = 8  # of a byte strip: as many as `bits` bytes hold
 SUPER = 256  # weights that share a step and a floor
-# What the kernels read; of two-level formats, where a code is one weight.
+# Block sizes the kernels support; two-level formats only with one weight per code.
 BLOCKS: tuple[int, ...] = (32, 64, 128)
 TWO_LEVEL_BLOCKS: tuple[int, ...] = (16, 32)
 
 
 class Piece(NamedTuple):
-    """Some bits of a code: `(byte >> low) & (2**width - 1)`, standing at bit `at` of the code."""
+    """A bit field of a code: `(byte >> low) & (2**width - 1)` gives bits `at`.. of the code."""
 
     byte: int
     low: int
@@ -37,12 +37,12 @@ class Piece(NamedTuple):
 
 
 def _whole(bits: int, count: int) -> list[tuple[Piece, ...]]:
-    """Codes that lie in one byte: byte t has code t, and above it code t + bits where it fits."""
+    """Codes within one byte: byte t has code t, and above it code t + bits if it fits."""
     return [(Piece(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
 
 
 def _parts(*pieces: tuple[int, int, int]) -> tuple[Piece, ...]:
-    """A code whose bits stand in several bytes: (byte, low, width), from its lowest bit on."""
+    """A code whose bits are spread over several bytes: (byte, low, width), from its lowest bit."""
     at, code = 0, []
     for byte, low, width in pieces:
         code.append(Piece(byte, low, width, at))
@@ -74,25 +74,25 @@ PIECES: dict[int, list[tuple[Piece, ...]]] = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [outputs, inputs], or a stack of them, as codes and the numbers of their blocks.
+    """A quantized matrix [outputs, inputs], or a stack of them: codes and block numbers.
 
-    A weight of code q is scale * q + base, or scale * (q - levels // 2) where blocks have no base,
-    or scale * codebook[q]. With 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 weights; x
-    is the weight of half 0 of its superblock, y that of half 1.
+    A weight of code q is scale * q + base, or scale * (q - levels // 2) if blocks have no base, or
+    scale * codebook[q]. With 11 levels a code is a pair: 11 * x + y in 7 bits, p = 2 weights; x is
+    the weight of half 0 of its superblock, y that of half 1.
 
-    In a two-level format, as GGUF's K-quants are, scale = s * step and base = m * floor, with s and
-    m integers of the block, step and floor of 256 weights.
+    In a two-level format, such as GGUF's K-quants, scale = s * step and base = m * floor, with
+    integers s and m per block, step and floor per 256 weights.
 
     Attributes:
-        words: uint32 [*stack, outputs, superblocks, bits, 1, G], G = 32, or 16 where p = 2.
+        words: uint32 [*stack, outputs, superblocks, bits, 1, G], G = 32, or 16 if p = 2.
         scales: [*stack, outputs, superblocks, 1, S, numbers], S = 32 * G * p / block: scale and
             base in float16, or s and m in int8.
-        levels: values that a weight can take: 4, 8, 11, 16, 32, 64 or 256.
+        levels: values a weight can take: 4, 8, 11, 16, 32, 64 or 256.
         block: weights that share a scale: 32, 64 or 128; 16 or 32 in a two-level format.
-        inputs: without the zeros that fill the last superblock.
+        inputs: without the padding of the last superblock.
         steps: float16 [*stack, outputs, superblocks, 1, 4, numbers], step and floor, or None.
-        codebook: the 16 values of codes of 4 bits, in -128..127, where blocks have no base; None:
-            codes are evenly spaced.
+        codebook: the 16 values of 4-bit codes, in -128..127, if blocks have no base; None: codes
+            are evenly spaced.
     """
 
     words: Any
@@ -104,7 +104,7 @@ class Packed:
     codebook: tuple[int, ...] | None = field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Refuses another layout than the kernels read, where the parts are arrays."""
+        """Rejects a layout that the kernels do not read, if the parts are arrays."""
         if not hasattr(self.words, "shape") or not hasattr(self.scales, "shape"):
             return
         rows, columns = self.words.shape[-2:]
@@ -125,22 +125,22 @@ class Packed:
 
     @property
     def symmetric(self) -> bool:
-        """Blocks have a scale and no base."""
+        """Whether blocks have a scale and no base."""
         return int(self.scales.shape[-1]) == 1
 
     @property
     def parts(self) -> int:
-        """Blocks that a column's codes belong to: codes below 16 to the first of two."""
+        """Blocks per column: with two, codes below 16 belong to the first."""
         return 2 if self.block == 16 else 1
 
     @property
     def per_code(self) -> int:
-        """p: weights of a code."""
+        """p: weights per code."""
         return 2 if self.levels == 11 else 1
 
     @property
     def bits(self) -> int:
-        """Bits of a code: words of a column."""
+        """Bits of a code: words per column."""
         return int(self.words.shape[-3])
 
     @property
@@ -150,7 +150,7 @@ class Packed:
 
     @property
     def superblocks(self) -> int:
-        """Of a row: 1,024 weights each at p = 1 and at p = 2."""
+        """Superblocks of a row: 1,024 weights each, for p = 1 and p = 2."""
         return int(self.words.shape[-4])
 
     @property
@@ -160,7 +160,7 @@ class Packed:
 
     @property
     def padded_inputs(self) -> int:
-        """Inputs with the zeros that fill the last superblock."""
+        """Inputs including the padding of the last superblock."""
         return self.superblocks * 32 * self.columns * self.per_code
 
     @property
@@ -177,10 +177,10 @@ class Packed:
         return words.reshape(-1, self.outputs, self.superblocks, self.bits, 2 * self.columns)
 
     def numbers(self) -> tuple[Array, ...]:
-        """Numbers of blocks, each array [matrices, outputs, superblocks, numbers of a superblock].
+        """Block numbers, each array [matrices, outputs, superblocks, numbers of a superblock].
 
-        Scales and bases in turn, in float16. In a two-level format the integers, and then steps and
-        floors in turn: a column has 1, 2 or 4 bytes of integers, which are a uint8, a uint16, or a
+        Scales and bases in turn, in float16. In a two-level format the integers, then steps and
+        floors in turn: a column has 1, 2 or 4 bytes of integers, stored as a uint8, a uint16, or a
         uint16 for each of its two blocks.
         """
         lead = (-1, self.outputs, self.superblocks)
@@ -195,7 +195,7 @@ class Packed:
         return integers, self.steps.reshape(*lead, math.prod(self.steps.shape[-2:]))
 
     def dequantize(self, dtype: Any = jnp.float32) -> Array:
-        """The matrices in full: [*stack, outputs, inputs]."""
+        """The dequantized matrices: [*stack, outputs, inputs]."""
         stack = self.words.shape[:-5]
         four = [self._four(s) for s in range(CODES)]  # of [matrices, outputs, superblocks, G]
         codes = jnp.stack(

@@ -1,4 +1,4 @@
-"""Copies of blocks of a paged cache."""
+"""KV cache block copies: copy-on-write of blocks of a paged cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def copy_blocks(
     targets: Int[Array, " copies"],
     count: Int[Array, ""],
 ) -> Sequence[Array]:
-    """Arrays of blocks with copies of some of them.
+    """The arrays with some blocks copied.
 
     Args:
-        sources, targets: block by block; the first ones first, so that a copy can be copied.
-        count: of them, that there are.
+        sources, targets: block ids, copied in order, so that a copy can itself be copied.
+        count: number of valid entries.
     """
     if arrays and backend() == "cpu" and cpu.available():
         return cpu.copy_blocks(arrays, sources, targets, count)
@@ -38,7 +38,7 @@ def copy_blocks_reference(
     targets: Int[Array, " copies"],
     count: Int[Array, ""],
 ) -> Sequence[Array]:
-    """The same in XLA's operations."""
+    """`copy_blocks` in XLA operations."""
 
     def copied(i: Array, array: Array) -> Array:
         block = lax.dynamic_index_in_dim(array, sources[i], keepdims=False)

@@ -1,4 +1,4 @@
-"""Attention by the GPU's kernel, which reads the cache as it is kept."""
+"""Paged attention by the GPU kernels of `kernels_pallas`, which read the cache as stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def serves(keys: Rows, values: Rows | None, rules: ScoreRules) -> bool:
-    """Whether the kernels may be used and take such keys and values."""
+    """Whether the kernels are enabled and support these keys and values."""
     if not disable_kernels.kernels("attention"):
         return False
     from kernels_pallas.attention.paged_attention import takes
@@ -39,13 +39,13 @@ def attend_gpu(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """`jinfer.ops.attention.paged_attention.attend` by the kernel.
+    """`jinfer.ops.attention.paged_attention.attend` by the GPU kernel.
 
     Args:
         values: None: the keys are the values too.
-        rules: without a `bias` that is a function.
+        rules: without a `bias` function.
     """
-    # Imported here: half a second, which only those pay who have a GPU.
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.attention.paged_attention import attend
 
     given = _given(q, keys, values, at, last, rules)
@@ -60,7 +60,7 @@ def attend_part_gpu(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Part:
-    """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
+    """Attention over the blocks in this pool; table entries may be -1. Without sinks."""
     from kernels_pallas.attention.paged_attention import attend_part
 
     given = _given(q, keys, values, at, last, rules)
@@ -71,7 +71,7 @@ def attend_part_gpu(
 def _given(
     q: Array, keys: Rows, values: Rows | None, at: Placement, last: Array, rules: ScoreRules
 ) -> tuple[Array, Kept, Kept | None, Queries, Scores]:
-    """What the kernel is given."""
+    """The kernel's operands."""
     from kernels_pallas.attention.batch import Queries, Scores
 
     low = jnp.zeros_like(at.positions)

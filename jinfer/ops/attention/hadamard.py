@@ -1,15 +1,14 @@
-"""Queries and keys turned before a quantized cache keeps the keys (QuaRot, arXiv 2404.00456).
+"""QuaRot (Hadamard): rotates queries and keys before keys are quantized (arXiv 2404.00456).
 
-A block of the cache has one scale, so a channel of the keys that is much larger than the others
-leaves them few levels. An orthogonal matrix on both sides changes no score, and spreads such a
-channel over its head. The matrix is a Hadamard matrix times a diagonal of signs: log2(size) sums
-and differences a number. A head whose size is no power of two is transformed in parts that are:
-80 as 64 and 16.
+A block of the KV cache has one scale, so a key channel much larger than the others leaves those few
+levels. An orthogonal matrix applied to both queries and keys changes no score and spreads such a
+channel over its head. The matrix is a Hadamard matrix times a diagonal of signs: log2(size)
+additions and subtractions per number. A head whose size is not a power of two is transformed in
+parts: 80 as 64 and 16.
 
-The signs are those of the Rudin-Shapiro sequence, so that channels which are all alike are spread
-as well. What is orthogonal about the matrix, a factor of 1 / sqrt(size) on each side, is put into
-two powers of two whose product is 1 / size: every operation is a sum of two numbers or exact, and
-all backends give the same bits.
+The signs are the Rudin-Shapiro sequence, so that equal channels are spread too. The normalization,
+1 / sqrt(size) on each side, becomes two powers of two whose product is 1 / size: every operation is
+a sum of two numbers or exact, and all back ends give the same bits.
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ from jinfer.quant.kv_vectors import QuantizedVectors
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-PART = 512  # of a head that is transformed together, at most
+PART = 512  # largest part of a head transformed at once
 
 
 def turned(
     q: Float[Array, "tokens heads head_dim"], k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
-    """Queries and keys as they are used with a pool of keys: transformed where it is quantized."""
+    """Queries and keys to be used with a pool of keys: rotated if the pool is quantized."""
     return turned_queries(q, keys), turned_keys(k, keys)
 
 
 def turned_queries(
     q: Float[Array, "tokens heads head_dim"], keys: Any
 ) -> Float[Array, "tokens heads head_dim"]:
-    """The queries of `turned`."""
+    """The queries of `rotate_qk`."""
     return hadamard(q, query=True) if isinstance(keys, QuantizedVectors) else q
 
 
 def turned_keys(
     k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> Float[Array, "tokens kv_heads head_dim"]:
-    """The keys of `turned`."""
+    """The keys of `rotate_qk`."""
     return hadamard(k, query=False) if isinstance(keys, QuantizedVectors) else k
 
 
 def hadamard(
     x: Float[Array, "tokens heads size"], *, query: bool
 ) -> Float[Array, "tokens heads size"]:
-    """Each head transformed, in float32.
+    """The transform of each head, in float32.
 
     Args:
-        query: whether the power of two is that of queries, else that of keys.
+        query: whether to scale by the power of two of queries or of keys.
     """
     if x.size and backend() == "cpu" and cpu.available():
         flat = x.astype(jnp.float32).reshape(x.shape[0], -1)
@@ -69,7 +68,7 @@ def hadamard(
 def hadamard_reference(
     x: Float[Array, "tokens heads size"], *, query: bool
 ) -> Float[Array, "tokens heads size"]:
-    """The same in XLA's operations."""
+    """`hadamard` in XLA operations."""
     wide, done = x.astype(jnp.float32), list[Array]()
     begin = 0
     for size in parts(x.shape[-1]):
@@ -84,7 +83,7 @@ def hadamard_reference(
 
 
 def parts(size: int) -> list[int]:
-    """The powers of two that a head is transformed in, the largest first."""
+    """The powers of two a head is split into, largest first."""
     found = []
     while size:
         found.append(min(1 << (size.bit_length() - 1), PART))
@@ -93,7 +92,7 @@ def parts(size: int) -> list[int]:
 
 
 def _factors(size: int, query: bool) -> Float[np.ndarray, "1 1 size"]:
-    """What each number of a part is multiplied by first: a sign and a power of two."""
+    """A sign and a power of two for each number of a part."""
     odd = np.array([(i & (i >> 1)).bit_count() % 2 for i in range(size)])
     bits = size.bit_length() - 1
     halvings = bits - bits // 2 if query else bits // 2

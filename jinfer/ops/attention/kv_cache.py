@@ -1,7 +1,7 @@
-"""The paged cache of keys and values: pools of blocks, plain or quantized, state in and state out.
+"""KV cache: paged pools of key and value blocks, plain or quantized; state in, state out.
 
-A sequence's tokens stand in blocks of `BLOCK`, anywhere in the pool; a table says in which. Several
-sequences may have blocks in common.
+A sequence's tokens are stored in blocks of `BLOCK` tokens anywhere in the pool; its block table
+says in which. Several sequences may share blocks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 BLOCK = 64  # tokens
 
-# [blocks, kv_heads, BLOCK, head_dim], whole or as codes of each vector.
+# [blocks, kv_heads, BLOCK, head_dim], plain or with quantized vectors.
 type Rows = Array | QuantizedVectors
 
 
 class LayerCache(NamedTuple):
     """Keys and values of one attention.
 
-    A block's tokens are inside the heads: attention then reads each head's keys in runs, 4 to 15
-    times faster on XLA:CPU than [blocks, BLOCK, kv_heads, head_dim].
+    The tokens of a block are inside the heads, so that attention reads each head's keys
+    contiguously.
     """
 
     keys: Rows
@@ -45,15 +45,15 @@ Cache = dict[str, LayerCache]
 
 
 class Placement(NamedTuple):
-    """Where the tokens of a flat batch stand.
+    """Positions and block tables of a flat batch (vLLM: attention metadata, slot mapping).
 
-    Tokens of one sequence stand next to each other, in rising positions.
+    Tokens of one sequence are adjacent, in rising positions.
 
     Attributes:
         rows: each token's row of `tables`; -1: padding, which is neither written nor read.
-        positions: of each token in its sequence, from 0 on.
-        tables: row by row the blocks of a sequence: entry j is where its positions
-            j * BLOCK .. (j + 1) * BLOCK - 1 are. Entries that nobody needs may hold anything.
+        positions: of each token in its sequence, from 0.
+        tables: the block table of each sequence: entry j is the block of positions j * BLOCK .. (j
+            + 1) * BLOCK - 1. Unused entries may hold anything.
     """
 
     rows: Int[Array, " tokens"]
@@ -62,14 +62,14 @@ class Placement(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """What one attention keeps of each token.
+    """What one attention caches per token.
 
     Attributes:
         heads: key and value heads.
-        key_dim, value_dim: of each head; 0 where nothing is kept.
-        group: attentions that use the same blocks: a decoder's by how far they look back, and
-            those that look at an encoder's output.
-        window: tokens that the group looks back, the query's own included; None: all.
+        key_dim, value_dim: of each head; 0 if nothing is cached.
+        group: attentions that share a block table: those of a decoder with the same window, and
+            those that look at an encoder's output (cross-attention).
+        window: sliding window of the group in tokens, the query's own included; None: unlimited.
     """
 
     heads: int
@@ -83,7 +83,7 @@ ENCODER = "encoder"  # the group of cross-attention
 
 
 def cache_group(window: int | None) -> str:
-    """The group of a decoder's attention that looks back so far."""
+    """The group of a decoder attention with this sliding window."""
     return "all" if window is None else f"window {window}"
 
 
@@ -93,24 +93,24 @@ def write(
     values: Float[Array, "tokens kv_heads value_dim"],
     at: Placement,
 ) -> LayerCache:
-    """Puts new tokens into their places. Padding, and what has no place, is dropped."""
+    """Writes new tokens' keys and values; padding and tokens without a block are dropped."""
     blocks, _, size, _ = cache.keys.shape
     index = at.positions // size
     here = (at.rows >= 0) & (at.positions >= 0)
     block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
-    # A block below 0 is in another pool.
+    # A negative block id belongs to another pool.
     block, offset = jnp.where(here & (block >= 0), block, blocks), at.positions % size
 
     def into(old: Array, rows: Array) -> Array:
         return old.at[block, :, offset].set(rows, mode="drop")
 
     kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
-    # Without the barrier XLA:CPU fuses the update into its readers too, and copies the cache.
+    # Without the barrier XLA:CPU fuses the update into its readers and copies the cache.
     return lax.optimization_barrier(trees.map(into, cache, kept))
 
 
 def _as_kept(new: Array, old: Rows) -> Rows:
-    """New vectors as the cache keeps them."""
+    """New vectors in the cache's format."""
     if isinstance(old, QuantizedVectors):
         return quantize_vectors(new, old.format)
     if old.dtype == jnp.float16 and new.dtype != jnp.float16:
@@ -122,12 +122,12 @@ def _as_kept(new: Array, old: Rows) -> Rows:
 def abstract(
     shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
-    """A cache without numbers, of `Abstract`s.
+    """The shapes and types of a cache, as `Abstract`s.
 
     Args:
-        shapes: attention's name -> what it keeps.
-        blocks: of each pool: one number for all, or attention's name -> number.
-        kind: a type of numbers, or how they are quantized.
+        shapes: attention name -> what it caches.
+        blocks: of each pool: one number for all, or attention name -> number.
+        kind: a number type or a quantization format.
     """
 
     def rows(name: str, width: int) -> Any:
@@ -144,7 +144,7 @@ def abstract(
 
 
 def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
-    """A cache of zeros; arguments as `abstract`."""
+    """A cache of zeros; arguments as for `abstract_cache`."""
     whole = abstract(shapes, blocks, kind)
     return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
 
@@ -152,9 +152,9 @@ def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kin
 def unwritten(
     shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
-    """As `empty`, but where a CPU's system allows it memory is taken only as it is written to.
+    """Like `zero_cache`, but on a CPU memory is only committed as it is written, if possible.
 
-    What nobody has written may hold anything. To be traced: not every array alone is a program.
+    Contents are undefined. To be called inside a traced program.
     """
     if platform() != "cpu" or not empty_arrays.available():
         return empty(shapes, blocks, kind)
@@ -165,5 +165,5 @@ def unwritten(
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes a cache takes."""
+    """Size of a cache in bytes."""
     return sum(leaf.nbytes for leaf in trees.leaves(cache))

@@ -1,4 +1,4 @@
-"""Mask and score rules of attention: which keys a query sees, and what is done to its scores."""
+"""Attention mask and score modifiers: causal, sliding window, softcap, ALiBi, T5 bias, sinks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-# What is added to the scores, [batch, heads, tokens, keys], from query position minus key position.
+# Score bias [batch, heads, tokens, keys] as a function of query position minus key position.
 Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
 
 
 class ScoreRules(NamedTuple):
-    """What a query sees, and how its scores are changed.
+    """Which keys a query sees, and how its scores are modified (mask_mod and score_mod).
 
     A distance is the query's position minus the key's.
 
     Attributes:
         scale: multiplies the scores.
-        softcap: then scores become softcap * tanh(scores / softcap).
-        bias: then this is added, of whole texts only...
-        by_distance: ...and column distance - lowest of this; distances beyond its ends count as
-            the nearest that it has (T5, arXiv 1910.10683)...
-        lowest: ...where its first column is for this distance...
-        slopes: ...and the distance times this, per head, is subtracted (ALiBi, arXiv 2108.12409).
-        window: a query sees only keys less than this far before it, itself included...
-        ahead: ...and, where it looks ahead, less than this far after it.
+        softcap: scores then become softcap * tanh(scores / softcap).
+        bias: a function whose result is then added; whole texts only.
+        by_distance: column distance - lowest of this is added; distances beyond its ends use the
+            nearest column (T5, arXiv 1910.10683).
+        lowest: the distance of the first column of `by_distance`.
+        slopes: distance times this, per head, is subtracted (ALiBi, arXiv 2108.12409).
+        window: a query only sees keys less than this far before it, itself included.
+        ahead: bidirectional attention only sees keys less than this far after the query.
         sinks: a score per head that takes part in the softmax and has no value.
     """
 
@@ -50,7 +50,7 @@ def changed(
     distance: Int[Array, "batch tokens keys"],
     rules: ScoreRules,
 ) -> Float[Array, "batch heads tokens keys"]:
-    """Scaled scores with all that the rules do to them, but nothing hidden."""
+    """Scaled scores with all modifiers applied, before masking."""
     if rules.softcap is not None:
         scores = rules.softcap * jnp.tanh(scores / rules.softcap)
     if rules.bias is not None:
@@ -70,7 +70,7 @@ def seen(
     keys: Int[Array, "batch keys"],
     rules: ScoreRules,
 ) -> Array:
-    """Which keys each query sees [batch, tokens, keys]: those at positions up to its last."""
+    """The attention mask [batch, tokens, keys]: keys at positions up to each query's last one."""
     within = keys[:, None, :] <= last[:, :, None]
     if rules.window is not None:
         within = within & (distance < rules.window)

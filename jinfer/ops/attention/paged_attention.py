@@ -1,13 +1,13 @@
-"""Attention of a flat batch over a paged cache, and of whole texts.
+"""Paged attention of a flat batch, and attention of whole texts without a cache.
 
-`extend` puts new tokens' keys and values into the cache and lets each see what stands before it;
-`attend` reads pools as they are; `attend_text` needs no cache. Where there is one, a custom call
-for CPUs or a kernel for GPUs computes them, else XLA's operations. `attend_reference` and
-`attend_text_reference` are the definitions, which all are tested against.
+`extend` writes new tokens' keys and values to the cache and lets each token attend to its
+predecessors; `attend` only reads; `attend_text` needs no cache. A custom call (CPU) or a kernel
+(GPU) computes them where available, otherwise XLA. `attend_reference` and `attend_text_reference`
+are the definitions that all are tested against.
 
-With the custom call a token's result is a function of its query, its sequence's keys and values and
-its position alone, to the last bit: not of the batch, the chunks in which a prompt came, the places
-of its blocks or the number of threads.
+With the custom call a token's result is batch-invariant: it depends on its query, its sequence's
+keys and values and its position alone, to the last bit; not on the batch, prompt chunking, block
+placement or the number of threads.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def extend(
     at: Placement,
     rules: ScoreRules,
 ) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
-    """Puts new tokens into the cache, then lets each see those of its sequence up to itself.
+    """Writes new tokens to the cache; each then attends to its sequence up to itself.
 
     Args:
         k, v: keys and values of the new tokens; without v the keys are the values too, and the
-            cache keeps no values.
-        cache: must not be used afterwards.
-        at: where the tokens stand; padding gets zeros.
+            cache has no values (MLA).
+        cache: donated; must not be used afterwards.
+        at: positions and block tables; the output of padding is zero.
 
     Returns:
-        Attention's output, and the cache with the new tokens in it.
+        The attention output, and the cache with the new tokens.
     """
     route = _route(q, cache.keys, None if v is None else cache.values, rules)
     if route == "xla":
@@ -84,12 +84,12 @@ def extend_part(
     at: Placement,
     rules: ScoreRules,
 ) -> tuple[Part, LayerCache]:
-    """As `extend`, where the cache has some of a sequence's blocks and another pool the others.
+    """`extend` where the cache holds only some of a sequence's blocks and another pool the others.
 
-    Entries of the tables are -1 for the others: nothing of them is written or seen.
+    Table entries are -1 for the others, which are neither written nor seen.
 
     Args:
-        rules: without sinks, which are for the whole.
+        rules: without sinks, which apply to the whole.
     """
     assert rules.sinks is None, "sinks take part once, where parts are joined"
     values = None if v is None else cache.values
@@ -107,7 +107,7 @@ def extend_part(
 
 
 def _after(cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
-    """The cache as the custom call has left it."""
+    """The cache after the custom call."""
     after = cache._replace(keys=_with_parts(cache.keys, kept[0]))
     return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
 
@@ -120,14 +120,14 @@ def attend(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over pools as they are. A query that sees no key gets zeros.
+    """Attention over cached keys and values. A query that sees no key gets zeros.
 
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
-        keys, values: [blocks, kv_heads, size, head_dim]; entry j of a row of the tables is the
-            block of positions j * size .. (j + 1) * size - 1.
-        at: where the queries stand.
-        last: the last position that each sees: its own where attention is causal.
+        keys, values: [blocks, kv_heads, size, head_dim]; entry j of a block table is the block of
+            positions j * size .. (j + 1) * size - 1.
+        at: positions and block tables of the queries.
+        last: the last position each query sees: its own if attention is causal.
     """
     route = _route(q, keys, values, rules)
     if route == "cpu":
@@ -143,10 +143,10 @@ def attend_text(
     lengths: Int[Array, " batch"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """Attention of whole texts, in which every token sees every other.
+    """Bidirectional attention of whole texts.
 
     Args:
-        lengths: tokens of each text; those after are padding, nobody sees them and they get zeros.
+        lengths: tokens of each text; the tokens after are padding, masked and with zero output.
     """
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     route = _route(q, k, v, rules)
@@ -154,7 +154,7 @@ def attend_text(
         return attend_text_xla(q, k, v, lengths, rules)
     if route == "gpu":
         return _attend_text_in_blocks(q, k, v, lengths, rules)
-    # Each text is a block, where it stands.
+    # Each text is one block.
     at, last = _of_texts(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
     flat = q.reshape(-1, *q.shape[2:])
     return _call(flat, k, v, at, last, rules)[0][0].reshape(*q.shape[:3], -1)
@@ -163,7 +163,7 @@ def attend_text(
 def _attend_text_in_blocks(
     q: Array, k: Array, v: Array, lengths: Array, rules: ScoreRules
 ) -> Array:
-    """Texts as the sequences of a pool, for the kernel of GPUs."""
+    """Texts as sequences of a paged pool, for the GPU kernel."""
     batch, tokens, heads, _ = q.shape
     blocks = -(-tokens // BLOCK)
 
@@ -179,7 +179,7 @@ def _attend_text_in_blocks(
 
 
 def _of_texts(lengths: Array, tokens: int, tables: Array) -> tuple[Placement, Array]:
-    """Where the tokens of whole texts stand, and the last that each sees."""
+    """Attention metadata of whole texts, and the last position each token sees."""
     batch = lengths.shape[0]
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     text = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -196,7 +196,7 @@ def attend_reference(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """What `attend` computes, over each token's whole sequence at once."""
+    """`attend`, over each token's whole sequence at once."""
 
     def whole(part: Rows) -> Array:
         pool = as_computed(part, q)
@@ -216,7 +216,7 @@ def attend_text_reference(
     lengths: Int[Array, " batch"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """What `attend_text` computes, over the whole texts at once."""
+    """`attend_text`, over whole texts at once."""
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
     last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
     return _at_once(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, last, rules)
@@ -230,7 +230,7 @@ def _at_once(
     last: Int[Array, "batch tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """The softmax of all scores, times the values; key j has position j."""
+    """softmax(scores) @ values; key j has position j."""
     group = q.shape[2] // k.shape[1]
     k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
     here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
@@ -251,7 +251,7 @@ def _at_once(
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1.0, total))[..., : k.shape[2]]
-    # A value that is not seen may be NaN.
+    # A masked value may be NaN.
     terms = weights[..., None] * v[:, :, None].astype(jnp.float32)
     out = jnp.sum(jnp.where(visible[:, None, :, :, None], terms, 0.0), axis=3)
     return out.swapaxes(1, 2).astype(q.dtype)
@@ -260,10 +260,10 @@ def _at_once(
 def _route(
     q: Array, keys: Rows, values: Rows | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
-    """What computes attention here: the custom call, the kernel or XLA's operations.
+    """Which implementation computes attention: custom call, GPU kernel or XLA.
 
-    The kernel takes any number of tokens: a tile of queries reads what its last one sees, and
-    no scores are written to memory.
+    The kernel takes any number of tokens: a tile of queries reads what its last one sees, and no
+    scores are written to memory.
     """
     here = backend()
     if rules.bias is not None:

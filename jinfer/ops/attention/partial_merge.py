@@ -1,4 +1,4 @@
-"""Attention whose keys are in several places: each gives a part, and parts are joined exactly."""
+"""Flash decoding: exact merge of partial attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Part(NamedTuple):
     """Attention over some of the keys, float32.
 
     Attributes:
-        out: weighted sum of values, not divided by the sum of weights.
-        sums: of each query the highest score, -inf where it saw no key, and the sum of
-            exp(score - highest).
+        out: weighted sum of values, not normalized.
+        sums: per query the maximum score, -inf if it saw no key, and the sum of exp(score -
+            maximum).
     """
 
     out: Float[Array, "tokens heads value_dim"]
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 def joined(
     parts: Sequence[Part], sinks: Float[Array, " heads"] | None, dtype: DTypeLike
 ) -> Float[Array, "tokens heads value_dim"]:
-    """Attention over the keys of all parts; what saw no key is 0.
+    """Attention over the keys of all parts; zero for queries that saw no key.
 
     Args:
         sinks: a score per head that takes part in the softmax and has no value.

@@ -1,6 +1,6 @@
-"""New keys and values in a GPU's cache, as one operation of a traced function.
+"""KV cache write on a GPU, as one primitive of a traced function (vLLM: reshape_and_cache).
 
-So `jinfer.ops.fusion.fuse_gpu` finds it, and the products and rotations that its vectors come from.
+`jinfer.ops.fusion.fuse_gpu` finds the primitive, and fuses the matmul sums and rope before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTER.multiple_results = True
 
 
 def enters(cache: LayerCache) -> bool:
-    """Whether there is a kernel for such a cache here."""
+    """Whether a kernel supports this cache here."""
     plain = isinstance(cache.keys, Array) and isinstance(cache.values, Array)
     return plain and gpu_backend.prepares_rows()
 
@@ -35,7 +35,7 @@ def enter(
     cache: LayerCache,
     at: Placement,
 ) -> tuple[Float[Array, "tokens heads head_dim"], LayerCache]:
-    """The queries, and `jinfer.ops.attention.kv_cache.write` of the keys and values."""
+    """The queries, and the cache after `jinfer.ops.attention.kv_cache.write_cache`."""
     q, keys, values = ENTER.bind(q, k, v, *cache, *at)
     return q, LayerCache(keys, values)
 

@@ -1,8 +1,8 @@
-"""Attention over a paged cache and of whole texts by XLA's operations.
+"""Paged attention and attention of whole texts in XLA operations, with an online softmax.
 
-A loop walks over the keys in blocks and keeps a running maximum and sum of the softmax (arXiv
-2112.05682), so the cost follows the tokens that are there and not the tables' width; of a quantized
-cache only the blocks at hand are decoded.
+A loop runs over blocks of keys and keeps a running maximum and sum (online softmax, arXiv
+2112.05682), so the cost follows the number of tokens and not the width of the block tables; of a
+quantized cache only the current blocks are dequantized.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jinfer.quant.kv_vectors import QuantizedVectors
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-STEP = 256  # keys a step of a loop looks at
-FEW = 64  # tokens up to which each fetches the blocks of its own sequence
+STEP = 256  # keys of a loop iteration
+FEW = 64  # up to this many tokens, each reads its own sequence's blocks
 
 
 class Partial(NamedTuple):
-    """Attention over a part of the keys; parts are merged exactly by `merge`.
+    """Attention over some of the keys; merged exactly by `merge_softmax`.
 
     Attributes:
         out: weighted sum of values, not yet divided by `total`.
-        highest: largest score of each row, -inf where it saw no key.
+        highest: largest score of each row, -inf if it saw no key.
         total: sum of exp(score - highest).
     """
 
@@ -41,7 +41,7 @@ class Partial(NamedTuple):
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of both parts."""
+    """Attention over the keys of both."""
     highest = jnp.maximum(a.highest, b.highest)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
     scale_a, scale_b = jnp.exp(a.highest - finite), jnp.exp(b.highest - finite)
@@ -57,7 +57,7 @@ def extend_xla(
     at: Placement,
     rules: ScoreRules,
 ) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
-    """`jinfer.ops.attention.paged_attention.extend` by XLA's operations."""
+    """`jinfer.ops.attention.paged_attention.extend` in XLA operations."""
     cache = write(cache, k, k[..., :0] if v is None else v, at)
     values = cache.keys if v is None else cache.values
     return attend_xla(q, cache.keys, values, at, at.positions, rules), cache
@@ -71,7 +71,7 @@ def attend_xla(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
-    """`jinfer.ops.attention.paged_attention.attend` by XLA's operations."""
+    """`jinfer.ops.attention.paged_attention.attend` in XLA operations."""
     done, shaped = _walked(q, keys, values, at, last, rules)
     return _finish(done, shaped).reshape(*q.shape[:2], -1)
 
@@ -84,7 +84,7 @@ def attend_part_xla(
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Part:
-    """Attention over the blocks that are here; entries of the tables may be -1. Without sinks."""
+    """Attention over the blocks in this pool; table entries may be -1. Without sinks."""
     done, shaped = _walked(q, keys, values, at, last, rules)
     sums = jnp.stack([done.highest, done.total], axis=-1)
     out, sums = (_by_token(part, shaped).reshape(*q.shape[:2], -1) for part in (done.out, sums))
@@ -94,8 +94,8 @@ def attend_part_xla(
 def _walked(
     q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
 ) -> tuple[Partial, Array]:
-    """Attention over all blocks, and the queries in the form that it is of."""
-    # What padding sees is nothing, and a place beyond the table is none.
+    """Attention over all blocks, and the reshaped queries it belongs to."""
+    # Padding sees nothing, and positions end where the table ends.
     last = jnp.minimum(last, at.tables.shape[1] * keys.shape[2] - 1)
     at = at._replace(rows=jnp.where(at.rows < at.tables.shape[0], at.rows, -1))
     last = jnp.where(at.rows >= 0, last, -1)
@@ -110,15 +110,15 @@ def attend_text_xla(
     lengths: Int[Array, " batch"],
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
-    """`paged_attention.attend_text` by XLA's operations; keys stand inside the heads."""
+    """`paged_attention.attend_text` in XLA operations; keys as [batch, kv_heads, tokens, dim]."""
     tokens = q.shape[1]
     step = min(STEP, tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), q.shape[:2])
     last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
 
     def walk(index: Array, so_far: Partial) -> Partial:
-        # The last step of a length that does not divide begins earlier; `fresh` hides the keys
-        # that the step before has had.
+        # The last step begins earlier if the length does not divide; `fresh` masks the keys of the
+        # step before.
         start = jnp.minimum(index * step, tokens - step)
         cut_k, cut_v = (lax.dynamic_slice_in_dim(x, start, step, axis=2) for x in (k, v))
         here = (start + lax.iota(jnp.int32, step))[None]
@@ -132,7 +132,7 @@ def attend_text_xla(
 def _token_by_token(
     q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
 ) -> tuple[Partial, Array]:
-    """A batch of tokens, each of which fetches its sequence's blocks one after the other."""
+    """For few tokens: each token reads the blocks of its own sequence, all tokens in parallel."""
     size, alone = keys.shape[2], q[:, None]
     positions, last = at.positions[:, None], last[:, None]
     tables = at.tables[jnp.maximum(at.rows, 0)]
@@ -152,7 +152,7 @@ def _token_by_token(
 def _sequence_by_sequence(
     q: Array, keys: Rows, values: Rows, at: Placement, last: Array, rules: ScoreRules
 ) -> tuple[Partial, Array]:
-    """All tokens look at the blocks of one sequence after the other, and see those of their own."""
+    """For many tokens: a loop over sequences, whose blocks all tokens read through a mask."""
     size, whole = keys.shape[2], q[None]
     wide = max(1, STEP // size)
     positions, last = at.positions[None], last[None]
@@ -178,7 +178,7 @@ def _sequence_by_sequence(
 def _bounds(
     positions: Array, last: Array, mine: Array, step: int, rules: ScoreRules
 ) -> tuple[Array, Array]:
-    """The steps first .. end - 1 that hold what any of these tokens sees."""
+    """The range of steps that contain any key these tokens see."""
     most = jnp.iinfo(jnp.int32).max
     count = jnp.max(jnp.where(mine, last, -1)) // step + 1
     if rules.window is None:
@@ -188,7 +188,7 @@ def _bounds(
 
 
 def _taken(part: Rows, ids: Array) -> Rows:
-    """Blocks of a pool; an id that is none, where nobody sees the block, gives any block."""
+    """Blocks of a pool; an invalid id, which is masked, gives any block."""
     return jax.tree.map(lambda array: array.at[ids].get(mode="clip"), part)
 
 
@@ -198,7 +198,7 @@ def _side_by_side(blocks: Float[Array, "blocks kv_heads size dim"]) -> Array:
 
 
 def as_computed(part: Rows, q: Array) -> Array:
-    """Decoded, and in a type for products with q."""
+    """Keys or values dequantized, in a type that can be multiplied with q."""
     if isinstance(part, QuantizedVectors):
         return part.dequantize(q.dtype)
     return part if part.dtype == q.dtype else part.astype(jnp.float32)
@@ -214,7 +214,7 @@ def _partial(
     shown: Bool[Array, "#batch #tokens #keys"] | Bool[Array, ""],
     rules: ScoreRules,
 ) -> Partial:
-    """Attention over some keys, at positions `here`; those that are not `shown` are not seen."""
+    """Attention over some keys at positions `here`, masked by `shown`."""
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[1]
     batched = ((0, 1), (0, 1))
@@ -233,8 +233,8 @@ def _partial(
     highest = jnp.max(scores, axis=-1)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
     weights = jnp.exp(scores - finite[..., None])
-    # A value that is not seen may be anything, and 0 * NaN is NaN: what is no number stays out of
-    # the product, and makes NaN of those who see it.
+    # A masked value may be NaN, and 0 * NaN is NaN: non-finite values stay out of the product, and
+    # queries that do see them become NaN.
     number = jnp.isfinite(v)
     out = lax.dot_general(
         weights.astype(v.dtype),
@@ -251,7 +251,7 @@ def _partial(
 
 
 def _before(q: Array, kv_heads: int, value_dim: int, rules: ScoreRules) -> Partial:
-    """Attention over no keys yet: nothing, or the sinks."""
+    """The initial state of the online softmax: no keys, or the sinks."""
     batch, tokens, heads, _ = q.shape
     rows = heads // kv_heads * tokens
     out = jnp.zeros((batch, kv_heads, rows, value_dim), jnp.float32)
@@ -264,13 +264,13 @@ def _before(q: Array, kv_heads: int, value_dim: int, rules: ScoreRules) -> Parti
 
 
 def _finish(done: Partial, q: Array) -> Array:
-    """Divided by the sum of the weights; what saw no key is 0."""
+    """The normalized output; zero for queries that saw no key."""
     out = done.out / jnp.where(done.total == 0, 1.0, done.total)[..., None]
     return _by_token(out, q).astype(q.dtype)
 
 
 def _by_token(rows: Float[Array, "batch kv_heads rows dim"], q: Array) -> Array:
-    """[batch, tokens, heads, dim], as the queries stand: what `_rows` does, undone."""
+    """[batch, tokens, heads, dim]: the inverse of `_rows`."""
     batch, tokens, heads, _ = q.shape
     kv_heads, dim = rows.shape[1], rows.shape[3]
     grouped = rows.reshape(batch, kv_heads, heads // kv_heads, tokens, dim)

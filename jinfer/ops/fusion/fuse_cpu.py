@@ -1,11 +1,14 @@
 """Operator fusion on CPUs: layers' operations become one custom call; for GPUs see `fuse_gpu`.
 
-A layer is norms, products, sums and rotations of the same rows, and attentions. As calls of their
-own they cost a few microseconds each before they begin, and threads are gathered anew for every
-product: a fifth of a decoding step of a small model. So a traced function is rewritten: those of
-its operations that need nothing else in between become one call (`cpu.fused_layers`),
-whatever their wiring, and of all layers where nothing else stands between them either. The numbers
-stay the same to the bit.
+A layer consists of norms, matmuls, sums and rotations of the same rows, and attention. As separate
+calls each has a fixed cost, and threads are woken anew for every matmul. So a traced function
+(jaxpr) is rewritten: operations with nothing else between them become one call
+(`cpu.fused_layers`), whatever their wiring, across layers where possible. Results stay the same to
+the bit.
+
+The steps: flatten the jaxpr (`jaxpr_walk`), deduplicate shape changes, eliminate dead code, assign
+each operation a level, group fusible operations (`fuse_cpu_rules`) of one level and row count, and
+emit a `Program` per group.
 """
 
 from __future__ import annotations
@@ -26,20 +29,20 @@ from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot, evaluate, ope
 from jinfer.ops.fusion.weight_pointers import Told
 from jinfer.quant.calibration_stats import records
 
-_LEAST = 2  # operations that are worth a chain
+_LEAST = 2  # operations that make a fused call worthwhile
 
 
 def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Callable[P, R]:
-    """The same function, with such operations put together where the CPU has custom calls.
+    """The same function with its operations fused, where the CPU has custom calls.
 
-    On a GPU they become part of the kernels that round the rows of products (`prepared`).
+    On a GPU they are fused into the prologue kernels of matmuls (`fuse_for_gpu`).
 
-    It stays as it is where something is recorded, which changes arrays on the way, and where JAX is
-    told not to compile, as somebody wants to look at each step.
+    The function stays as it is while calibration statistics are recorded, which mutates arrays on
+    the way, and under `jax.disable_jit`, which is for debugging.
 
     Args:
-        told: where those weights are that are the first of the arrays given: calls are told that
-            instead of being given them.
+        told: pointers of the weights that are the first of the given arrays: the calls read them by
+            pointer instead of taking them as operands.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,7 +56,7 @@ def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Calla
 
 
 def chains_here(*arrays: Any) -> bool:
-    """Whether there are custom calls for this, and functions of these are to be changed."""
+    """Whether functions of these arrays are fused into CPU custom calls."""
     return not _as_it_is(*arrays) and backend() == "cpu" and cpu.available()
 
 
@@ -62,16 +65,16 @@ def _as_it_is(*arrays: Any) -> bool:
 
 
 class Chains[R]:
-    """A function of certain arrays, rewritten.
+    """A traced function of some arrays, rewritten with fused calls.
 
     Attributes:
-        count: calls that are chains.
+        count: number of fused calls.
     """
 
     def __init__(
         self, function: Callable[..., R], args: Sequence[Any], told: Told | None = None
     ) -> None:
-        """As of `chained`."""
+        """Arguments as for `fuse_operations`."""
         flat, tree = jax.tree.flatten(tuple(args))
         traced, shape = jax.make_jaxpr(
             lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
@@ -89,7 +92,7 @@ class Chains[R]:
         self.count = sum(map(self._is_worth_it, self._plan.groups.values()))
 
     def results(self) -> R:
-        """What the function gives."""
+        """The function's results."""
         plan, known = self._plan, self._known
         for level in sorted({*plan.others, *(row.level for row in plan.groups)}):
             groups = [group for row, group in plan.groups.items() if row.level == level]
@@ -110,7 +113,7 @@ class Chains[R]:
         return computing >= _LEAST and any(row.product for row in rows)
 
     def _run(self, group: Sequence[Operation]) -> dict[Slot, Any]:
-        """What a group gives to others, computed in one call."""
+        """The results of a group that others need, computed in one call."""
         rows, known, inside = self._plan.rows, self._known, set(group)
         own = dict.fromkeys(result for operation in group for result in operation.results)
         given = dict.fromkeys(
@@ -130,17 +133,17 @@ class Chains[R]:
 
 
 class _Row(NamedTuple):
-    """What operations of a group have in common: their level and how many rows they are of."""
+    """What the operations of a group share: level and number of rows."""
 
     level: int
     rows: int
 
 
 class _Plan(NamedTuple):
-    """A function's operations, in the order of levels: of each its groups first, then the others.
+    """A function's operations by level: at each level its groups first, then the other operations.
 
-    A row operation's level is one above that of whatever it depends on that is not of its group, so
-    that none of that can stand between two of the same level.
+    A fusible operation's level is one above that of everything it depends on outside its group, so
+    that nothing it depends on can lie between two operations of the same level.
     """
 
     rows: dict[Operation, RowOperation]
@@ -151,7 +154,7 @@ class _Plan(NamedTuple):
 def _once(
     found: Sequence[Operation], outs: Sequence[Operand]
 ) -> tuple[list[Operation], list[Operand]]:
-    """The same, with what layers change the shape of alike, as places of tokens, changed once."""
+    """Common subexpression elimination of shape changes, such as those of token positions."""
     kept, same, known = list[Operation](), dict[Any, Operand](), dict[Any, Operation]()
     for operation in found:
         operation.operands = tuple(same.get(id(one), one) for one in operation.operands)
@@ -167,7 +170,7 @@ def _once(
 
 
 def _needed(found: Sequence[Operation], outs: Sequence[Operand]) -> list[Operation]:
-    """Those that results depend on: XLA leaves out others, but nothing of a chain."""
+    """Dead code elimination: XLA would drop unused operations, but nothing inside a fused call."""
     wanted = {out for out in outs if isinstance(out, Slot)}
     kept = []
     for operation in reversed(found):
@@ -205,7 +208,7 @@ def _planned(found: Sequence[Operation]) -> _Plan:
 
 
 def _users(found: Sequence[Operation], outs: Sequence[Operand]) -> dict[Slot, set[Any]]:
-    """The operations that each array is given to; None: it is a result."""
+    """The operations that use each array; None: it is a result."""
     users: dict[Slot, set[Any]] = defaultdict(set)
     for operation in found:
         for one in operation.operands:

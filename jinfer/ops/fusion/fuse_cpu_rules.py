@@ -1,4 +1,4 @@
-"""Which operations of a traced function a chain can do: of each row by itself, and attentions."""
+"""Operator fusion rules on CPUs: which jaxpr operations are row-wise, or attention, and fusible."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from jinfer.cpu.fused_layers import Attending, Program
 from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot
 
 type Known = Mapping[Slot, Any]  # an array's slot -> the array
-type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that gives it
+type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that produces it
 
 
-# Primitives that only change a shape, where there are as many numbers afterwards.
+# Primitives that only change a shape, if the number of elements stays the same.
 MOVES = ("reshape", "squeeze", "broadcast_in_dim")
 
 
 @dataclass(frozen=True)
 class RowOperation:
-    """One that a `Program` can do.
+    """An operation that a fused `Program` can compute.
 
     Attributes:
-        rows: of its matrices: all axes but the last one counted together, or such as have several
-            of those, as tokens have heads.
+        rows: rows of its matrices: all axes but the last one flattened, or fewer where a row spans
+            several axes, as a token's heads do.
         operands: those of its operands that are matrices of rows.
-        add: puts it into a program, given its operands' values there, and gives its results'.
-        product: whether it is worth a call of its own.
-        moves: whether it computes nothing.
+        add: adds it to a program, given the ids of its operands there; returns those of its
+            results.
+        product: whether it is a matmul or attention, worth a call of its own.
+        moves: whether it only reshapes.
     """
 
     rows: int
@@ -46,10 +47,10 @@ type Found = Mapping[Operation, RowOperation]
 
 
 def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
-    """What an operation is, if it is one.
+    """The fusible form of an operation; None if it cannot be fused.
 
     Args:
-        found: those before it.
+        found: fusible operations before it.
     """
     result = operation.results[0].aval
     if result.dtype != jnp.float32 or 0 in result.shape:
@@ -67,7 +68,7 @@ def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOper
 
 
 def _rows(rows: int, operands: Sequence[Operand], makers: Makers, found: Found) -> int:
-    """Of what matrices of so many rows are: those of what gives them, if they are parts of such."""
+    """Number of rows of an operation: that of its producers, if these rows are parts of theirs."""
     makes = [maker for one in operands if (maker := maker_of(one, makers)) is not None]
     before = {found[maker].rows for maker in makes if maker in found}
     own = before.pop() if len(before) == 1 else rows
@@ -75,7 +76,7 @@ def _rows(rows: int, operands: Sequence[Operand], makers: Makers, found: Found) 
 
 
 def maker_of(one: Operand, makers: Makers) -> Operation | None:
-    """What gives an operand, if that is an operation."""
+    """The operation that produces an operand, if any."""
     return makers.get(one) if isinstance(one, Slot) else None
 
 
@@ -138,7 +139,7 @@ def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | 
     given = _attributes(operation)
     x, *vectors = operation.operands
     if any(vector.aval.shape[0] != 1 for vector in vectors):
-        return None  # rows are heads with weights of their own
+        return None  # a different weight vector for each head
     vectors = [_as_stored(vector, makers, found) for vector in vectors]
     kind = {name: given[name] for name in ("centered", "eps", "offset")}
     rows, each = x.aval.shape
@@ -182,7 +183,7 @@ def _activate(operation: Operation, makers: Makers, found: Found) -> RowOperatio
 
 
 def _attention(operation: Operation) -> RowOperation | None:
-    """With its new keys and values, if it has any, where all of it is computed here."""
+    """Attention with its new keys and values, if it is complete on this device."""
     given = _attributes(operation)
     q, *places = operation.operands[:5]
     *numbers, distances = operation.operands[5:8]
@@ -200,7 +201,7 @@ def _attention(operation: Operation) -> RowOperation | None:
 
 
 def _reshape(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
-    """Of what such an operation gives, if its rows stay whole, perhaps cut into heads."""
+    """A reshape of a fusible operation's result, if rows stay whole or are split into heads."""
     x, shape = operation.operands[0], operation.results[0].aval.shape
     maker = maker_of(x, makers)
     row = None if maker is None else found.get(maker)
@@ -220,7 +221,7 @@ def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | N
     a, b = operation.operands
     for x, other in ((a, b), (b, a)):
         vector = _repeated(other, shape, makers)
-        # What such an operation gives stays within the call: with one row it looks like a vector.
+        # A fusible operation's result stays within the call: one row looks like a vector.
         own = vector is not None and maker_of(vector, makers) in found
         if vector is not None and not own and x.aval.shape == shape:
 
@@ -237,7 +238,7 @@ def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | N
 
 
 def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
-    """Of a matrix by a number that is known."""
+    """A matrix times a known number."""
     for x, by in (operation.operands, operation.operands[::-1]):
         shape = x.aval.shape
         if isinstance(by, Literal) and np.shape(by.val) == () and len(shape) > 1:
@@ -254,7 +255,7 @@ def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation |
 
 
 def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
-    """Of two matrices, number by number."""
+    """The element-wise product of two matrices."""
     shape = operation.results[0].aval.shape
     if len(shape) < 2 or any(one.aval.shape != shape for one in operation.operands):
         return None
@@ -267,7 +268,7 @@ def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperatio
 
 
 def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | None:
-    """The vector that an operand is in each row of a matrix, if that is what it is."""
+    """The vector that an operand repeats in each row of a matrix, if it does."""
     if isinstance(one, Literal):
         return None
     maker, size = maker_of(one, makers), shape[-1:]
@@ -284,7 +285,7 @@ def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | No
 
 
 def _as_stored(vector: Operand, makers: Makers, found: Found) -> Operand:
-    """What a vector was before it was given an axis of one: a weight, if it is stored like that."""
+    """A vector before an axis of one was added: the weight as stored, if possible."""
     maker = maker_of(vector, makers)
     if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
         return vector
@@ -301,5 +302,5 @@ def _attributes(operation: Operation) -> dict[str, Any]:
 
 
 def _plain(number: Any) -> Any:
-    """A NumPy number as Python's."""
+    """A NumPy scalar as a Python scalar."""
     return number.item() if isinstance(number, np.generic) else number

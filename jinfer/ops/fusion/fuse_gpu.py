@@ -1,13 +1,14 @@
-"""Operator fusion on GPUs: what stands before a matmul is computed by the kernel of its prologue.
+"""Operator fusion on GPUs: what precedes a matmul becomes its prologue kernel.
 
-Norms, residual sums and gates are computed of each row by itself; so are the power of two that a
-product's x is divided by, and its order (`matmul.prologue`). As XLA's operations they
-are three to five kernels a product, which for small models take longer than reading its weights.
-So a traced function is rewritten, whatever its wiring: row-wise operations wait until they are
-needed. Where that is a product they become part of one kernel with its rounding, which adds up the
-parts of the product before it, and what others need of them comes out of it too. In the same way
-new keys and values are written to the cache by one kernel that makes them. Other users get them
-from XLA.
+Norms, residual sums and gates are row-wise; so are the power of two that scales a matmul's x to
+fp16, and the order of x (`matmul.prologue`). As XLA operations they are several kernels per matmul,
+which for small models cost more than reading its weights.
+
+So a traced function (jaxpr) is rewritten, whatever its wiring: row-wise operations are deferred
+until their results are needed. A matmul computes them in one prologue kernel together with its
+rounding; the kernel also adds up the partial sums of the preceding matmul and returns intermediate
+results that others need. In the same way one kernel rotates new keys and values and writes them to
+the cache. All other users get deferred results from XLA.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from kernels_pallas.attention.write_kv import Heads
     from kernels_pallas.matmul.prologue import Compute, Prepared, Reductions
 
-_MOST = 24  # operands of a kernel
-# Superblocks of a long row: computed apart, as one program takes 5 us for 14 of them, 1.5 for 4.
+_MOST = 24  # max operands of a kernel
+# Superblocks of a long row, which is split among several programs.
 _LONG = 8
 
 
 def prepared[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """The same function with such kernels."""
+    """The same function with prologue kernels."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         flat, tree = jax.tree.flatten((args, kwargs))
@@ -51,22 +52,22 @@ def prepared[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Evaluation:
-    """A function's operations, one after the other."""
+    """Evaluates a function's operations in order, deferring row-wise ones."""
 
     def __init__(self, traced: Any, args: Sequence[Array]) -> None:
         self._known: dict[Slot, Any] = {}
         inputs = [Slot(var.aval) for var in traced.jaxpr.invars]
         found, self._outs = operations(traced, inputs, self._known)
         self._known |= dict(zip(inputs, args, strict=True))
-        self._makers: dict[Slot, Operation] = {}  # of what waits
-        self._parts: dict[Slot, Array] = {}  # [split, rows, width] that add up to a result
+        self._makers: dict[Slot, Operation] = {}  # producers of deferred arrays
+        self._parts: dict[Slot, Array] = {}  # partial sums [split, rows, width]
         self._prepared: dict[tuple[Slot, Any], Prepared] = {}
         self._operations, self._users = found, dict[Slot, set[Operation]]()
         for operation in found:
             self._note_users(operation)
 
     def results(self) -> list[Array]:
-        """What the function gives."""
+        """The function's results."""
         for operation in self._operations:
             if operation.name == "packed_product":
                 self._multiply(operation)
@@ -84,7 +85,7 @@ class _Evaluation:
                 self._users.setdefault(operand, set()).add(operation)
 
     def _value(self, operand: Operand) -> Any:
-        """An array, by XLA if nobody has computed it yet."""
+        """An array; computed by XLA if it is still deferred."""
         if isinstance(operand, Literal):
             return operand.val
         if operand not in self._known:
@@ -99,7 +100,7 @@ class _Evaluation:
         self._known |= dict(zip(operation.results, out, strict=True))
 
     def _multiply(self, operation: Operation) -> None:
-        """A product: its results in parts, where the kernels take its rows together."""
+        """A matmul; its results stay partial sums if one kernel computes all its matrices."""
         from kernels_pallas.matmul.quantized import product_parts, shares
 
         x, *leaves = operation.operands
@@ -117,7 +118,7 @@ class _Evaluation:
             self._parts |= dict(zip(operation.results, parts, strict=True))
 
     def _combine(self, parts: Sequence[Array], operation: Operation) -> None:
-        """Gate and up with their product, which waits."""
+        """The gated activation of gate and up, deferred."""
         (out,) = operation.results
         traced = jax.make_jaxpr(lambda gate, up: jax.nn.silu(gate) * up)(*[out.aval] * 2)
         both = [Slot(out.aval) for _ in parts]
@@ -130,7 +131,7 @@ class _Evaluation:
             self._makers |= dict.fromkeys(one.results, one)
 
     def _prepare(self, x: Slot, matrices: Sequence[Any], *, interpret: bool) -> Prepared:
-        """The rows of x for these matrices, once for all products that read them."""
+        """The prologue's output for these matrices, shared by all matmuls that read x."""
         from kernels_pallas.matmul.grid import SMALL_ROWS
         from kernels_pallas.matmul.prologue import prepare
 
@@ -145,7 +146,7 @@ class _Evaluation:
             self._value(x)
             cone.add(x)
         wanted = [slot for slot in cone.inside if self._is_wanted(slot, cone)]
-        # Tiles of more rows have no registers for a superblock's sum beside that of the row.
+        # Larger tiles lack registers for a superblock's sum beside that of the row.
         apart = rows <= SMALL_ROWS and matrices[0].superblocks >= _LONG
         given, others = prepare(
             cone.operands(),
@@ -162,7 +163,7 @@ class _Evaluation:
         return given
 
     def _enter(self, operation: Operation) -> None:
-        """New tokens in the cache: their vectors are summed, rotated and written by one kernel."""
+        """KV cache write: new vectors are summed, rotated and written by one kernel."""
         from kernels_pallas.attention.write_kv import Places, enter
 
         q, k, v, keys, values, *at = operation.operands
@@ -178,7 +179,7 @@ class _Evaluation:
         self._known |= dict(zip(operation.results, results, strict=True))
 
     def _heads(self, vectors: Operand) -> Heads:
-        """What the kernel makes queries, keys or values from."""
+        """The kernel's inputs for queries, keys or values."""
         from kernels_pallas.attention.write_kv import Heads, Rotation
         from kernels_pallas.matmul.prologue import Operand as RowOperand
         from kernels_pallas.matmul.prologue import alone
@@ -201,19 +202,19 @@ class _Evaluation:
         return Heads(*given, heads, size, rotation, vectors.aval.dtype)
 
     def _root(self, x: Slot) -> Slot:
-        """What x is, in another shape or a wider type."""
+        """The array that x is a reshape or a widening of."""
         while (maker := self._makers.get(x)) is not None and keeps(maker):
             (x,) = (operand for operand in maker.operands if isinstance(operand, Slot))
         return x
 
     def _is_wanted(self, slot: Slot, cone: _Cone) -> bool:
-        """Whether others than the kernel need what is computed in it."""
+        """Whether anything outside the kernel needs an array computed inside it."""
         if keeps(self._makers[slot]) or cone.rows.kind(slot.aval) != "full":
             return False
         return self._is_given_on(slot, cone)
 
     def _is_given_on(self, slot: Slot, cone: _Cone) -> bool:
-        """Whether others need an array, perhaps in another shape or a wider type."""
+        """Whether anything else needs an array, perhaps reshaped or widened."""
         for user in self._users.get(slot, ()):
             inside = user in cone.operations
             if not inside or (keeps(user) and self._is_given_on(user.results[0], cone)):
@@ -222,17 +223,17 @@ class _Evaluation:
 
 
 class _Cone:
-    """What an array is computed from, as far as that is done row by row."""
+    """The row-wise operations that an array is computed from."""
 
     def __init__(self, rows: Rows, evaluation: _Evaluation, *, reduces: bool = True) -> None:
         self.rows, self._reduces = rows, reduces
         self.leaves: list[Slot] = []
-        self.inside: list[Slot] = []  # in the order in which they can be computed
+        self.inside: list[Slot] = []  # in topological order
         self.operations: set[Operation] = set()
         self._evaluation = evaluation
 
     def add(self, slot: Slot) -> None:
-        """Puts an array into it, and all that it is computed from."""
+        """Adds an array and everything it is computed from."""
         if slot in self.leaves or slot in self.inside:
             return
         evaluation = self._evaluation
@@ -252,20 +253,20 @@ class _Cone:
         return (self._reduces or maker.name not in REDUCE) and self.rows.takes(maker)
 
     def operands(self) -> list[Any]:
-        """Its leaves as the kernel takes them."""
+        """Its inputs as operands of the kernel."""
         from kernels_pallas.matmul.prologue import Operand
 
         known, parts = self._evaluation._known, self._evaluation._parts
         found = []
         for leaf in self.leaves:
             kind = self.rows.kind(leaf.aval)
-            assert kind is not None, "only what is something to the rows is taken"
+            assert kind is not None, "only operands of a row-wise kind are taken"
             here = leaf in known
             found.append(Operand(known[leaf], kind) if here else Operand(parts[leaf], "parts"))
         return found
 
     def compute(self, wanted: Sequence[Slot]) -> Compute:
-        """The function from the leaves to some of its arrays."""
+        """A function from its inputs to some of its arrays."""
         makers = [self._evaluation._makers[slot] for slot in self.inside]
         return partial(_compute, tuple(self.leaves), tuple(makers), tuple(wanted))
 
@@ -295,7 +296,7 @@ def _compute(
 
 
 def _elementwise(maker: Operation, operands: Sequence[Any]) -> Array:
-    """With operands as large as the largest one: kernels have no others."""
+    """Evaluates an element-wise operation with its operands broadcast, as kernels need them."""
     shape = jnp.broadcast_shapes(*(jnp.shape(operand) for operand in operands))
     full = [
         jnp.broadcast_to(jnp.asarray(operand, known.aval.dtype), shape)

@@ -1,4 +1,4 @@
-"""Which operations of a traced function are computed of each row by itself."""
+"""Operator fusion rules on GPUs: which jaxpr operations are row-wise."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import jax.numpy as jnp
 
 from jinfer.ops.fusion.jaxpr_walk import Operation
 
-# Those that a GPU's kernel can do with numbers side by side.
+# Element-wise primitives that kernels support.
 _ELEMENTWISE = {
     "abs", "add", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow",
     "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "rsqrt", "select_n", "sqrt",
     "square", "sub", "tanh",
 }  # fmt: skip
-# Those whose result is their operand in another shape.
+# Primitives that only change the shape.
 MOVES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
-# Those that make a number of each row, and what kernels call them.
+# Row reductions and their names in kernels.
 REDUCE = {"reduce_sum": "sum", "reduce_max": "max"}
 
 type Kind = Literal["full", "row", "vector", "one"]
 
 
 def waits(operation: Operation) -> bool:
-    """Whether it costs nothing to compute it later, or again."""
+    """Whether it is cheap to compute later, or twice."""
     return operation.name in _ELEMENTWISE | MOVES | REDUCE.keys() | {"rotate"}
 
 
 def keeps(operation: Operation) -> bool:
-    """Whether its result has its operand's numbers, in another shape or a wider type."""
+    """Whether its result is its operand reshaped or widened."""
     if operation.name == "convert_element_type":
         before, after = operation.operands[0].aval.dtype, operation.results[0].aval.dtype
         is_wider = after == jnp.float32 and jnp.issubdtype(before, jnp.floating)
@@ -38,13 +38,13 @@ def keeps(operation: Operation) -> bool:
 
 
 class Rows(NamedTuple):
-    """A matrix's rows: how many there are, and of how many numbers, which is another number."""
+    """Shape of a matrix [number, width]; the two differ."""
 
     number: int
     width: int
 
     def kind(self, aval: Any) -> Kind | None:
-        """What an array is to the rows; see `kernels_pallas.matmul.prologue.Operand`."""
+        """How an array relates to the rows (`kernels_pallas.matmul.prologue.PrologueOperand`)."""
         size, wide = math.prod(aval.shape), aval.shape[-1:] == (self.width,)
         if size == self.number * self.width:
             return "full" if wide else None
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return "row" if size == self.number else None
 
     def takes(self, operation: Operation) -> bool:
-        """Whether it is computed row by row, from numbers of these kinds."""
+        """Whether an operation is row-wise on operands of these kinds."""
         if operation.name == "rotate":
             return False
         (result,) = operation.results
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     def _spreads(
         self, kind: Kind | None, before: tuple[int, ...], after: tuple[int, ...], dims: Any
     ) -> bool:
-        """Whether a row's number is for all of the row, a vector's for all rows, in their order."""
+        """Whether a broadcast keeps row numbers along rows and vectors along columns, in order."""
         last = {dim for size, dim in zip(before, dims, strict=True) if size > 1} & {len(after) - 1}
         if kind == "row":
             return not last and math.prod(after[:-1]) == self.number

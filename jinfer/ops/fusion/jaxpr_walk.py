@@ -1,4 +1,4 @@
-"""A traced function as a list of equations, to be computed in another way than it says."""
+"""Jaxpr walking: a traced function flattened into a list of operations."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
 def value(atom: Any, known: Mapping[Any, Any]) -> Any:
-    """A variable's array, or a literal's."""
+    """The array of a variable or a literal."""
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The equation's results, computed as it says."""
+    """The results of an equation."""
     bound: Any = eqn.primitive.get_bind_params(eqn.params)
-    # Functions among the parameters stood apart before JAX 0.12.
+    # Before JAX 0.12 functions among the parameters were returned separately.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     out = eqn.primitive.bind(*functions, *operands, **params)
     return list(out if eqn.primitive.multiple_results else [out])
 
 
 class Slot:
-    """One result of one equation: a function that is called twice has the same variables twice."""
+    """One result of one operation: a function called twice reuses its jaxpr variables."""
 
     __slots__ = ("aval",)
 
@@ -37,12 +37,12 @@ type Operand = Slot | Any  # or a `Literal`
 
 
 class Operation:
-    """An equation with its operands and results.
+    """A jaxpr equation with its operands and results.
 
     Attributes:
         eqn: what is computed.
-        operands: arrays of others, or literals.
-        results: its arrays.
+        operands: values of other operations, or literals.
+        results: its values.
     """
 
     def __init__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> None:
@@ -51,18 +51,18 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """Of its primitive."""
+        """Name of its primitive."""
         return str(self.eqn.primitive.name)
 
 
 def operations(
     closed: Any, inputs: Sequence[Operand], constants: dict[Slot, Any]
 ) -> tuple[list[Operation], list[Operand]]:
-    """What a traced function does, functions that it calls included, and its results.
+    """The operations of a traced function, called functions inlined, and its results.
 
     Args:
-        inputs: what it is given.
-        constants: takes what it knows by itself.
+        inputs: the function's arguments.
+        constants: receives its constants.
     """
     found: list[Operation] = []
     outs = list(_walk(closed, inputs, constants, found))

@@ -1,10 +1,8 @@
-"""Weights that custom calls are told the addresses of, instead of being given them.
+"""Weight pointers: custom calls read weights through a table of addresses, not as operands.
 
-A program of XLA's costs some microseconds of Python's thread for each array that it is given, has
-several instructions for it, and hands it to each call that reads it: a few percent of a small
-model's decoding step, and a sixth of its program. Layers' weights change neither their place nor
-their form, so a program is given one small table of where they are; what they are is written down
-in it.
+Each operand of an XLA program costs some host time per call, several instructions, and space in the
+program. Layers' weights change neither address nor form, so a program takes one small table with
+the address and size of each weight; the weights' formats are compiled into it.
 """
 
 from __future__ import annotations
@@ -25,33 +23,33 @@ from jinfer.xla.device import put_beside
 if TYPE_CHECKING:
     from jaxtyping import UInt
 
-type Table = UInt[Array, "weights 4"]  # of each its address and its bytes, uint64 in two words
+type Table = UInt[Array, "weights 4"]  # address and size in bytes, each a uint64 in two words
 
-_ALIGNED = 64  # bytes, or JAX copies what it is given
+_ALIGNED = 64  # bytes; JAX copies unaligned arrays
 
 
 class Told(NamedTuple):
-    """Where some weights are.
+    """The table entries of some weights.
 
     Attributes:
-        table: of these and others.
-        rows: one for each, in their order.
+        table: of these weights and others.
+        rows: one entry for each, in order.
     """
 
     table: Table
     rows: range
 
     def of(self, arrays: Sequence[Any]) -> dict[int, int]:
-        """By the id of each of the weights, which are the first of some arrays: its row."""
+        """The entry of each weight by its id(); the weights are the first of the given arrays."""
         return {id(one): row for one, row in zip(arrays, self.rows, strict=False)}
 
     def alone(self) -> Table:
-        """The table without the others, as equal layers are to be equal functions."""
+        """The table with only these entries, so that equal layers are equal functions."""
         return lax.slice_in_dim(self.table, self.rows.start, self.rows.stop)
 
 
 def together(parts: Sequence[Told]) -> Told | None:
-    """Where the weights of all of these are, which follow one another in a table; None: of none."""
+    """The pointers of all parts, which are adjacent in one table; None if there are none."""
     if not parts:
         return None
     first, *others = parts
@@ -68,11 +66,11 @@ _TOLD: ContextVar[Mapping[str, Told] | None] = ContextVar("told", default=None)
 
 @contextmanager
 def told(table: Table | None, layers: Mapping[str, slice]) -> Iterator[None]:
-    """What is traced meanwhile, by this thread, may read these layers' weights by their addresses.
+    """Code traced by this thread within the context may read these layers' weights by pointer.
 
     Args:
-        table: of the arrays of the first layer, then of the second, ...; None: of none.
-        layers: as many arrays as each slice has are the layer's of that name.
+        table: of the first layer's arrays, then the second's, ...; None: pass weights as operands.
+        layers: name -> as many arrays as the slice is long.
     """
     end, found = 0, dict[str, Told]()
     for name, own in layers.items():
@@ -87,19 +85,19 @@ def told(table: Table | None, layers: Mapping[str, slice]) -> Iterator[None]:
 
 
 def told_of(layer: str) -> Told | None:
-    """Where a layer's weights are; None: it is given them."""
+    """The pointers of a layer's weights; None: they are operands."""
     return (_TOLD.get() or {}).get(layer)
 
 
 def like(weights: Sequence[Any]) -> Abstract:
-    """The abstract table of some weights."""
+    """The shape and type of the table of some weights."""
     return Abstract((len(weights), 4), np.uint32)
 
 
 def table(weights: Sequence[Array]) -> Table:
-    """Where weights are that are in this process's memory, on one device.
+    """The pointer table of weights in this process's memory, on one device.
 
-    They live as long as the table does, which lives as long as programs run that were given it.
+    The table keeps the weights alive, and running programs keep their table alive.
     """
     places = [(address(one), one.nbytes) for one in weights]
     words = 4 * len(weights)
@@ -111,7 +109,7 @@ def table(weights: Sequence[Array]) -> Table:
 
 
 def read_by(function: Callable[[Any], Any], arrays: Any) -> list[bool]:
-    """Which of a tree's arrays a function is really given: its calls are told where others are."""
+    """Which arrays of a tree a function uses as operands (liveness analysis of its jaxpr)."""
     jaxpr = jax.make_jaxpr(function)(arrays).jaxpr
     return list(_read(jaxpr, (True,) * len(jaxpr.outvars), {}))
 
@@ -120,10 +118,10 @@ type _Bits = tuple[bool, ...]
 
 
 def _read(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _Bits:
-    """Which arguments of a function those of its results depend on that are wanted.
+    """Which arguments of a jaxpr the wanted results depend on.
 
     Args:
-        known: the same of functions inside, by their ids.
+        known: memo of inner jaxprs, by id.
     """
     key = id(jaxpr), wanted
     if key not in known:
@@ -141,7 +139,7 @@ def _read(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _
 
 
 def _picked(atoms: Sequence[Any], which: _Bits) -> set[Any]:
-    # Here: it brings Pallas along, which a start that finds its programs made has no use for.
+    # Imported lazily: it imports Pallas, which a start with compiled programs does not need.
     from jax.extend.core import Literal
 
     pairs = zip(atoms, which, strict=True)
@@ -149,7 +147,7 @@ def _picked(atoms: Sequence[Any], which: _Bits) -> set[Any]:
 
 
 class _Held:
-    """Numbers that keep something else alive; JAX does not copy them, and so keeps this alive."""
+    """An array interface that keeps something alive; JAX makes no copy and keeps this object."""
 
     def __init__(self, numbers: np.ndarray, what: Any) -> None:
         self.numbers, self.what = numbers, what

@@ -1,4 +1,4 @@
-"""Products with plain matrices: where and how they are computed."""
+"""Dense matmul (GEMM and GEMV) with plain weight matrices: chooses the implementation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
 
 @contextmanager
 def rounding(may: bool) -> Iterator[None]:
-    """What is traced meanwhile, by this thread, may round what bfloat16 is multiplied with to it.
+    """Code traced by this thread may round activations to bfloat16 where weights are bfloat16.
 
-    It is rounded on a CPU that multiplies bfloat16 with bfloat16 twice as fast.
+    It does so on CPUs where bfloat16 dot products have twice the throughput.
     """
     token = _ROUNDED.set(may)
     try:
@@ -38,17 +38,17 @@ def rounding(may: bool) -> Iterator[None]:
 
 
 def rounds() -> bool:
-    """Whether `rounding` is on here."""
+    """Whether `allow_bfloat16_rounding` is in effect."""
     return _ROUNDED.get()
 
 
 def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
-    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
         return half_precision.reads_as_stored()
     if not disable_kernels.kernels("experts") or gpu_backend.kind() != "triton":
         return False
-    # Imported here: half a second, which only those pay who have a GPU.
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped_dense import takes
 
     return takes(weight)
@@ -64,17 +64,14 @@ def products(
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """x @ weight.T for each weight, in float32.
 
-    The custom call is taken for float32 weights too. Median time of XLA's own product over that of
-    the call, two cores with AVX-512, matrices of 576 to 5632 rows and columns: 1.0 to 1.5 with one
-    row, 1.6 to 4.6 with 2 to 8, 1.1 to 2.0 with 16 and 32, 0.93 to 1.4 with 64 to 1024; of 2 to 8
-    outputs 0.8 to 1.3.
+    The CPU custom call also serves float32 weights, for which it is as fast as XLA or faster.
 
     Args:
         index: which matrix of each stack; the others are not read.
-        offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined. Only where `sorts` says so.
-        activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
-            result is activation(x @ gate.T) * (x @ up.T).
+        offsets: grouped matmul: rows offsets[i] .. offsets[i + 1] - 1 use matrix i of a stack; the
+            other rows of the result are undefined. Requires `supports_grouped_dense`.
+        activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
+            one result, activation(x @ gate.T) * (x @ up.T).
     """
     if half_precision.reads_as_stored():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
@@ -97,11 +94,11 @@ def by_head(
     *,
     transposed: bool = False,
 ) -> Float[Array, "rows heads outputs"]:
-    """Each head's x with a matrix of its own, in float32; the same bits however many rows.
+    """Batched matmul of each head with its own matrix, in float32; batch-invariant.
 
     Args:
-        part: the rows of each head's matrix that count.
-        transposed: they are inputs: x @ weight instead of x @ weight.T.
+        part: the rows of each matrix to use.
+        transposed: these rows are inputs: x @ weight instead of x @ weight.T.
     """
     if not half_precision.reads_as_stored():
         return by_head_reference(x, weight, part, transposed=transposed)
@@ -120,7 +117,7 @@ def by_head_reference(
     *,
     transposed: bool = False,
 ) -> Float[Array, "rows heads outputs"]:
-    """The same in XLA's operations."""
+    """`matmul_per_head` in XLA operations."""
     wanted = "rhi,hio->rho" if transposed else "rhi,hoi->rho"
     return jnp.einsum(
         wanted,
@@ -138,7 +135,7 @@ def products_reference(
     index: Int[Array, ""] | None = None,
     activation: str = "none",
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """The same in XLA's operations."""
+    """`dense_matmul` in XLA operations."""
     if index is not None:
         weights = [pick(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))

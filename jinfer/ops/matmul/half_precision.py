@@ -1,4 +1,4 @@
-"""Weights of 16 bits: as what they are kept, on this machine."""
+"""Half precision weights (BF16, F16): which form is fastest on this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from jinfer.ops.backend import backend
 
 
 def reads_as_stored() -> bool:
-    """Whether weights of 16 bits are multiplied with float32 as they are.
+    """Whether 16-bit weights are multiplied with float32 as stored.
 
-    They are where there are custom calls. XLA converts whole matrices first, and those of all
-    layers before it begins: it is faster, and takes no more memory, where that was done at loading.
+    Custom calls do. XLA converts whole matrices first, all layers at once, so without custom calls
+    weights are widened when they are loaded, which costs no more memory.
     """
     return backend() == "cpu" and build_library.available()
 
@@ -18,7 +18,7 @@ def reads_as_stored() -> bool:
 def faster_as_whole_numbers() -> bool:
     """Whether F16 weights are multiplied faster as integers (`jinfer.quant.f16_as_int`) here.
 
-    With AVX2 alone float32 has one instruction for 8 products, on two of four units. Products of
-    whole numbers have two for 16, one of which any unit does. Longer vectors were not timed yet.
+    With AVX2 alone, integer dot products have higher throughput than float32 FMA. Wider vectors
+    keep F16.
     """
     return build_library.isa() == "avx2"

@@ -1,4 +1,4 @@
-"""Products with weight matrices, plain and quantized."""
+"""Matmul with weight matrices of any kind: plain, quantized, or with outliers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def linear(
     bias: Float[Array, " outputs"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """x @ weight.T + bias, accumulated in float32, in x's type or another.
+    """x @ weight.T + bias, accumulated in float32; the result has x's type or `dtype`.
 
     Args:
-        weight: [outputs, inputs], as files store it: on XLA:CPU this is as fast as the transposed
-            layout, and loading copies nothing. A plain one may be of another type than x.
+        weight: [outputs, inputs], as checkpoints store it: as fast as the transposed layout, and
+            loading copies nothing. A plain one may have another type than x.
     """
     return linears(x, [weight], [bias], dtype)[0]
 
@@ -42,10 +42,11 @@ def linear_of(
     index: Int[Array, ""],
     where: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """`linear` with one of a stack of weights [experts, outputs, inputs].
+    """`linear` with one matrix of a stack [experts, outputs, inputs].
 
     Args:
-        where: rows whose results count; None: all. The others are only left out of a calibration.
+        where: rows whose results are used; None: all. The others are only excluded from
+            calibration.
     """
     (untapped,) = record(x, [weight], index, where)
     if isinstance(untapped, OutlierTensor):
@@ -59,7 +60,7 @@ def linear_of(
 
 
 def sorts_rows(weight: Weight) -> bool:
-    """Whether `linears_sorted` takes this weight here."""
+    """Whether `grouped_linears` supports this weight here."""
     if isinstance(weight, QuantizedTensor):
         return sorts(weight)
     return isinstance(weight, Array) and dense.sorts(weight)
@@ -71,14 +72,14 @@ def linears_sorted(
     offsets: Int[Array, " experts_1"],
     activation: str = "none",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """Rows times the matrices of stacks that they are sorted by, in float32.
+    """Grouped matmul: rows sorted by expert times the matrices of their experts, in float32.
 
     Only matrices that have rows are read, each once.
 
     Args:
-        weights: [experts, outputs, inputs], all of them plain or all quantized; `sorts_rows`.
-        offsets: int32, rows offsets[i] .. offsets[i + 1] - 1 are multiplied with matrix i.
-        activation: one of `FUSED`: there are two weights, gate and up, and the one result is
+        weights: [experts, outputs, inputs], all plain or all quantized; see `supports_grouped`.
+        offsets: int32; rows offsets[i] .. offsets[i + 1] - 1 are multiplied with matrix i.
+        activation: one of `FUSED_ACTIVATIONS`: there are two weights, gate and up, and one result,
             activation(x @ gate.T) * (x @ up.T).
     """
     if isinstance(weights[0], QuantizedTensor):
@@ -89,7 +90,7 @@ def linears_sorted(
 
 
 def fuses(gate: Weight, up: Weight, activation: str) -> bool:
-    """Whether the product with gate and up can apply the activation function here."""
+    """Whether the activation function can be fused into the matmul with gate and up here."""
     if activation not in FUSED:
         return False
     if isinstance(gate, Array) and isinstance(up, Array):
@@ -105,7 +106,7 @@ def linears(
     biases: Sequence[Float[Array, " outputs"] | None],
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """`linear` with several weights; those that are quantized share one call, the others too."""
+    """`linear` with several weights: one call for all quantized ones, one for all plain ones."""
     weights = record(x, weights)
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
     quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
@@ -133,7 +134,7 @@ def _finished(y: Array, bias: Array | None, dtype: DTypeLike) -> Array:
 def gated_linear(
     x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
 ) -> Float[Array, "*rows outputs"] | None:
-    """activation(x @ gate.T) * (x @ up.T) as one operation, where there is one; else None."""
+    """activation(x @ gate.T) * (x @ up.T) as one fused operation if supported, otherwise None."""
     if not fuses(gate, up, activation):
         return None
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
@@ -146,7 +147,7 @@ def gated_linear(
 def take_rows(
     weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape inputs"]:
-    """Rows of a matrix, in full and in this type."""
+    """Embedding lookup: rows of a matrix, dequantized to this type."""
     table: Any = weight.weight if isinstance(weight, Recorded) else weight
     if isinstance(table, QuantizedTensor | OutlierTensor):
         return table.take(rows, dtype)

@@ -1,4 +1,4 @@
-"""Products with quantized matrices: where and how they are computed."""
+"""Quantized matmul: chooses the implementation (CPU custom call, GPU kernel, or XLA)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jinfer.quant.quantized_tensor import MOST_COLUMNS
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-# Activation functions that the product with a gate can apply, so that nothing is written between.
+# Activation functions that can be fused into the matmul with gate and up.
 FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
 
 
@@ -36,10 +36,10 @@ def products(
 
     Args:
         index: which matrix of each stack; the others are not read.
-        offsets: of a stack, rows offsets[i] .. offsets[i + 1] - 1 go with matrix i; others are
-            undefined. Only where `sorts` says so.
-        activation: one of `FUSED`, "none" for none: there are two weights, gate and up, and the one
-            result is activation(x @ gate.T) * (x @ up.T).
+        offsets: grouped matmul: rows offsets[i] .. offsets[i + 1] - 1 use matrix i of a stack; the
+            other rows of the result are undefined. Requires `supports_grouped_quantized`.
+        activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
+            one result, activation(x @ gate.T) * (x @ up.T).
     """
     x = x.astype(jnp.float32)
     if backend() == "cpu" and cpu.available():
@@ -57,7 +57,7 @@ def products(
                 index=index,
                 offsets=offsets,
             )
-    # A stack is read for a mixture's experts alone.
+    # Only mixtures of experts have stacks.
     kind: disable_kernels.Kernels = "products" if index is None and offsets is None else "experts"
     on_gpu = backend() == "gpu"
     if on_gpu and disable_kernels.kernels(kind) and all(_in_kernels(weight) for weight in weights):
@@ -73,14 +73,14 @@ def products(
 
 
 def sorts(weight: QuantizedTensor) -> bool:
-    """Whether `products` takes rows that are sorted by this weight's matrices."""
+    """Whether `quantized_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() == "gpu":
         return disable_kernels.kernels("experts") and _in_kernels(weight)
     return backend() == "cpu" and cpu.available() and cpu.supports(_coded(weight))
 
 
 def _in_kernels(weight: QuantizedTensor) -> bool:
-    """Whether the GPU kernels read it; all others are decoded by XLA."""
+    """Whether the GPU kernels support the format; XLA dequantizes all others."""
     format = weight.format
     one_level, two_levels = (32, 64, 128), (16, 32)
     known = format.block in (two_levels if format.two_level else one_level)
@@ -96,7 +96,7 @@ def _in_kernels_of_gpu(
     offsets: Array | None,
     activation: str,
 ) -> tuple[Array, ...]:
-    # Imported here: half a second, which only those pay who have a GPU.
+    # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from jinfer.ops.matmul.quantized_gpu import packed_product
     from kernels_pallas.matmul.grouped_quantized import expert_matmul
     from kernels_pallas.matmul.weight_layout import Packed
@@ -127,7 +127,7 @@ def _in_kernels_of_gpu(
 
 
 def pick(stacked: Any, index: Int[Array, ""]) -> Any:
-    """One array, or one matrix, of a stack."""
+    """One element of a stack: an array, or a tree of arrays."""
     return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, index, keepdims=False), stacked)
 
 

@@ -1,6 +1,6 @@
-"""A GPU's products with quantized matrices, as one operation of a traced function.
+"""Quantized matmul on a GPU, as one primitive of a traced function.
 
-So `jinfer.ops.fusion.fuse_gpu` finds them, and what their rows are computed from.
+`jinfer.ops.fusion.fuse_gpu` finds the primitive, and fuses the prologue that computes its rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def packed_product(
     gated: bool = False,
     backend: Backend = "triton",
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """`kernels_pallas.matmul.quantized.matmul` by the kernels of a backend."""
+    """`kernels_pallas.matmul.quantized.matmul` with the kernels of a back end."""
     leaves, tree = jax.tree.flatten((tuple(matrices), index))
     how = {"gated": gated, "backend": backend, "interpret": interpreted()}
     return tuple(PRODUCT.bind(x, *leaves, tree=tree, **how))

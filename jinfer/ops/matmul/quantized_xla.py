@@ -1,18 +1,12 @@
-"""Products with quantized matrices in plain XLA: the definition, and forms for any machine.
+"""Quantized matmul in XLA operations: the reference, and fallbacks for any machine.
 
-A GPU whose kernels may not be used decodes a matrix as a whole; the rest is written for XLA:CPU.
+On a GPU without kernels a matrix is dequantized as a whole; the rest is written for XLA:CPU.
 
-The forms keep the order in which the words lie. A *lane* is one of the R * G words of a tile and
-superblock that stand together; codes, numbers and activations are brought to
-[tiles, superblocks, halves, 4 strips, lanes], so that every loop that XLA:CPU makes runs over
-lanes and is vectorized. Other orders, sums over the last axis, or one chain over all 32 codes of a
-word's column cost ten times as much to run or to compile.
-
-Milliseconds for the products of a decode step of a 135M model (30 layers of 576 and 1536, 49,152
-outputs), CPU time of one core of an AMD EPYC with AVX-512, and seconds to compile them, at 1 row:
-q4 13, 4 s; q8 19, 4 s; q3.5 24, 8 s; a codebook 41, 11 s; q6 in blocks of 16 44, 6 s. With 8 of
-these layers and more rows, q4: 3.5 for each row up to `_FEW_ROWS`; beyond, 51 at 16 rows and 127
-at 128.
+All forms keep the order of the packed words. A *lane* is one of the R * G adjacent words of a tile
+and superblock; codes, block numbers and activations are brought to [tiles, superblocks, halves, 4
+strips, lanes], so that every loop XLA:CPU generates runs over lanes and is vectorized. Other
+orders, sums over the last axis, or one chain over all 32 codes of a word's column cost ten times as
+much to run or to compile.
 """
 
 from __future__ import annotations
@@ -30,14 +24,14 @@ from jinfer.quant.quantized_tensor import SUPER
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_FEW_ROWS = 8  # above, decoding the weights once costs less than decoding them for every row
-_DECODED_BYTES = 1 << 20  # of float32 weights at a time: they stay in the second-level cache
+_FEW_ROWS = 8  # above, dequantizing once is cheaper than for every row
+_DECODED_BYTES = 1 << 20  # of float32 weights at a time, to stay in the L2 cache
 
 
 def product_reference(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """x @ weight.T in float32, with the whole matrix decoded."""
+    """x @ weight.T in float32, with the whole matrix dequantized."""
     exact = lax.Precision.HIGHEST
     return jnp.dot(x.astype(jnp.float32), weight.dequantize().T, precision=exact)
 
@@ -45,9 +39,9 @@ def product_reference(
 def product_xla(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """The same in plain XLA, for machines that have neither custom calls nor kernels.
+    """The same in plain XLA, for machines without custom calls or kernels.
 
-    Activations stay in float32 whatever `weight.activations` says.
+    Activations stay in float32 whatever `weight.activations` is.
     """
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, weight.padded_inputs - weight.inputs)))
     if x.shape[0] == 1:
@@ -61,9 +55,9 @@ def product_xla(
 def product_decoded(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """The same for a GPU: the matrix in memory in fp16, times x in fp16, added in float32.
+    """The same for a GPU: the matrix dequantized to fp16 in memory, times x in fp16.
 
-    Elementwise operations and a product for its tensor cores, without loops.
+    Element-wise operations and one tensor-core matmul with float32 accumulation, without loops.
     """
     from kernels_pallas.matmul.round_fp16 import rounded
 
@@ -75,7 +69,7 @@ def product_decoded(
 
 
 def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array, " outputs"]:
-    """Elementwise operations, then sums: anything with `dot` decodes the weights to memory."""
+    """GEMV: element-wise operations, then sums; `dot` would dequantize the weights to memory."""
     tiles, superblocks, _, rows, columns = weight.words.shape
     p, parts, lanes = weight.format.per_code, _parts(weight), rows * columns
     x = jnp.transpose(x.reshape(superblocks, p, columns, 8, 4), (3, 0, 1, 4, 2))
@@ -94,8 +88,8 @@ def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array
             sums[-1] = sums[-1] + term
         else:
             sums.append(term)
-    # Each barrier ends a loop: fused, the operations after it would be done for every strip, and
-    # those before it for every term of a sum.
+    # Each barrier ends a loop: fused, the operations after it would run for every strip, and those
+    # before it for every term of a sum.
     sums = lax.optimization_barrier(sums)
     scale, base = _numbers(weight)
     y = jnp.zeros((), jnp.float32)
@@ -112,7 +106,7 @@ def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array
 def _many_rows(
     x: Float[Array, "rows padded"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """Decodes some tiles at a time."""
+    """GEMM: dequantizes some tiles at a time."""
     tiles, superblocks, _, rows, columns = weight.words.shape
     shape = (x.shape[0], superblocks, weight.format.per_code, columns, 8, 4)
     x = jnp.transpose(x.reshape(shape), (0, 4, 1, 2, 5, 3)).reshape(x.shape)
@@ -133,7 +127,7 @@ def _many_rows(
 
 
 def _decoded(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
-    """All weights, padding included, with inputs in the order step, superblock, half, strip, g."""
+    """All weights, with padding; inputs in the order step, superblock, half, strip, g."""
     tiles, _, _, rows, columns = weight.words.shape
     parts = _parts(weight)
     scale, base = lax.optimization_barrier(_numbers(weight))
@@ -142,7 +136,7 @@ def _decoded(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
         part = step * parts // 8
         values = _values(weight, step) * scale[part, ..., None, :]
         steps.append(values if base is None else values + base[part, ..., None, :])
-    # Written as it lies before R and the inputs change places: both at once is not vectorized.
+    # Materialized before R and the inputs are swapped: both at once is not vectorized.
     stacked = lax.optimization_barrier(jnp.stack(steps, axis=1))
     stacked = stacked.reshape(tiles, -1, rows, columns)
     return jnp.swapaxes(stacked, 1, 2).reshape(tiles * rows, -1)
@@ -154,7 +148,7 @@ def _parts(weight: QuantizedTensor) -> int:
 
 
 def _values(weight: QuantizedTensor, step: int) -> Float[Array, "tiles superblocks halves 4 lanes"]:
-    """Of the codes 4 * step + strip: the codes themselves, or their values in a codebook."""
+    """The codes 4 * step + strip: the codes themselves, or their codebook values."""
     format = weight.format
     tiles, superblocks, bits, rows, columns = weight.words.shape
     words = weight.words.reshape(tiles, superblocks, bits, 1, 1, rows * columns)
@@ -178,7 +172,7 @@ def _values(weight: QuantizedTensor, step: int) -> Float[Array, "tiles superbloc
 
 
 def _looked_up(codes: Array, codebook: tuple[int, ...]) -> Array:
-    """Codes' values by a tree of choices: XLA:CPU does not vectorize reading a table."""
+    """Codebook values by a tree of selects: XLA:CPU does not vectorize a gather."""
     values = [jnp.float32(value) for value in codebook]
     bit = 1
     while len(values) > 1:
