@@ -119,7 +119,7 @@ class Worker:
     def stop(self) -> None:
         """Kills the process, if it still runs."""
         self.process.kill()
-        with self.process:  # which closes what it is spoken to by, and waits
+        with self.process:  # closes its pipes, and waits
             pass
 
     def _answer(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def compare(
             for _ in range(rounds):
                 for worker in workers:
                     rates[task.name][worker.side.name].append(worker.measure(task))
-                if decodes:  # what it was before and after
+                if decodes:  # bandwidth before and after
                     readings.append(read_rate(usable_cores()))
                     bandwidth[task.name].append(statistics.mean(readings[-2:]))
         memory = {worker.side.name: worker.close() for worker in workers}
@@ -264,7 +264,7 @@ def _rate(row: Mapping[str, Any], side: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     options = _parser().parse_args(arguments)
-    if options.worker:  # whoever started it says how far it is
+    if options.worker:  # the parent process shows progress
         progress.show(False)
     return run(_work if options.worker else _run, options)
 

@@ -68,7 +68,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
 
     first, _ = answers(rows[:1])
     several, _ = answers(rows[:TOGETHER])
-    answers(rows[TOGETHER : 2 * TOGETHER])  # which programs are compiled depends on who comes when
+    answers(rows[TOGETHER : 2 * TOGETHER])  # compiled programs depend on arrival order
     _, took = answers(rows[2 * TOGETHER :])
     _, alone = answers(rows[-1:])
     stats = jax.devices()[0].memory_stats() or {}

@@ -152,7 +152,7 @@ def _measure(
             for _ in range(options.requests)
         ]
         params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-        for asked in (prompts[:1], prompts):  # what is compiled for them is there from then on
+        for asked in (prompts[:1], prompts):  # warm up: compile their programs
             llm.generate(asked, params)
         begun = time.perf_counter()
         llm.generate(prompts[:1], params)

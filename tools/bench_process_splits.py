@@ -83,7 +83,7 @@ class Side:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            with process:  # which closes what it is spoken to by, and waits
+            with process:  # closes its pipes, and waits
                 pass
 
 
@@ -283,7 +283,7 @@ def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
         rate, latency = splits[0].figures[name]
         times = 2 if name == "sums" else 1
         took = f"{words} processes takes {latency * times * 1e6:.0f} µs"
-        found = rate < single.figures["read"]  # else size made no difference that could be measured
+        found = rate < single.figures["read"]  # otherwise size made no measurable difference
         lines.append(f"{took}, and {rate / 1e9:.2f} GB/s go" if found else f"{took} of any size")
     return lines
 

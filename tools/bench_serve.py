@@ -172,7 +172,7 @@ async def measure(options: argparse.Namespace) -> list[Figures]:
             users = options.users if number else min(options.warm_up, options.users)
             if not users:
                 continue
-            # Each load has users of its own: what one has said is no other's cached beginning.
+            # Each load has its own users: no prompt may hit the prefix cache of another load.
             own = replace(work, seed=f"{work.seed}/{number}")
             target = Target(client, model, not options.text, options.extra, time.perf_counter())
             if options.rate:

@@ -30,7 +30,7 @@ def work(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
     Args:
         keys: overrides the model is opened with, by dotted name.
     """
-    progress.show(False)  # whoever started it says how far it is
+    progress.show(False)  # the parent process shows progress
     job = find_job(vars(options), {})
     if job is None:
         return _lead(options, keys)

@@ -13,14 +13,14 @@ from jinfer.modelspec.resolve_spec import STACKS
 from .fold_names import numbered
 from .inspect_rows import Missing
 
-# Where in a layer a module stands, by a word anywhere in its name; the first that fits.
+# Position of a module in a layer, by a word anywhere in its name; the first match.
 _AREAS = {
     "cross": r"encoder_attn|encdecattention|cross_?att",
     "attn": r"attn|attention|\.sa_|^sa_",
     "after": r"^output\.",
     "ffn": r"mlp|ffn|feed_?forward|dense_?relu|intermediate|moe|experts|\bfc|lin[12]$",
 }
-# The last words of names, by what they are; those of `attn` stand for `cross` as well.
+# Last words of names by role; those of `attn` apply to `cross` as well.
 _IN_LAYER = {
     "attn": {
         "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj",
@@ -43,7 +43,7 @@ _IN_LAYER = {
     "after": {"ffn.down": r"dense", "ffn_norm": r".*norm.*"},
     "": {},
 }
-# Norms that stand in the layer itself say by their own words which they are.
+# Norms directly in the layer, by their own names.
 _NORMS = {
     "cross_norm": r"(encoder_attn|cross).*norm",
     "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm"

@@ -206,7 +206,7 @@ def to_text(found: Description, drafted: str = "") -> str:
         parts.append(f'Refused for {named}; trust_config = "warn" goes on without.')
     if found.fits:
         parts.append("Every parameter has its tensor, and every tensor its place.")
-    # Names come from the file, and what a terminal obeys has no place in them.
+    # Names come from the file: terminal control characters must be removed.
     text = "\n\n".join(parts)
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 

@@ -21,7 +21,7 @@ PROMPT = 16  # tokens before decoding begins
 STEPS = 48  # tokens decoded in a measurement
 PROMPTS = 512  # tokens of prompts in one, which may be several: a short one takes 30 ms
 KINDS = ("decode", "sample", "prefill")  # what can be measured
-# How tokens are drawn where they are: as llama.cpp's own service does it where nobody says how.
+# Sampling parameters: the defaults of llama.cpp's own server.
 DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 

@@ -27,7 +27,7 @@ from .inspect_partition import free_of
 from .known_shapes import SHAPES
 
 _MACHINE, _CONTEXT, _TYPE = "rtx4090", 4096, jnp.dtype(jnp.bfloat16)
-# What is set, one after the other, and what the plan then is.
+# The settings, and the plan that follows.
 _SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "Yi-34B": ({}, {"host_kv_cache": 0.5}, {"host_kv_cache": 0.5, "host_embeddings": True}),
     "Falcon-40B": (

@@ -93,7 +93,7 @@ def convert(
             raise CheckpointError(checkpoint.path, reason)
         spec, left = located.resolved(overrides)
         check_followed(left, located.config, spec)
-        # Not this machine's choice of a type: what the checkpoint says must not be lost.
+        # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         origins = find_origins(model, checkpoint, spec.tensors)
         model = in_types(model, kept_types(model, spec.quantization, origins))

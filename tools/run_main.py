@@ -36,7 +36,7 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
         with throughout(program(work.__module__)):
             return work(options)
     except BrokenPipeError:
-        raise  # nobody reads any more, which is no error
+        raise  # a closed pipe is not an error
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)

@@ -82,8 +82,8 @@ class OrbaxWriter(Writer):
         context = self._api.Context()
         context.array.saving.use_compression = False  # codes are as good as random
         context.array.saving.scoped_storage_options_creator = self._chunks
-        context.memory.deepcopy_host_arrays = False  # nobody changes them
-        # It has no place for empty arrays.
+        context.memory.deepcopy_host_arrays = False  # they are not modified
+        # Orbax cannot store empty arrays.
         whole = {name: array for name, array in self._held.items() if array.size}
         if whole:
             with context:

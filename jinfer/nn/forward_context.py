@@ -155,7 +155,7 @@ class Step(NamedTuple):
             str(rope.block): rope.cos_sin(self.positions, self.totals)
             for rope in {str(each.block): each for each in ropes if not each.block.factors}.values()
         }
-        # Without the barrier XLA computes the sines anew in each layer.
+        # Without the barrier XLA recomputes the sines in each layer.
         return self._replace(cos_sin=lax.optimization_barrier(cos_sin))
 
 

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 _NOTHING = Piece(0, 0, 0, 0)
 _SIGN = 0x8000  # of a 16-bit code
 
-# PIECES[code_bits][code]: where the bits of each of 8 codes stand in code_bits bytes.
+# PIECES[code_bits][code]: bit fields of each of 8 codes in code_bits bytes.
 PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
     2: tuple((Piece(s % 2, 2 * (s // 2), 2, 0),) for s in range(8)),
     3: (

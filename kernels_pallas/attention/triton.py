@@ -229,7 +229,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
         weights = jnp.where(sees, jnp.exp(scores - most[:, None]), np.float32(0))
         scale = jnp.where(fresh, np.float32(0), jnp.exp(highest - most))[:, None]
         # Tensor cores sum the weights too: in the same order whatever the tile's rows are. With
-        # more columns than rows its warps stand side by side, as the other products' do.
+        # more columns than rows its warps are side by side, as in the other matmuls.
         ones = jnp.ones((size, 2 * tile.rows), v[0].dtype)
         sums = Sums(
             tuple(

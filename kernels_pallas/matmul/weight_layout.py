@@ -50,7 +50,7 @@ def _parts(*pieces: tuple[int, int, int]) -> tuple[Piece, ...]:
     return tuple(code)
 
 
-# PIECES[bits][code]: where the bits of each of 8 codes stand in `bits` bytes.
+# PIECES[bits][code]: bit fields of each of 8 codes in `bits` bytes.
 PIECES: dict[int, list[tuple[Piece, ...]]] = {
     2: _whole(2, 8),
     3: [*_whole(3, 6), _parts((0, 6, 2), (2, 6, 1)), _parts((1, 6, 2), (2, 7, 1))],

@@ -113,7 +113,7 @@ def _many_rows(
     each = min(tiles, max(1, _DECODED_BYTES // (4 * rows * weight.padded_inputs)))
 
     def part(number: Array, y: Array) -> Array:
-        # The last part begins earlier, so that it is as long as the others.
+        # The last part begins earlier, so that all have the same size.
         begin = jnp.minimum(number * jnp.int32(each), jnp.int32(tiles - each))
         cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, each, 0), weight)
         decoded = _decoded(lax.optimization_barrier(cut))
