@@ -50,23 +50,23 @@ class Attention(nnx.Module):
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept | None
+        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: Kept | None
     ) -> tuple[Float[Array, "batch tokens hidden"], Kept | None]:
         """The block's output, and the cache with the new tokens' keys and values.
 
         Without a cache the batch is whole texts, with bidirectional attention.
         """
-        q, k, v = self._project(x, step)
-        rules = self._rules(q, k, step.positions, causal=cache is not None)
+        q, k, v = self._project(x, batch)
+        rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
-            assert step.lengths is not None, "whole texts need lengths"
-            out = attend_text(q, k, v, step.lengths, rules)
+            assert batch.lengths is not None, "whole texts need lengths"
+            out = attend_text(q, k, v, batch.lengths, rules)
         else:
-            flat, cache = step.extend(q[0], k[0], v[0], cache, self.block.window, rules)
+            flat, cache = batch.extend(q[0], k[0], v[0], cache, self.block.window, rules)
             out = flat[None]
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
-    def _project(self, x: Array, step: Step) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, batch: Step) -> tuple[Array, Array, Array]:
         block = self.block
         q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             k = self.k_norm(split(k, block.kv_heads)).reshape(k.shape)
         if isinstance(block.position, blocks.Rope):
             # As rows of all heads, the layout after the projection and its bias.
-            cos_sin = step.cos_sin_of(self.rope)
+            cos_sin = batch.cos_sin_of(self.rope)
             q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
         return split(q, block.heads), split(k, block.kv_heads), split(v, block.kv_heads)
 
@@ -137,14 +137,14 @@ class CrossAttention(nnx.Module):
         return write(cache, turned_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
+        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
         """The block's output, and the unchanged cache."""
         block = self.block
         rules = ScoreRules(
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         )
-        q, at = split(self.q(x), block.heads)[0], step.placement(ENCODER)
+        q, at = split(self.q(x), block.heads)[0], batch.attention_metadata(ENCODER)
         q = turned_queries(q, cache.keys)
-        out = attend(q, cache.keys, cache.values, at, step.encoded_last(), rules)
+        out = attend(q, cache.keys, cache.values, at, batch.encoded_last(), rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache

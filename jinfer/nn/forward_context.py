@@ -24,13 +24,13 @@ class Copies(NamedTuple):
     Attributes:
         sources: the token of each copy.
         rows, positions: of each copy, as in a flat batch.
-        places: one copy of each token, whose result is the token's.
+        outputs: one copy of each token, whose result is the token's.
     """
 
     sources: Int[Array, " places"]
     rows: Int[Array, " places"]
     positions: Int[Array, " places"]
-    places: Int[Array, " tokens"]
+    outputs: Int[Array, " tokens"]
 
 
 class Elsewhere(Protocol):
@@ -101,7 +101,7 @@ class Step(NamedTuple):
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
 
-    def placement(self, group: str) -> Placement:
+    def attention_metadata(self, group: str) -> Placement:
         """Positions and block tables for a group of attentions."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.tables is not None, "whole texts have no cache"
@@ -117,7 +117,7 @@ class Step(NamedTuple):
         rules: ScoreRules,
     ) -> tuple[Float[Array, "tokens heads value_dim"], Kept]:
         """`paged_attention.extend` of a flat batch, in the group with this sliding window."""
-        at, copies = self.placement(cache_group(window)), self.copies
+        at, copies = self.attention_metadata(cache_group(window)), self.copies
         if not isinstance(cache, LayerCache):
             return cache.extend(q, k, v, at, rules), cache
         if v is not None:  # otherwise a part of the keys are the values, which must not change
@@ -128,11 +128,13 @@ class Step(NamedTuple):
         v = v if v is None else v[copies.sources]
         at = at._replace(rows=copies.rows, positions=copies.positions)
         out, cache = extend(q, k, v, cache, at, rules)
-        return out[copies.places], cache
+        return out[copies.outputs], cache
 
-    def keep(self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache) -> LayerCache:
+    def write_vectors(
+        self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache
+    ) -> LayerCache:
         """The cache with vectors of the tokens, in every branch."""
-        at, copies = self.placement(cache_group(None)), self.copies
+        at, copies = self.attention_metadata(cache_group(None)), self.copies
         if copies is not None:
             vectors = vectors[copies.sources]
             at = at._replace(rows=copies.rows, positions=copies.positions)

@@ -23,7 +23,7 @@ class Kept(nnx.Module):
         self.block = block
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: LayerCache
+        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
         """The vectors, and the cache with them."""
-        return x, step.keep(x[0][:, None], cache)
+        return x, batch.write_vectors(x[0][:, None], cache)

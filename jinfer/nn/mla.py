@@ -57,7 +57,7 @@ class LatentAttention(nnx.Module):
         self.rope = Rotary(block.position, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], step: Step, cache: Kept
+        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: Kept
     ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
         """The block's output, and the cache with the new tokens' latents."""
         block = self.block
@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
         q = split(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = by_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
-        cos_sin = step.cos_sin_of(self.rope)
+        cos_sin = batch.cos_sin_of(self.rope)
         flat = rotated.reshape(*x.shape[:2], -1)
         rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
@@ -73,7 +73,7 @@ class LatentAttention(nnx.Module):
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
         shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
         keys = jnp.concatenate([latent, shared_key], axis=-1)
-        out, cache = step.extend(q[0], keys[0], None, cache, None, self._rules())
+        out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules())
         out = by_head(out[..., : block.latent_rank], v_b, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 

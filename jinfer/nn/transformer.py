@@ -50,7 +50,7 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "batch tokens hidden"],
         tokens: Int[Array, "batch tokens"],
-        step: Step,
+        batch: Step,
         cache: Cache,
         shared: Mapping[str, nnx.Module],
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
@@ -61,11 +61,11 @@ class Layer(nnx.Module):
             module: Any = self.modules[name] if name in self.modules else shared[name]
             arguments = list(map(valued, given))
             if isinstance(module, Kept):
-                out, cache[name] = module(arguments[0], step, cache[name])
+                out, cache[name] = module(arguments[0], batch, cache[name])
                 return out
             if isinstance(module, _ATTENTIONS):
                 attention: Any = module
-                out, kept = attention(arguments[0], step, cache.get(name))
+                out, kept = attention(arguments[0], batch, cache.get(name))
                 if kept is not None:
                     cache[name] = kept
                 return self._summed(out)
@@ -73,7 +73,7 @@ class Layer(nnx.Module):
             return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
 
         # The encoder's output is in the cache, so its name is unused here.
-        inputs = {"x": x, "tokens": tokens, "positions": step.positions, "encoded": None}
+        inputs = {"x": x, "tokens": tokens, "positions": batch.positions, "encoded": None}
         return valued(self.wiring.run(inputs, call)[0]), cache
 
     def _summed(self, part: Array) -> Any:
@@ -89,7 +89,7 @@ def _run_layer(
     state: Any,
     x: Array,
     tokens: Array,
-    step: Step,
+    batch: Step,
     cache: Cache,
     table: Table | None,
 ) -> tuple[Array, Cache]:
@@ -102,13 +102,13 @@ def _run_layer(
         table: pointers of the layer's weights, the first of `state`.
     """
 
-    def run(state: Any, x: Array, tokens: Array, step: Step, cache: Cache) -> tuple[Array, Cache]:
+    def run(state: Any, x: Array, tokens: Array, batch: Step, cache: Cache) -> tuple[Array, Cache]:
         layer, shared = nnx.merge(definition, state)
-        return layer(x, tokens, step, cache, shared)
+        return layer(x, tokens, batch, cache, shared)
 
-    told = None if table is None else Told(table, range(len(table)))
-    given = state, x, tokens, step, cache
-    return chained(run, told)(*given) if alone else run(*given)
+    pointers = None if table is None else Told(table, range(len(table)))
+    given = state, x, tokens, batch, cache
+    return chained(run, pointers)(*given) if alone else run(*given)
 
 
 class _Split(NamedTuple):
@@ -117,13 +117,13 @@ class _Split(NamedTuple):
     Attributes:
         name: such as "decoder.3".
         state: the arrays, the layer's own first.
-        told: pointers of its own weights; None: they are operands.
+        pointers: of its own weights; None: they are operands.
     """
 
     name: str
     definition: Any
     state: Any
-    told: Told | None
+    pointers: Told | None
 
 
 class Stack(nnx.Module):
@@ -141,12 +141,12 @@ class Stack(nnx.Module):
         self,
         tokens: Int[Array, "batch tokens"],
         types: Int[Array, "batch tokens"],
-        step: Step,
+        batch: Step,
         shared: nnx.Dict,
         hidden: Float[Array, "batch tokens hidden"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
         """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
-        inputs = {"tokens": tokens, "positions": step.positions, "token_types": types}
+        inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
         with rounding(self.rounded):
             return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
@@ -162,12 +162,12 @@ class Stack(nnx.Module):
             return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def run_layers(
-        self, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+        self, x: Array, tokens: Array, batch: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with their cache if any."""
-        step = step.with_cos_sin(self._ropes())
+        batch = batch.with_cos_sin(self._ropes())
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
-        given = x, tokens, step, dict(cache)
+        given = x, tokens, batch, dict(cache)
         # If two layers do not become one call, each has its own: equal layers are then traced and
         # lowered once.
         states = [layer.state for layer in layers]
@@ -181,27 +181,27 @@ class Stack(nnx.Module):
         own, others = list[list[Any]](), list[list[Any]]()
         for layer in layers:
             leaves = jax.tree.leaves(layer.state)
-            count = 0 if layer.told is None else len(layer.told.rows)
+            count = 0 if layer.pointers is None else len(layer.pointers.rows)
             own.append(leaves[:count])
             others.append(leaves[count:])
 
         def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
             states = map(jax.tree.unflatten, trees, map(add, own, others))
             parts = [
-                layer._replace(state=state, told=None)
+                layer._replace(state=state, pointers=None)
                 for layer, state in zip(layers, states, strict=True)
             ]
             return self._through(parts, *given, alone=False)
 
-        told = together([layer.told for layer in layers if layer.told is not None])
-        return Chains(run, (own, others, *given), told)
+        pointers = together([layer.pointers for layer in layers if layer.pointers is not None])
+        return Chains(run, (own, others, *given), pointers)
 
     def _through(
         self,
         layers: Sequence[_Split],
         x: Array,
         tokens: Array,
-        step: Step,
+        batch: Step,
         cache: Cache,
         *,
         alone: bool,
@@ -211,39 +211,39 @@ class Stack(nnx.Module):
         for layer in layers:
             prefix = f"{layer.name}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            x, own = self._run(layer, x, tokens, step, own, alone=alone)
+            x, own = self._run(layer, x, tokens, batch, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
         return x, cache
 
     def run_layer(
-        self, number: int, x: Array, tokens: Array, step: Step, cache: Cache, shared: nnx.Dict
+        self, number: int, x: Array, tokens: Array, batch: Step, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """One layer, with its attentions' caches by module name."""
-        return self._run(self._layer(number, shared), x, tokens, step, cache, alone=True)
+        return self._run(self._layer(number, shared), x, tokens, batch, cache, alone=True)
 
     def _layer(self, number: int, shared: nnx.Dict) -> _Split:
         layer = self.layers[number]
         definition, state = nnx.split((layer, _used(layer, shared)))
         name = f"{self.name}.{number}"
-        told = told_of(name)
+        pointers = told_of(name)
         # Weights read by pointer must be those in the table.
-        assert told is None or len(told.rows) == len(jax.tree.leaves(state[0]))
-        return _Split(name, definition, state, told)
+        assert pointers is None or len(pointers.rows) == len(jax.tree.leaves(state[0]))
+        return _Split(name, definition, state, pointers)
 
     def _run(
-        self, layer: _Split, x: Array, tokens: Array, step: Step, cache: Cache, *, alone: bool
+        self, layer: _Split, x: Array, tokens: Array, batch: Step, cache: Cache, *, alone: bool
     ) -> tuple[Array, Cache]:
-        table = None if layer.told is None else layer.told.alone()
+        table = None if layer.pointers is None else layer.pointers.sliced_table()
         with rounding(self.rounded):
             here = backend(), interpreted(), rounds()
-            given = layer.state, x, tokens, step, cache, table
+            given = layer.state, x, tokens, batch, cache, table
             return _run_layer(here, layer.definition, alone, *given)
 
     def run_alone(
         self,
         x: Array,
         tokens: Array,
-        step: Step,
+        batch: Step,
         cache: Mapping[str, Any],
         shared: nnx.Dict,
     ) -> Float[Array, "batch tokens hidden"]:
@@ -253,9 +253,9 @@ class Stack(nnx.Module):
             cache: by the names of the layer's modules.
         """
         (layer,) = self.layers
-        step = step.with_cos_sin(self._ropes())
+        batch = batch.with_cos_sin(self._ropes())
         with rounding(self.rounded):
-            return layer(x, tokens, step, dict(cache), _used(layer, shared))[0]
+            return layer(x, tokens, batch, dict(cache), _used(layer, shared))[0]
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -263,7 +263,7 @@ class Stack(nnx.Module):
                 if isinstance(rope := getattr(module, "rope", None), Rotary):
                     yield rope
 
-    def results(self, x: Array, step: Step, shared: nnx.Dict) -> dict[str, Array]:
+    def results(self, x: Array, batch: Step, shared: nnx.Dict) -> dict[str, Array]:
         """The head: the values it assigns by name, and its result as "logits".
 
         "hidden" is the input of the LM head, or the result, unless the head assigns it.
@@ -277,8 +277,8 @@ class Stack(nnx.Module):
                 embed: Any = shared["embed"] if module.tied else None
                 return module(arguments[0], embed)
             if isinstance(module, Pool):
-                assert step.lengths is not None, "only whole texts are pooled"
-                return module(arguments[0], step.lengths)
+                assert batch.lengths is not None, "only whole texts are pooled"
+                return module(arguments[0], batch.lengths)
             return module(*arguments)
 
         with rounding(self.rounded):
@@ -310,19 +310,19 @@ class Model(nnx.Module):
     def decode(
         self,
         tokens: Int[Array, " tokens"],
-        step: Step,
+        batch: Step,
         cache: Cache,
         want: str,
         last: Int[Array, " chosen"] | None = None,
     ) -> tuple[Float[Array, "chosen width"], Cache]:
         """One result of `decode_all`."""
-        results, cache = self.decode_all(tokens, step, cache, last)
+        results, cache = self.decode_all(tokens, batch, cache, last)
         return results[want], cache
 
     def decode_all(
         self,
         tokens: Int[Array, " tokens"],
-        step: Step,
+        batch: Step,
         cache: Cache,
         last: Int[Array, " chosen"] | None = None,
         hidden: Float[Array, "tokens hidden"] | None = None,
@@ -331,18 +331,18 @@ class Model(nnx.Module):
 
         Args:
             tokens: new tokens of any sequences.
-            step: their positions and block tables.
+            batch: their positions and block tables.
             cache: the KV cache; returned with the new tokens.
             last: the tokens whose results are wanted; None: all.
             hidden: for a draft head: the target's hidden states beside the tokens.
         """
         stack = self.stacks["decoder"]
         beside = None if hidden is None else hidden[None]
-        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], step, self.shared, beside)
-        x, cache = stack.run_layers(x, tokens[None], step, cache, self.shared)
+        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, beside)
+        x, cache = stack.run_layers(x, tokens[None], batch, cache, self.shared)
         if last is not None:
             x = x[:, last]
-        results = stack.results(x, step, self.shared)
+        results = stack.results(x, batch, self.shared)
         return {name: results[name][0] for name in ("logits", "hidden")}, cache
 
     def encode(
@@ -362,10 +362,10 @@ class Model(nnx.Module):
             The head's results by name; its value is "logits".
         """
         stack = self.stacks["encoder"]
-        step = Step.of_texts(tokens, lengths)
-        x = stack.embed(tokens, types, step, self.shared)
-        x, _ = stack.run_layers(x, tokens, step, {}, self.shared)
-        return stack.results(x, step, self.shared)
+        batch = Step.of_texts(tokens, lengths)
+        x = stack.embed(tokens, types, batch, self.shared)
+        x, _ = stack.run_layers(x, tokens, batch, {}, self.shared)
+        return stack.results(x, batch, self.shared)
 
     def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
         """The cache with the cross-attention keys and values of an encoder's output."""

@@ -151,7 +151,7 @@ class Kept:
             self.scales.reshape(*lead, self.columns, self.per_code, self.numbers),
         ]
 
-    def arranged(self, x: Array) -> Array:
+    def to_tile_order(self, x: Array) -> Array:
         """Vectors [..., dim] permuted to the order of the tiles, padded with zeros."""
         if not self.quantized:
             return x
@@ -159,13 +159,13 @@ class Kept:
         padding = [(0, 0)] * len(lead) + [(0, self.padded - self.dim)]
         return _turned(jnp.pad(x, padding))
 
-    def restored(self, x: Array) -> Array:
+    def from_tile_order(self, x: Array) -> Array:
         """The inverse of `arranged`."""
         if not self.quantized:
             return x
         return _turned(x)[..., : self.dim]
 
-    def decoded(self) -> Array:
+    def dequantized(self) -> Array:
         """The vectors dequantized to float32."""
         if not self.quantized:
             return jnp.asarray(self.data).astype(jnp.float32)

@@ -148,7 +148,7 @@ def _triton(
     # A window that begins before the sequence has the splits of a full one.
     power = pieces.powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
-    dtype, numbers = jnp.float32 if partial else q.dtype, keys.arranged(q)
+    dtype, numbers = jnp.float32 if partial else q.dtype, keys.to_tile_order(q)
     factors, numbers = _factored(numbers, keys.tile_type)
     changes = Changes(factors, _f32(scores.slopes), _f32(scores.by_distance))
     launches = pieces.launches(shape, keys, values, least)
@@ -195,7 +195,7 @@ def _triton(
             jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             for new, old in zip(these, before, strict=True)
         ]
-    return (keys if values is None else values).restored(outs[0]), *outs[1:]
+    return (keys if values is None else values).from_tile_order(outs[0]), *outs[1:]
 
 
 def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: Scores) -> Array:
@@ -206,7 +206,7 @@ def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: 
 
     def gathered(part: Kept) -> Array:
         """[tokens, kv_heads, length, dim]."""
-        blocks = part.decoded().at[own].get(mode="clip")
+        blocks = part.dequantized().at[own].get(mode="clip")
         return blocks.swapaxes(1, 2).reshape(count, kv_heads, -1, part.dim)
 
     k = gathered(keys)

@@ -143,7 +143,7 @@ def expected(
     return out
 
 
-decoded = jax.jit(Kept.decoded)
+decoded = jax.jit(Kept.dequantized)
 
 
 def spoilt(part: Kept, needed: np.ndarray) -> Kept:

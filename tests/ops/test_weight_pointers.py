@@ -100,7 +100,7 @@ def test_tables_are_those_of_this_thread_and_moment() -> None:
         assert together([]) is None
         with pytest.raises(AssertionError):
             together([second, first])
-        np.testing.assert_array_equal(second.alone(), where[2:])
+        np.testing.assert_array_equal(second.sliced_table(), where[2:])
         assert told_of("decoder.2") is None
         with told(None, {"decoder.0": slice(7, 9)}):
             assert told_of("decoder.0") is None

@@ -43,7 +43,7 @@ class Told(NamedTuple):
         """The entry of each weight by its id(); the weights are the first of the given arrays."""
         return {id(one): row for one, row in zip(arrays, self.rows, strict=False)}
 
-    def alone(self) -> Table:
+    def sliced_table(self) -> Table:
         """The table with only these entries, so that equal layers are equal functions."""
         return lax.slice_in_dim(self.table, self.rows.start, self.rows.stop)
 
