@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 # Score bias [batch, heads, tokens, keys] as a function of query position minus key position.
-Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
+type Bias = Callable[[Int[Array, "batch tokens keys"]], Float[Array, "batch heads tokens keys"]]
 
 
 class ScoreRules(NamedTuple):
